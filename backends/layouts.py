@@ -44,7 +44,8 @@ def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple[Tensor, Tensor]:
     """Rows [n, heads, dim] as numbers of 8 bits times a scale of their own, the row's largest magnitude over the type's largest.
 
-    Whole numbers are rounded to the nearest, ties to even. A row of zeros has the scale 0. A row with a number that is not finite
+    Whole numbers are rounded to the nearest, ties to even. A row of zeros has the scale 0, and so has one so small that its scale
+    would be no normal number, which some hardware takes for 0. A row with a number that is not finite
     has zeros and the scale infinity, whose product is NaN, so that nobody takes it for a row. each_head: a scale for each head,
     and not one for all heads of a token. Returns numbers [n, heads, dim] and float32 scales, [n, heads] or [n].
     """
@@ -54,6 +55,7 @@ def quantised(rows: Tensor, dtype: torch.dtype, each_head: bool = True) -> tuple
     largest = exact.abs().amax(-1 if each_head else (-2, -1))
     # Divided by a tensor: by a number torch multiplies with its reciprocal on a GPU, whose last bit may be another.
     scales = torch.where(largest.isfinite(), largest / torch.full_like(largest, limit), torch.inf)
+    scales = scales.where(scales >= torch.finfo(torch.float32).tiny, 0.0)
     divisors = scales.unsqueeze(-1) if each_head else scales[:, None, None]
     numbers = (exact / divisors).clamp(-limit, limit).where((divisors > 0) & divisors.isfinite(), 0.0)
     return (numbers.round() if integer else numbers).to(dtype), scales

@@ -89,6 +89,7 @@ def quantise(tile):
     sizes = tl.abs(tile)
     finite = tl.min((sizes < float("inf")).to(tl.int32), 1) > 0
     scales = tl.where(finite, tl.div_rn(tl.max(sizes, 1), 127.0), float("inf"))
+    scales = tl.where(scales >= 1.1754943508222875e-38, scales, 0.0)  # the smallest normal number
     used = finite & (scales > 0.0)
     divisors = tl.broadcast_to(tl.where(used, scales, 1.0)[:, None], tile.shape)
     numbers = tl.minimum(tl.maximum(tl.div_rn(tile, divisors), -127.0), 127.0)
