@@ -224,6 +224,16 @@ class StateCache:
         return next(iter(self.tensors.values())).shape[0]
 
     @cached_property
+    def convolution(self) -> StateCache:
+        """The states of the convolution alone, for a backend that applies nothing else."""
+        return StateCache({"conv": self.tensors["conv"]}, self.layout, self.spec.convolution)
+
+    @cached_property
+    def recurrence(self) -> StateCache:
+        """The states of the recurrence alone."""
+        return StateCache({"recurrent": self.tensors["recurrent"]}, self.layout, self.spec.recurrence)
+
+    @cached_property
     def logical_recurrent(self) -> Tensor:
         """View [num_slots, num_heads, key_dim, value_dim]: its strides address every layout alike."""
         axes = self.layout.recurrent

@@ -11,14 +11,14 @@ from headway.core.contract.backend import Backends, Plan
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.forward.attention import blame
+from headway.core.engine.forward.faults import blame
 from headway.core.select.costs import Shape
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 
 
 class DenseAttention:
-    """The `Attention` of a model whose layers are all dense. `begin` sets a batch up, then each layer calls it once.
+    """The attention of a model whose layers are all dense. `begin` sets a batch up, then each layer calls it once.
 
     Layers with equal specs share one plan, and kernels get a cache of one block, which none of them reads.
     """
@@ -64,7 +64,9 @@ class DenseAttention:
             try:
                 self._plans.append(backend.plan(metadata))
             except (Exception, SystemExit) as error:
-                raise blame(error, backend.name, Phase.PREFILL, f"plan of {len(lens)} texts, {sum(lens)} tokens") from error
+                raise blame(
+                    error, f"backend {backend.name}", Phase.PREFILL, f"plan of {len(lens)} texts, {sum(lens)} tokens"
+                ) from error
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `core.contract.model.Attention`; nothing is written.
@@ -78,9 +80,5 @@ class DenseAttention:
         try:
             backend.prefill(q, k, v, self._unread[kind], self._plans[kind], out)
         except (Exception, SystemExit) as error:
-            raise blame(error, backend.name, Phase.PREFILL, f"layer {layer}, q {list(q.shape)}") from error
+            raise blame(error, f"backend {backend.name}", Phase.PREFILL, f"layer {layer}, q {list(q.shape)}") from error
         return out
-
-    def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        """Refuse: no model that is pooled has layers with a state."""
-        raise NotImplementedError("layers with a state are not pooled")

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.core.contract.backend import Backends, StepLimits, fits, powers
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.model import Attention
+from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
 from headway.core.pooling.attention import DenseAttention
@@ -115,7 +115,8 @@ class PoolingEngine:
                 list(chain.from_iterable(text.token_types or [0] * n for text, n in zip(texts, lens, strict=True)))
             )
             types = upload(types, self.device)
-        hidden = self.network(upload(token_ids, self.device), upload(positions, self.device), self.attention, types)
+        attention = AttentionFunctions(self.attention)
+        hidden = self.network(upload(token_ids, self.device), upload(positions, self.device), attention, types)
         return self.network.pool(hidden, upload(starts, self.device))
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -45,21 +44,14 @@ class ComposedState(StateBackend):
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
         """Convolve, then run the recurrence over what comes of it."""
-        conv, recurrent = self._caches(cache)
         convolved = x.new_empty(x.shape)
-        self._convolution.scan(x, (), parameters, conv, plan.convolution, convolved)
-        self._recurrence.scan(convolved, gates, replace(parameters, conv_weight=None), recurrent, plan.recurrence, out)
+        self._convolution.scan(x, (), parameters, cache.convolution, plan.convolution, convolved)
+        self._recurrence.scan(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: Plan, out: Tensor
     ) -> None:
         """Convolve, then run the recurrence over what comes of it."""
-        conv, recurrent = self._caches(cache)
         convolved = x.new_empty(x.shape)
-        self._convolution.step(x, (), parameters, conv, plan.convolution, convolved)
-        self._recurrence.step(convolved, gates, replace(parameters, conv_weight=None), recurrent, plan.recurrence, out)
-
-    def _caches(self, cache: StateCache) -> tuple[StateCache, StateCache]:
-        """The states of the convolution and those of the recurrence."""
-        conv = StateCache({"conv": cache.tensors["conv"]}, cache.layout, self.spec.convolution)
-        return conv, StateCache({"recurrent": cache.tensors["recurrent"]}, cache.layout, self.spec.recurrence)
+        self._convolution.step(x, (), parameters, cache.convolution, plan.convolution, convolved)
+        self._recurrence.step(convolved, gates, parameters, cache.recurrence, plan.recurrence, out)

@@ -45,6 +45,8 @@ class StateCandidates:
     source: StateSource
     specs: Sequence[StateSpec]
     """Distinct layers with a state."""
+    decode_len: int = 1
+    """Tokens of a sequence in a decode: one and its drafts."""
 
     def reasons(self, name: str, layout: StateLayout, phase: Phase) -> tuple[Reason, ...]:
         """Why a backend cannot serve a phase of every layer, with the help of another for convolutions where it needs one."""
@@ -81,6 +83,11 @@ class StateCandidates:
         support = Support()
         for each in (phase,) if phase is Phase.DECODE else (Phase.PREFILL, Phase.EXTEND):
             support &= self.source.state_supports(name, spec, layout, each)
+        if support and phase is Phase.DECODE:
+            most = self.source.state_backend(name).capabilities.max_draft_tokens
+            if self.decode_len - 1 > most:
+                hint = f"--num-speculative-tokens {most}" if most else "leave --speculate out"
+                support = Support.no("max_draft_tokens", f"at most {most} drafts of a sequence", self.decode_len - 1, hint)
         return support
 
     def _helpers(self, layout: StateLayout, phase: Phase, spec: StateSpec) -> Iterator[str]:

@@ -38,7 +38,9 @@ class StateSelection:
 
     def __str__(self) -> str:
         names = self.scan if self.scan == self.step else f"prefill={self.scan},decode={self.step}"
-        return f"{names}, states in layout {self.layout.name} ({self.why})"
+        helpers = ", ".join(dict.fromkeys(self.convolution.values()))
+        convolved = f", convolutions by {helpers}" if helpers else ""
+        return f"{names}{convolved}, states in layout {self.layout.name} ({self.why})"
 
 
 class RatedState(NamedTuple):
@@ -75,7 +77,7 @@ class StateSelector:
         """
         counts = Counter(specs)
         self._source, self._request = source, request
-        self._able = StateCandidates(source, list(counts))
+        self._able = StateCandidates(source, list(counts), decode_len)
         self._costs = None
         if costs:
             self._costs = StateCosts([(costs[spec], count) for spec, count in counts.items()], workload, decode_len)

@@ -24,6 +24,7 @@ from headway.core.engine.state.config import EngineConfig
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.state_costs import NO_BLOCKS, state_shape
 from headway.core.select.state_selector import StateSelector
+from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states
 from headway.tuning.autotune import TableRequest
@@ -218,8 +219,9 @@ def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> 
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=60))
     config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_seqs=2)
     make_engine(model=model, source=registry, config=config, state_costs=costs)
-    assert "states: prefill=torch,decode=" in caplog.text or "states: torch, " in caplog.text
-    assert "auto: measured, scan" in caplog.text
+    chosen = StateSelector(registry, specs, costs=costs, workload=Workload.parse(config.workload)).selection
+    assert "auto: measured, scan" in chosen.why
+    assert f"states: {chosen}" in caplog.text
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 
@@ -63,11 +62,6 @@ class StateStep:
         if not spec.recurrent or spec.kind == MAMBA1:
             self._run_channels(x, gates, parameters, cache, plan, out, tuning)
             return
-        if spec.conv_channels and not tuning.step_fused:
-            mixed = torch.empty_like(x, memory_format=torch.contiguous_format)
-            alone = StateCache({"conv": cache.tensors["conv"]}, cache.layout, spec.convolution)
-            self._run_channels(x, (), parameters, alone, plan, mixed, tuning)
-            x = mixed
         self._run_heads(x, gates, parameters, cache, plan, out, tuning)
 
     def _run_heads(
@@ -76,12 +70,9 @@ class StateStep:
     ) -> None:  # fmt: skip
         spec = self._spec
         block_v, num_warps = self._cut(plan, tuning)
-        convolution = dict(convolution_constants(spec, cache, parameters))
-        if not tuning.step_fused:
-            convolution["WIDTH"] = 0
         constants = {
             **head_constants(spec, cache),
-            **convolution,
+            **convolution_constants(spec, cache, parameters),
             "SINGLE": plan.single,
             "BLOCK_K": triton.next_power_of_2(spec.key_dim),
             "BLOCK_V": block_v,
@@ -89,7 +80,6 @@ class StateStep:
             "QK_NORM": spec.qk_norm,
             "HAS_D": parameters.D is not None,
             "PDL": self._early,
-            "EARLY": spec.conv_channels > 0 and not tuning.step_fused,
         }
         first, second = (*gates, x, x)[:2]
         tensors = (

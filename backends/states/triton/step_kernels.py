@@ -58,7 +58,6 @@ def step_heads(
     QK_NORM: tl.constexpr,
     HAS_D: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY: tl.constexpr,  # the kernel before writes no state, and waited for those before it: states are read at once
 ):
     """Grid (heads * cdiv(VALUE_DIM, BLOCK_V), num_seqs). A program keeps a tile [BLOCK_K, BLOCK_V] of a state in registers.
 
@@ -68,7 +67,7 @@ def step_heads(
     The programs of a key head all read its channels' conv state, which may be written in place: each adds 1 to the key head's
     counter once it has read, and the one that finds itself the last writes, for all.
     """
-    if PDL and not EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     TILES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -86,9 +85,6 @@ def step_heads(
     inside = in_key[:, None] & in_value[None, :]
     within = head * STATE_HEAD + i[:, None] * STATE_KEY + j[None, :] * STATE_VALUE
     state = tl.load(state_ptr + slot.to(tl.int64) * STATE_SLOT + within, mask=inside, other=0.0).to(tl.float32)
-    if PDL and EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
     first = tl.load(query_start_ptr + seq)
     if SINGLE:

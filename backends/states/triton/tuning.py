@@ -12,8 +12,6 @@ class StateTuning:
     step_value: int | None = None
     """Elements of a head's value that one program of `step` owns."""
     step_warps: int | None = None
-    step_fused: bool = True
-    """Whether `step` convolves in the kernel of the recurrence; else in one before it."""
     channels: int = 128
     """Channels that one program of a convolution, or of `mamba1`, owns."""
     channel_warps: int = 4

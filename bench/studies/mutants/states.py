@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -80,9 +81,9 @@ class _Plans(TiledAttention):
         super().__init__(*arguments, **options)
         self._plans: dict[object, TiledPlan] = {}
 
+    @abstractmethod
     def key(self, metadata: AttentionMetadata) -> object:
         """What a plan is found by."""
-        raise NotImplementedError
 
     def plan(self, metadata: AttentionMetadata) -> TiledPlan:
         """The plan that was made first for a key."""

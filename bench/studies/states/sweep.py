@@ -19,16 +19,7 @@ from headway.testing.state_cases import StateCase, make_state_case
 from headway.testing.state_verdict import Judge, distance
 from headway.tuning.measure.timing import Timer
 
-STEP_CUTS = tuple(
-    {"step_fused": fused, "step_value": value, "step_warps": warps, **({} if fused else {"channels": channels})}
-    for fused, value, warps, channels in (
-        (True, 32, 4, 0),
-        (True, 64, 4, 0),
-        (False, 64, 4, 128),
-        (False, 32, 4, 128),
-        (True, 32, 2, 0),
-    )
-)
+STEP_CUTS = tuple({"step_value": value, "step_warps": warps} for value, warps in ((32, 4), (64, 4), (32, 2)))
 WRONG = 1.6e-2
 """A relative error that no rounding to bfloat16 explains."""
 SCAN_CUTS = (
@@ -110,8 +101,6 @@ def check(layer: StudyLayer) -> list[tuple[str, float, float]]:
         "step": ([(1, 21)] * 5, 2, {}),
         "step of 40": ([(1, 21)] * 40, 0, {}),
         "step, drafts": ([(4, 24), (1, 10), (8, 308)], 2, {}),
-        "step, one launch": ([(1, 21)] * 5, 0, {"step_fused": True}),
-        "step, two launches": ([(1, 21)] * 5, 0, {"step_fused": False}),
         "scan": ([(300, 300), (129, 199), (9, 18), (64, 65)], 0, {}),
         "scan of 9": ([(70, 70)] * 9, 0, {}),
         "scan, one prompt": ([(1000, 1000)], 0, {}),

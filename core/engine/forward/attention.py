@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan
-from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.forward import latent
+from headway.core.engine.forward.faults import blame
 from headway.core.engine.forward.states import LayersWithState
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.system.logs import log_traceback
 
 Plans = dict[AttentionSpec, Plan]
 GroupMetadata = AttentionMetadata | Sequence[AttentionMetadata]
@@ -102,7 +101,9 @@ class PagedAttention:
                 }
             except (Exception, SystemExit) as error:
                 name = next(iter(backends.values())).name
-                raise blame(error, name, view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens") from error
+                raise blame(
+                    error, f"backend {name}", view.phase, f"plan of {view.num_seqs} sequences, {view.num_tokens} tokens"
+                ) from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
 
@@ -198,7 +199,7 @@ class PagedAttention:
                     backend.prefill(queries, k, v, cache, plan, result)
             except (Exception, SystemExit) as error:
                 shapes = f"layer {layer}, q {list(queries.shape)}, cache {list(cache.key.shape)} in {cache.layout.name}"
-                raise blame(error, backend.name, phase, shapes) from error
+                raise blame(error, f"backend {backend.name}", phase, shapes) from error
         if self.debug:
             self._look_for_nan(layer, f"{' or '.join(self.serving)}, in", out)
 
@@ -206,14 +207,6 @@ class PagedAttention:
         """Remember where a step's first NaN came from; waits for the device."""
         if self.first_nan is None and any(bool(tensor.isnan().any()) for tensor in tensors):
             self.first_nan = f"the first came from {where} attention layer {layer}"
-
-
-def blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
-    """An error that names the backend, the phase and the shapes."""
-    if isinstance(error, HeadwayError):
-        return error
-    log_traceback(f"backend {name}", error)
-    return BackendError(f"backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 
 # torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.

@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel, Plan
-from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateMetadata, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateBackends
 from headway.core.contract.transfer import Packed, upload
+from headway.core.engine.forward.faults import blame
 from headway.core.engine.state.state_slots import StateMemory, StateSlots
 from headway.core.engine.state.step import StepInput
-from headway.core.system.logs import log_traceback
 
 
 class StateStepPart(NamedTuple):
@@ -50,11 +49,6 @@ class LayersWithState:
         _LIVE[self._handle] = self
 
     @property
-    def serving(self) -> tuple[str, ...]:
-        """Names of the backends that serve the step set up last."""
-        return tuple(dict.fromkeys(part.backends[0].name for part in self._parts))
-
-    @property
     def not_captured(self) -> str:
         """The name of a backend whose `step` cannot run in a CUDA graph; empty: all can."""
         return next((each.name for each in self._step.values() if each.graph_level < GraphLevel.DECODE), "")
@@ -72,7 +66,7 @@ class LayersWithState:
                 plans = [backend.plan(view) for backend in serving]
             except (Exception, SystemExit) as error:
                 work = f"plan of {view.step.num_seqs} sequences, {view.step.num_tokens} tokens"
-                raise _blame(error, serving[0].name, view.step.phase, work) from error
+                raise blame(error, f"state backend {serving[0].name}", view.step.phase, work) from error
             self._parts.append(StateStepPart(view.step.phase, tokens, serving, plans))
             start = tokens.stop
 
@@ -109,7 +103,9 @@ class LayersWithState:
                 serve = backend.step if phase is Phase.DECODE else backend.scan
                 serve(rows, own, parameters, cache, plans[kind], result)
             except (Exception, SystemExit) as error:
-                raise _blame(error, backend.name, phase, f"layer {layer} with a state, x {list(rows.shape)}") from error
+                raise blame(
+                    error, f"state backend {backend.name}", phase, f"layer {layer} with a state, x {list(rows.shape)}"
+                ) from error
 
     def first_of(self, kind: StateSpec) -> int:
         """The first layer of a kind."""
@@ -166,14 +162,6 @@ class LayersWithState:
             checkpoints=packed.device("checkpoints").view(-1, 3) if num_checkpoints else None,
             checkpoints_cpu=host["checkpoints"].view(-1, 3) if num_checkpoints else None,
         )
-
-
-def _blame(error: BaseException, name: str, phase: Phase, work: str) -> HeadwayError:
-    """An error that names the backend, the phase and the shapes."""
-    if isinstance(error, HeadwayError):
-        return error
-    log_traceback(f"state backend {name}", error)
-    return BackendError(f"state backend {name} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 
 # torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.

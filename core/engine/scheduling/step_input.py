@@ -24,6 +24,8 @@ def prepare(step: ScheduledStep, groups: Sequence[CacheGroup], states: bool = Fa
     found = _without_states(step, groups)
     if not states:
         return found
+    if not step.individual:
+        return replace(found, state_indices=step.state_indices)
     seqs = [each.seq for each in step.individual]
     return replace(
         found,

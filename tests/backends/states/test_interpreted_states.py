@@ -74,11 +74,6 @@ def test_a_step_of_several_programs_a_key_head_is_right(kind: str) -> None:
     check(layer(kind), ONE, changes={"step_value": 16})
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
-def test_a_step_in_two_launches_is_right(kind: str) -> None:
-    check(layer(kind), DRAFTS, changes={"step_fused": False})
-
-
 @pytest.mark.parametrize("kind", ["gated_delta", "lightning", "mamba1"])
 def test_a_step_without_a_convolution_is_right(kind: str) -> None:
     check(layer(kind, width=0), DRAFTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -10,6 +11,7 @@ import pytest
 
 from graph_backend import WalkPlugin
 from graph_stub import AsItIs
+from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 from headway.core.engine.engine import make_engine
 from headway.core.engine.state.config import EngineConfig
@@ -18,6 +20,7 @@ from headway.registry import Registry, create_registry
 from proposer_stub import told_of
 from run_engine import Written, drain, generate
 from stateful_model import MODELS
+from stateful_worlds import run_world
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_batched_tokens=80, max_num_seqs=6)
@@ -93,6 +96,17 @@ def test_drafts_that_hold_in_part_leave_the_state_after_the_last_that_held(regis
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
+class Bare(TorchStates):
+    name = "bare"
+    capabilities = replace(TorchStates.capabilities, convolution=False)
+
+
+def test_convolutions_may_be_another_backend_s() -> None:
+    registry = create_registry([Bare], load_entry_points=False)
+    engine = make_engine(model=MODELS["gated delta"], source=registry, config=replace(CONFIG, state_backend="bare"))
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+
+
 def test_completions_of_one_prompt_share_its_checkpoint(registry: Registry) -> None:
     engine = make_engine(model=MODELS["lightning"], source=registry, config=CONFIG)
     params = SamplingParams(n=3, temperature=0, max_tokens=8)
@@ -150,3 +164,25 @@ def test_decodes_run_as_graphs_and_prompts_in_pieces() -> None:
     assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
+
+
+def live(registry: Registry, name: str, seeds: range, most_prompts: int) -> Counter[str]:
+    """What has happened in several lives."""
+    return sum((run_world(registry, name, seed, most_prompts) for seed in seeds), Counter[str]())
+
+
+@pytest.mark.parametrize("name", ["lightning", "mamba1"])
+def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
+    happened = live(registry, name, range(12), most_prompts=8)
+    assert happened["hits"]
+    assert happened["accepted"]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
+    happened = live(registry, name, range(1000), most_prompts=1000)
+    assert happened["preemptions"]
+    assert happened["evictions"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headway.backends.states.torch_states import TorchStates
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import GATED_DELTA, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
@@ -122,3 +123,17 @@ def test_a_backend_without_a_convolution_is_chosen_with_one_that_helps() -> None
     selector = select(registry, table)
     assert selector.selection.convolution == {("bare", Phase.DECODE): "torch"}
     assert selector.step[LAYER].name == "bare"
+    assert "decode=bare, convolutions by torch" in str(selector.selection)
+
+
+class FewDrafts(TorchStates):
+    name = "few"
+    capabilities = replace(TorchStates.capabilities, max_draft_tokens=2)
+
+
+def test_a_backend_is_asked_for_no_more_drafts_than_it_claims() -> None:
+    registry, few = create_registry([FewDrafts], load_entry_points=False), BackendRequest("few", "few")
+    assert select(registry, None, few, decode_len=3).selection.step == "few"
+    with pytest.raises(UnsupportedError, match="max_draft_tokens: needs at most 2 drafts of a sequence, got 3"):
+        select(registry, None, few, decode_len=4)
+    assert select(registry, None, decode_len=4).selection.step != "few"
