@@ -226,11 +226,13 @@ def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
     return StateConfig(spec, norm_size=value_dim)
 
 
-def parts_of(kinds: Sequence[object], known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
+def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
     """What each layer is made of, by its kind.
 
-    :raises BeyondDecoderError: a kind of layer that the decoder does not compute, with the first layer of it.
+    :raises BeyondDecoderError: no list, or a kind of layer that the decoder does not compute, with the first layer of it.
     """
+    if kinds is None:
+        raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
     for index, kind in enumerate(kinds):
         if kind not in known:
             raise BeyondDecoderError(f"{key}: needs {' or '.join(known)}, got {shown(kind)} in layer {index}")

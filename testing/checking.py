@@ -104,7 +104,10 @@ def _in_children(
         names = [str(CELL), *listed.cells] if trial is not None and listed.plugin and not wanted.layout else listed.cells
         cells = _picked(names, wanted) if not listed.unavailable else []
         start(len(cells))
-        tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+        try:
+            tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+        except KeyboardInterrupt:
+            return listed, [], len(cells)
         for result in tried:
             tell(result)
         results = CellRun(children[: max(1, len(cells))], tell).all(cells[len(tried) :])

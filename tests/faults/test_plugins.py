@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from headway import create_registry
 from headway.core.contract.errors import ConfigError
@@ -31,6 +32,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(4321)  # another seed than a hostile plugin's, whatever a test before has set
     for name in (*HOSTILE, *HARMLESS):  # of the test before
         sys.modules.pop(name.replace("-", "_"), None)
     return folder

@@ -16,6 +16,7 @@ from headway.backends.triton.backend import TritonAttention
 from headway.core.contract.backend import Lengths, StepLimits
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
@@ -31,7 +32,7 @@ LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, ma
 ROWS = (1, 5, 16, 40, 100, 300, 3000)
 """Tokens of a step: one for each way in which products, norms and experts are computed."""
 FEW_ROWS = (1, 5, 16, 40, 100)
-"""Without those from which on DeepSeek-V3's choice among 256 experts takes the compiler minutes (route_tiles)."""
+"""Without those from which on the choice among 256 experts takes the compiler minutes (route_tiles)."""
 
 
 class EmptyWeights(DummyWeights):
@@ -54,8 +55,11 @@ def family(model_type: str) -> DecoderConfig:
     """The model that a family's configuration class has the sizes of, with one layer of each kind."""
     from transformers import AutoConfig
 
-    missing = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408} if model_type == "deepseek_v2" else {}
-    config = read_decoder_config(AutoConfig.for_model(model_type, **missing))
+    missing = {
+        "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1408},
+        "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    }
+    config = read_decoder_config(AutoConfig.for_model(model_type, **missing.get(model_type, {})))
     return replace(config, layers=tuple(dict.fromkeys(config.layers)))
 
 
@@ -79,7 +83,7 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
     """All that stands between a model's attentions. every: of the ways to compute experts, each so manieth."""
     model = Decoder(config, EmptyWeights(dtype))
 
-    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         latent = model.latent_layers.get(layer)
         if latent is None:
             return q.new_empty((*q.shape[:2], v.shape[2]))
@@ -88,6 +92,10 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
         latent.project(v.new_empty((*q.shape[:2], v.shape[2])), out)
         return out
 
+    def run_state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        return x.new_empty(x.shape[0], model.state_layers[layer].spec.out_channels)
+
+    attention = AttentionFunctions(attend, run_state)
     for count in rows:
         ids, positions = (torch.zeros(count, dtype=torch.int64, device=GPU) for _ in range(2))
         hidden = model(ids, positions.int(), attention)

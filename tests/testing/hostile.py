@@ -46,7 +46,7 @@ class HangsAndTells(_Plain):
     name = "hangs_and_tells"
 
     def decode(self, q, cache, plan, out, lse=None):
-        open("hangs", "w").close()  # in the folder of the command
+        open(f"hangs-{os.getpid()}", "w").close()  # in the folder of the command
         time.sleep(600)
 
 
