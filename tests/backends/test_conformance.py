@@ -44,10 +44,13 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sdpa" else pytest.mark.slow) for name in CPU_BACKENDS])
-def test_the_quick_answers_of_a_phase_are_right(name: str, phase: str) -> None:
-    cells = [cell for cell in quick_cells(name) if (cell.check, cell.phase) == ("answer", phase)]
-    assert len(cells) > 5
+@pytest.mark.parametrize(
+    ("name", "step"), [("sdpa", 4), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in CPU_BACKENDS)]
+)
+def test_the_quick_answers_of_a_phase_are_right(name: str, step: int, phase: str) -> None:
+    """step: one cell of so many is run."""
+    cells = [cell for cell in quick_cells(name) if (cell.check, cell.phase) == ("answer", phase)][::step]
+    assert len(cells) > 1
     assert not [result for result in map(kit(name).run, cells) if result.status == "failed"]
 
 

@@ -83,7 +83,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-EVERYDAY = {("plain", "sampled"), ("chunks", "greedy"), ("a small pool", "sampled"), ("overlapped", "greedy")}
+EVERYDAY = {("plain", "sampled"), ("a small pool", "sampled")}
 
 
 @pytest.mark.parametrize(

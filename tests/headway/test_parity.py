@@ -45,7 +45,7 @@ SETTINGS = [
     (*reader, *setting) for number, reader in enumerate(itertools.product(BACKENDS, LAYOUTS)) for setting in OPPOSITE[number % 4]
 ]
 """Each backend on each layout meets both values of every setting, and each setting meets several of them."""
-EVERYDAY = [SETTINGS[number] for number in (0, 5)]
+EVERYDAY = [SETTINGS[0]]
 OFTEN = SETTINGS[::3]
 """Those of the slow tests: each backend, layout and value is among them. The others are left to `make soak`."""
 SLOW = (pytest.mark.slow,)

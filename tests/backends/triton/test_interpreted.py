@@ -72,8 +72,8 @@ def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
 
 
-@pytest.mark.parametrize("splits", [{}, {"extend_splits": "3"}], ids=str)
-@pytest.mark.parametrize("window", [None, rare(1), 37, rare(90)])
+@pytest.mark.parametrize("splits", [rare({}), {"extend_splits": "3"}], ids=str)
+@pytest.mark.parametrize("window", [rare(None), rare(1), 37, rare(90)])
 def test_queries_that_see_later_keys(window: int | None, splits: dict[str, str]) -> None:
     layer = spec(causal=False, dense=True, sliding_window=window)
     assert error_of(case_of("1q100_1q5_1q1", layer), **splits) < 2e-6
@@ -210,8 +210,8 @@ def test_int8_cache(name: str, case_name: str, block_size: int) -> None:
     assert lse < 2e-5
 
 
-@pytest.mark.parametrize("values", [1.0, 1e-3], ids="values of {}".format)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("values", [rare(1.0), 1e-3], ids="values of {}".format)
+@pytest.mark.parametrize("dtype", [rare(torch.bfloat16), torch.float16], ids=str)
 def test_int8_cache_in_half_precision(dtype: torch.dtype, values: float) -> None:
     """Small values have small scales, which weights in float16 could not take without losing their digits."""
     lens = parse_case("1q30s300_2q1s200", 1)

@@ -32,6 +32,7 @@ def test_mistakes_of_every_kind_are_planted_by_hand() -> None:
     assert len({name for _, name, _ in planted()}) == len(list(planted()))
 
 
+@pytest.mark.slow
 def test_the_backend_without_a_mistake_passes_its_plain_cells() -> None:
     kit = Kit(subject_of(reference.TiledAttention, torch.device("cpu")))
     cells = [cell for cell in kit.cells(quick=True) if cell.head_dim == 64 and cell.block_size == 16][:60]

@@ -53,7 +53,7 @@ def expected_of(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["nhd", "vllm_5d"])
+@pytest.mark.parametrize("layout", ["nhd", pytest.param("vllm_5d", marks=pytest.mark.slow)])
 def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, name: str, layout: str) -> None:
     """Sequences many times longer than the windows: chunks of prompts, prefix hits in part and whole, and preemption."""
     model = MODELS[name]

@@ -75,6 +75,7 @@ def test_seed_and_position_alone_decide_a_draw() -> None:
     assert torch.equal(first[1:], other_place[:-1]), "a draw hangs on its own position only"
 
 
+@pytest.mark.slow
 def test_rare_tokens_come_as_often_as_they_should() -> None:
     """The noise needs a fine grain where it decides: one token in 100,000 of a flat vocabulary."""
     vocab, count = 100_000, 300

@@ -256,7 +256,7 @@ def test_requests_that_uvicorn_cancels_log_no_traceback(llm: LLM, caplog: pytest
 
     def ask(stream: bool) -> None:
         with suppress(httpx.HTTPError):
-            httpx.post(f"{served.url}{TEXT}", json={**LONG, "n": 64, "stream": stream}, timeout=20)
+            httpx.post(f"{served.url}{TEXT}", json={**LONG, "n": 64, "stream": stream}, timeout=4)
 
     with running(llm) as served:
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
