@@ -39,6 +39,7 @@ def hostile(folder: Path, name: str) -> str:
     return file.name
 
 
+@pytest.mark.slow
 def test_files_and_classes_of_files_are_tried(folder: Path) -> None:
     targets = [hostile(folder, "segfaults-on-import"), "tried_toy.py", "tried_toy.py:ToyDecode"]
     found = [judge(PluginFile.of(target), "cpu", 20.0) for target in targets]

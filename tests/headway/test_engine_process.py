@@ -61,6 +61,7 @@ def apart(llm: LLM) -> Iterator[AsyncLLM]:
     assert not process.is_running()
 
 
+@pytest.mark.slow
 def test_requests_with_random_ends_have_the_tokens_that_they_have_in_a_thread(llm: LLM, apart: AsyncLLM) -> None:
     draw = random.Random(0)
     prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(40)]

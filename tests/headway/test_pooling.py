@@ -53,7 +53,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[BertModel, Path, LLM
     return embedder("bert", folder), folder, load(folder)
 
 
-@pytest.mark.parametrize("name", EMBEDDERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "roberta" in name or "," in name else ()) for name in EMBEDDERS]
+)
 def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Also a text of one token, and one as long as the model takes."""
     model = embedder(name, tmp_path)
@@ -68,7 +70,7 @@ def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None
     assert float((expected[1] - expected[2]).abs().max()) > 0.05, "the texts are told apart"
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "," in name else ()) for name in SCORERS])
 def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, llm = scorer(name, tmp_path), load(tmp_path)
     query, documents = TEXTS[1], [TEXTS[0], *TEXTS[3:]]

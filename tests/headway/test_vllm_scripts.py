@@ -26,7 +26,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=pytest.mark.slow if number % 3 else ()) for number, script in enumerate(SCRIPTS)],
+    ids=lambda script: script.stem,
+)
 def test_vllm_script_runs_with_headways_import(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_what_is_no_plugins_has_no_trial(target: str) -> None:
     assert (result.status, "is used untried" in result.reason) == ("skipped", True)
 
 
+@pytest.mark.slow
 def test_one_cell_asks_the_trial_that_is_handed_in() -> None:
     asked: list[PluginSource] = []
 

@@ -173,7 +173,7 @@ def live(registry: Registry, name: str, seeds: range, most_prompts: int) -> Coun
 
 @pytest.mark.parametrize("name", ["lightning", "mamba1"])
 def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = live(registry, name, range(12), most_prompts=8)
+    happened = live(registry, name, range(6), most_prompts=8)
     assert happened["hits"]
     assert happened["accepted"]
 

@@ -56,17 +56,12 @@ CASES += [(name, rows, dtype) for name in FAMILIES for rows in (1, 9, 17) for dt
 CASES += [("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)]
 EVERYDAY = [
     ("llama", 1, torch.float32),
-    ("qwen2", 2, torch.bfloat16),
     ("qwen3", 1, torch.bfloat16),
-    ("qwen3", 9, torch.float16),
-    *((name, 17, torch.bfloat16) for name in TILED),
+    ("tiles, gated and split", 17, torch.bfloat16),
     ("llama, head_dim 16", 5, torch.bfloat16),
     ("gemma", 1, torch.bfloat16),
     ("gpt2, tiles", 17, torch.bfloat16),
-    ("olmo2", 17, torch.float32),
-    ("nemotron_h", 9, torch.bfloat16),
     ("qwen3_next", 1, torch.bfloat16),
-    ("qwen3_next", 17, torch.bfloat16),
 ]
 
 
