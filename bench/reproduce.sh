@@ -2,8 +2,8 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers; about
-# 10, 6, 20, 25, 10, 6, 8 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states;
+# about 10, 6, 20, 25, 10, 6, 8, 12 and 8 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -140,10 +140,28 @@ servers() {  # MODEL_FOLDER: a config.json such as models/shapes/qwen3-0.6b's an
         --server "headway=$ours --max-model-len 8192" --output "$out/server-vllm.json" || failed="$failed vllm"
 }
 
+states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 experts, with random weights, and its second turns; vLLM's beside it
+    study states states --output "$out/states.json"
+    study states-bf16 states --state-dtype bfloat16 --output "$out/states-bf16.json"
+    cut=$(mktemp -d)/qwen3-next-12
+    $PYTHON -P - "$cut" <<-'end' || { failed="$failed states-cut"; return; }
+	import json, pathlib, sys
+	from headway.models.locate import locate
+	config = json.loads((locate("qwen3-next-80b-a3b", weights=False) / "config.json").read_text())
+	pathlib.Path(sys.argv[1]).mkdir()
+	(pathlib.Path(sys.argv[1]) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12, "num_experts": 128}))
+	end
+    run hybrid bench throughput --model "$cut" --load-format dummy --max-model-len 8192 --batch-size 1,16,64 --input-len 512 --output-len 512 \
+        --repeat 2 --output "$out/hybrid-512.json"
+    study hybrid-turns requests second-turn --model "$cut" --output "$out/hybrid-turns.json"
+    $PYTHON -P -m headway.bench.studies.engines vllm --model "$cut" --repeat 2 --batch-size 1,16,64 --input-len 512 \
+        --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
+}
+
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers | conformance | requests | servers) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests or servers, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance | requests | servers | states) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers or states, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

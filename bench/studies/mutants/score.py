@@ -28,8 +28,8 @@ from headway.testing.cells import CheckCell
 from headway.testing.kit import Kit
 from headway.testing.subject import subject_of
 
-SECONDS = 300
-"""After which a mistake counts as one that hangs, which is found."""
+SECONDS = 120
+"""After which in one cell, of a second or two otherwise, a mistake counts as one that hangs, which is found."""
 _CLASS = "TiledAttention"
 
 
@@ -92,7 +92,6 @@ def _run(task: tuple[int, bool]) -> Outcome:
     kind, where, found = _class_of(number)
     outcome = Outcome(kind, where, "")
     signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(SECONDS)
     try:
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
             outcome = _first_failure(Kit(subject_of(found, torch.device("cpu"))), outcome, _cells(quick))
@@ -107,6 +106,7 @@ def _run(task: tuple[int, bool]) -> Outcome:
 
 def _first_failure(kit: Kit, outcome: Outcome, cells: list[CheckCell]) -> Outcome:
     for cell in cells:
+        signal.alarm(SECONDS)
         result = kit.run(cell)
         if result.status == "failed":
             raises = result.reason.startswith("raised")
