@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,21 +100,22 @@ class Capabilities:
         return [layout for layout in layouts if layout.check(spec, block_size)]
 
     def _refuse_types(self, spec: AttentionSpec, phase: Phase) -> Iterator[Reason]:
-        phases = " or ".join(p.value for p in Phase if p in self.phases)
-        yield from _need(phase in self.phases, "phase", phases, phase.value, f"name another backend for {phase.value}")
-        yield from _need(spec.device.type in self.devices, "device", " or ".join(self.devices), spec.device.type)
-        dtypes = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.dtypes)
-        got = DTYPE_NAMES.get(spec.dtype, spec.dtype)
-        yield from _need(spec.dtype in self.dtypes, "dtype", dtypes, got, "choose another --dtype")
+        if phase not in self.phases:
+            served = (each.value for each in Phase if each in self.phases)
+            yield Reason("phase", _either(served), phase.value, f"name another backend for {phase.value}")
+        yield from _need(spec.device.type in self.devices, "device", _either(self.devices), spec.device.type)
+        if spec.dtype not in self.dtypes:
+            named = (DTYPE_NAMES.get(each, str(each)) for each in self.dtypes)
+            yield Reason("dtype", _either(named), str(DTYPE_NAMES.get(spec.dtype, spec.dtype)), "choose another --dtype")
         own = spec.cache_dtype
-        dtypes = " or ".join(["the layer's dtype", *(KV_DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.kv_dtypes)])
-        got = KV_DTYPE_NAMES.get(own, own)
-        yield from _need(own == spec.dtype or own in self.kv_dtypes, "kv_cache_dtype", dtypes, got)
+        if own != spec.dtype and own not in self.kv_dtypes:
+            named = (KV_DTYPE_NAMES.get(each, str(each)) for each in self.kv_dtypes)
+            yield Reason("kv_cache_dtype", _either(["the layer's dtype", *named]), str(KV_DTYPE_NAMES.get(own, own)))
 
     def _refuse_layout(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, paged: bool) -> Iterator[Reason]:
         if self.layouts is not None and paged:
-            names = " or ".join(known.name for known in self.layouts)
             fitting = self._fitting(self.layouts, spec, block_size)
+            names = _either(known.name for known in self.layouts)
             if not spec.value_in_key and not any(known.has_value for known in self.layouts):
                 need = f"latent attention, whose values lie in the keys: the backend reads {names} alone"
                 yield Reason("layer", need, "keys and values of their own", "name another backend")
@@ -128,13 +129,16 @@ class Capabilities:
         dims = (spec.head_dim, spec.v_head_dim)
         if dims[0] == dims[1]:
             known = self.head_dims
-            yield from _need(known is None or dims[0] in known, "head_dim", " or ".join(map(str, known or ())), dims[0])
-        elif self.v_head_dims is not None:
-            pairs = " or ".join(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
-            got = f"{dims[0]}/{dims[1]}"
-            yield from _need(dims in self.v_head_dims, "head_dim/v_head_dim", pairs or "equal ones", got)
+            yield from _need(known is None or dims[0] in known, "head_dim", _either(map(str, known or ())), dims[0])
+        elif self.v_head_dims is not None and dims not in self.v_head_dims:
+            pairs = _either(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
+            yield Reason("head_dim/v_head_dim", pairs or "equal ones", f"{dims[0]}/{dims[1]}")
         reads = self.value_in_key or not spec.value_in_key
         yield from _need(reads, "value_in_key", "a backend that reads the value out of the key", "True")
+
+
+def _either(values: Iterable[str]) -> str:
+    return " or ".join(values)
 
 
 def _need(ok: bool, what: str, need: str, got: object, hint: str = "") -> tuple[Reason, ...]:
