@@ -8,12 +8,10 @@ from random import Random
 import numpy
 import pytest
 from numpy.typing import NDArray
-from torch import Tensor
 
-from graph_backend import Again, Walk
+from graph_backend import Again, Wide
 from graph_stub import Tape
 from headway.core.contract.backend import GraphLevel
-from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.engine.engine import make_engine
 from headway.core.engine.forward.block_tables import HostBlockTables, MirroredTables
@@ -26,19 +24,6 @@ from registries import registering
 from run_engine import generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from tiny_model import TinyModel
-
-
-class Wide(Walk):
-    """Several query tokens a sequence, read from the static tensors."""
-
-    name = "wide"
-    graph_level = GraphLevel.UNIFORM
-
-    def decode(self, q: Tensor, cache: object, plan: AttentionMetadata, out: Tensor) -> None:
-        if plan.max_query_len == 1:
-            super().decode(q, cache, plan, out)  # type: ignore[arg-type]
-        else:
-            self.prefill(q, q, q, cache, plan, out)  # type: ignore[arg-type]
 
 
 CONFIG = EngineConfig(
