@@ -113,7 +113,7 @@ class StepFields(NamedTuple, Generic[Field]):
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
-_DTYPES = StepFields(*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 5)
+_DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 5])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
 """Fields whose first dimension is one of planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
