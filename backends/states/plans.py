@@ -250,6 +250,17 @@ class StepPlan:
     """int64 [num_decode_tokens]: where the packed tokens stand in [num_seqs * L]; None likewise."""
     blocks: Sequence[StepBlock]
 
+    def order(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return `tokens` and `places`; where a graph finds them out at its replay, each row's new tokens come first."""
+        recomputed = self.metadata.recomputed
+        if recomputed is None:
+            return self.tokens, self.places
+        column = torch.arange(self.length, device=recomputed.device)
+        row = self.length * torch.arange(len(recomputed), device=recomputed.device)[:, None]
+        tokens = row + (column + recomputed[:, None]).clamp(max=self.length - 1)
+        places = row + (column - recomputed[:, None]).clamp(min=0)
+        return tokens.flatten(), places.flatten()
+
 
 def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
     """Lay out a view of sequences that decode.

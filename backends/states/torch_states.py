@@ -150,13 +150,14 @@ class TorchStates(StateBackend):
     ) -> None:
         """See `StateBackend.step`."""
         rows = (len(plan.metadata.slots), plan.length)
-        x, *gates = (torch.unflatten(_unpacked(part, plan.tokens), 0, rows) for part in (x, *gates))
-        result = torch.unflatten(out, 0, rows) if plan.tokens is None else out.new_empty(*rows, out.shape[-1])
+        tokens, places = plan.order()
+        x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
+        result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty(*rows, out.shape[-1])
         for block in plan.blocks:
             some = block.rows
             self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
-        if plan.places is not None:
-            out.copy_(result.flatten(0, 1).index_select(0, plan.places))
+        if places is not None:
+            out.copy_(result.flatten(0, 1).index_select(0, places))
 
     def _step_block(
         self,

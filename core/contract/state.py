@@ -261,14 +261,17 @@ class StateMetadata:
     nothing written."""
     out_slots: Tensor
     """int32 [num_seqs, width]: where states are written. Column 0 of a sequence without drafts gets the state after its last
-    new token, column i of one with drafts that after its i-th; -1: nowhere. May name the slot that is read; no other
-    sequence of the step reads a slot that is written."""
+    new token, column i of one with drafts that after its i-th; -1: nowhere, as past its new tokens. May name the slot that is
+    read; no other sequence of the step reads a slot that is written."""
     slots_cpu: Tensor
     out_slots_cpu: Tensor
     checkpoints: Tensor | None = None
     """int32 [num_checkpoints, 3], of sequences that prefill or extend: index of the sequence, its new tokens up to there (a
     multiple of CHECKPOINT_TOKENS), and the slot that gets the state after them. None: there are none."""
     checkpoints_cpu: Tensor | None = None
+    recomputed: Tensor | None = None
+    """int64 [num_seqs], in a captured step that verifies drafts: how many tokens of each sequence, the first ones, are not new.
+    They fill it up to the width of the graph, and its state, which holds them already, must not see them. None: all are new."""
 
     @cached_property
     def prefill(self) -> StateMetadata | None:
@@ -300,4 +303,5 @@ class StateMetadata:
             out_slots_cpu=self.out_slots_cpu[first:],
             checkpoints=None,
             checkpoints_cpu=None,
+            recomputed=None if self.recomputed is None else self.recomputed[first:],
         )

@@ -120,7 +120,8 @@ class StateBackend(ABC):
     def plan_for_capture(self, metadata: StateMetadata) -> Plan:
         """Plan a `step` that is captured in a CUDA graph and replayed for many steps.
 
-        The metadata's tensors are static: each replay finds that step's values in them. Rows whose slot is -1 are padding.
+        The metadata's tensors are static: each replay finds that step's values in them. Rows whose slot is -1 are padding. Every
+        sequence has as many tokens as at the capture, but only those behind its `StateMetadata.recomputed` are new.
         """
         return self.plan(metadata)
 
@@ -155,7 +156,8 @@ class StateBackend(ABC):
         """Run the newest tokens of sequences that decode, one each or one and its drafts, as `scan` does.
 
         x: [num_decode_tokens, input_channels]; out: [num_decode_tokens, out_channels]. The state of a sequence after each of its
-        tokens goes to its `out_slots`, also where that is the slot that was read. Padding rows write nothing.
+        tokens goes to its `out_slots`, also where that is the slot that was read. Padding rows write nothing, and nobody reads
+        their output or that of a captured step's `recomputed` tokens.
         """
         raise NotImplementedError(f"{self.name} declares no step")
 

@@ -31,15 +31,17 @@ class PlainStates(StateBackend):
     ) -> None:
         """Every sequence, token by token."""
         token = 0
-        for row, (length, slot) in enumerate(zip(plan.step.query_lens, plan.slots.tolist(), strict=True)):
+        old = [0] * plan.step.num_seqs if plan.recomputed is None else plan.recomputed.tolist()
+        for row, (tokens, slot) in enumerate(zip(plan.step.query_lens, plan.slots.tolist(), strict=True)):
+            length = tokens - old[row]
             if self.is_real(slot):
                 state = self.begin(cache, slot, int(plan.step.context_lens[row]))
                 for index in range(length):
-                    at = token + index
+                    at = token + old[row] + index
                     out[at] = self.advance(parameters, x[at].double(), [gate[at].double() for gate in gates], state)
                     for target in self.targets(plan, row, index + 1, length):
                         self.keep(cache, target, state)
-            token += length
+            token += tokens
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StateMetadata, out: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -191,28 +192,32 @@ def sync(subject: StateSubject, cell: StateCell) -> str:
 
 
 def graph(subject: StateSubject, cell: StateCell) -> str:
-    """A decode planned once over static tensors, then replayed for other slots, other sequences and padding rows."""
+    """A decode planned once over static tensors, then replayed for other slots, other sequences and padding rows.
+
+    Sequences with fewer drafts than the graph is wide are filled up by tokens that hold NaN: a state must not see them.
+    """
     tokens = min(3, subject.claims.max_draft_tokens + 1) if cell.phase == "verify" else 1
     needed = GraphLevel.UNIFORM if cell.phase == "verify" else GraphLevel.DECODE
     if subject.backend.graph_level < needed:
         raise Skipped(f"graph_level: needs {needed.name}, got {subject.backend.graph_level.name}, so no engine captures it")
-    static = _static_case(subject, cell, tokens, _ROWS, seed=0)
+    static = _static_case(subject, cell, [tokens] * _ROWS, tokens, seed=0)
     recorded = _Recorded(subject.make(cell), static)
     for number, real in enumerate((_ROWS, 2, 5, _ROWS, 1)):
-        now = _static_case(subject, cell, tokens, real, seed=number + 1)
+        now = _static_case(subject, cell, [tokens - (row + number) % tokens for row in range(real)], tokens, seed=number + 1)
         judge = recorded.load(now)
         recorded.replay()
         try:
-            judge.judge(recorded.out, subject.backend.tolerance)
+            judge.judge(recorded.out(), subject.backend.tolerance)
         except Finding as finding:
             finding.args = (f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows: {finding}",)
             raise
     return ""
 
 
-def _static_case(subject: StateSubject, cell: StateCell, tokens: int, real: int, seed: int) -> StateCase:
-    lens = [(tokens, 9 + row) for row in range(real)]
-    slots = (_ROWS - real) * (tokens + 1) + 3  # the pool of every replay is as large
+def _static_case(subject: StateSubject, cell: StateCell, counts: Sequence[int], most: int, seed: int) -> StateCase:
+    """A step of sequences with these many new tokens, and padding rows. most: of a sequence, in any replay."""
+    real, lens = len(counts), [(count, 9 + row) for row, count in enumerate(counts)]
+    slots = _ROWS * (most + 1) - real - sum(counts) + 3  # the pool of every replay is as large
     spec, layout = subject.spec(cell), subject.layouts[cell.layout]
     return make_state_case(lens, spec, layout, seed=seed, padding_rows=_ROWS - real, spare_slots=slots, in_place=seed % 2 == 0)
 
@@ -221,26 +226,47 @@ class _Recorded:
     """The static tensors of a step, what was planned over them, and on a GPU the graph."""
 
     def __init__(self, backend: StateBackend, static: StateCase) -> None:
-        self._backend, self._static = backend, static
-        self.out = static.x.new_zeros(static.x.shape[0], static.spec.out_channels)
         decode = static.metadata.decode
         assert decode is not None
-        self._plan = backend.plan_for_capture(decode)
+        self._backend, self._static, self._metadata = backend, static, decode
+        self._width = decode.step.max_query_len
+        if self._width > 1:
+            none = torch.zeros(_ROWS, dtype=torch.int64, device=static.spec.device)
+            self._metadata = replace(decode, recomputed=none)
+        self._out = static.x.new_zeros(static.x.shape[0], static.spec.out_channels)
+        self._new = torch.empty(0)
+        """Rows of the new tokens: a sequence's last ones."""
+        self._plan = backend.plan_for_capture(self._metadata)
         self._run()
         self._graph = capture(self._run) if static.spec.device.type == "cuda" else None
 
     def load(self, now: StateCase) -> Judge:
         """Bring the static tensors up to date with a step, whose verdict is prepared."""
-        static, metadata = self._static, now.metadata
-        pairs: list[tuple[Tensor | None, Tensor | None]] = [(static.x, now.x), *zip(static.gates, now.gates, strict=True)]
-        pairs += [(tensor, now.cache.tensors[name]) for name, tensor in static.cache.tensors.items()]
-        pairs += list(zip(_tensors(static.metadata), _tensors(metadata), strict=True))
+        static, lens = self._static, now.metadata.step.query_lens
+        ends = range(self._width, self._width * _ROWS + 1, self._width)
+        places = [at for end, length in zip(ends, lens, strict=True) for at in range(end - length, end)]
+        self._new = torch.tensor(places, device=static.spec.device)
+        for old, new in zip((static.x, *static.gates), (now.x, *now.gates), strict=True):
+            old.fill_(torch.nan)
+            old.index_copy_(0, self._new, new)
+        pairs = [(tensor, now.cache.tensors[name]) for name, tensor in static.cache.tensors.items()]
         pairs += [(getattr(static.parameters, name), getattr(now.parameters, name)) for name in vars(now.parameters)]
         for old, new in pairs:
             if old is not None and new is not None:
                 old.copy_(new)
-        self.out.fill_(torch.nan)
-        return Judge.of(StateCase(static.spec, static.parameters, metadata, static.cache, static.x, static.gates))
+        self._load_slots(now.metadata, lens)
+        self._out.fill_(torch.nan)
+        return Judge.of(StateCase(static.spec, static.parameters, now.metadata, static.cache, now.x, now.gates))
+
+    def _load_slots(self, now: StateMetadata, lens: Sequence[int]) -> None:
+        static, step = self._metadata, self._metadata.step
+        static.slots.copy_(now.slots)
+        static.out_slots.fill_(-1)
+        static.out_slots[:, : now.out_slots.shape[1]] = now.out_slots
+        step.seq_lens.copy_(now.step.seq_lens)
+        step.context_lens.copy_((step.seq_lens - self._width).clamp(min=0))
+        if static.recomputed is not None:
+            static.recomputed.copy_(self._width - torch.tensor(lens))
 
     def replay(self) -> None:
         """Run the step over the static tensors."""
@@ -250,14 +276,13 @@ class _Recorded:
         self._graph.replay()
         torch.cuda.synchronize()
 
+    def out(self) -> Tensor:
+        """The output of the new tokens."""
+        return self._out.index_select(0, self._new)
+
     def _run(self) -> None:
         case = self._static
-        self._backend.step(case.x, case.gates, case.parameters, case.cache, self._plan, self.out)
-
-
-def _tensors(metadata: StateMetadata) -> Sequence[Tensor]:
-    step = metadata.step
-    return [metadata.slots, metadata.out_slots, step.context_lens, step.seq_lens, step.query_start_loc]
+        self._backend.step(case.x, case.gates, case.parameters, case.cache, self._plan, self._out)
 
 
 _UNCLAIMED: dict[str, str | int] = {"dtype": "float64", "state_dtype": "float64", "key_dim": 24, "value_dim": 24}

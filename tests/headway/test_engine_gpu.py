@@ -8,8 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3_5TextConfig
 
+from engine_logits import save_random
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, NHD, VLLM_5D
@@ -20,8 +21,11 @@ from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
+from headway.models.loader import load_model
 from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
+from hybrid_models import ROWS
+from proposer_stub import told_of
 from run_engine import generate
 
 pytestmark = pytest.mark.gpu
@@ -123,6 +127,27 @@ def test_graphs_and_overlap_change_no_token(folder: Path, name: str, monkeypatch
     assert plain.stats.num_graph_steps == plain.stats.steps_in_pieces.total() == 0
     # Rounding to 8 bits makes near-ties frequent, and a padded batch sums in another order; float32 has no such excuse.
     assert same == 64 if not half else same >= 32
+
+
+@pytest.mark.parametrize("states", ["torch", "triton"])
+def test_drafts_of_a_hybrid_are_verified_in_graphs(tmp_path: Path, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences with fewer drafts than the graph is wide, and padding, beside states that move on in their slots."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    shapes = {"vocab_size": 50, "head_dim": 64, "max_position_embeddings": 512}
+    save_random(Qwen3_5TextConfig.from_dict(ROWS["qwen3_5"].to_dict() | shapes), tmp_path)
+    model = load_model(str(tmp_path), "float32", skip_tokenizer_init=True, device="cuda").decoder
+    random = Random(3)
+    prompts = [[random.randrange(3, 50) for _ in range(length)] for length in (20, 90, 3, 41, 9)]
+    config = EngineConfig(state_backend=states, kv_cache_memory=2**26, max_model_len=256, max_num_seqs=6)
+    plain = make_engine(model=model, source=REGISTRY, config=replace(config, enforce_eager=True))
+    expected = [each.token_ids for each in generate(plain, prompts, GREEDY)]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, expected, strict=True)]
+    fast = make_engine(model=model, source=REGISTRY, config=config, proposer=told_of(texts), measured=False)
+    assert [each.token_ids for each in generate(fast, prompts, GREEDY)] == expected
+    assert fast.stats.num_draft_tokens > fast.stats.num_accepted_tokens > 20
+    assert fast.stats.num_graph_steps > 3
+    assert not any("to verify" in reason for reason in fast.stats.steps_in_pieces)
+    assert not fast.stats.steps_without_graph
 
 
 def test_sampled_tokens_are_the_same_in_a_graph(folder: Path) -> None:

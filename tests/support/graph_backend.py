@@ -70,6 +70,19 @@ class Walk(AttentionBackend):
                 Walk.decode(self, q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
 
 
+class Wide(Walk):
+    """Several query tokens a sequence, read from the static tensors."""
+
+    name = "wide"
+    graph_level = GraphLevel.UNIFORM
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
+        if plan.max_query_len == 1:
+            super().decode(q, cache, plan, out)
+        else:
+            self.prefill(q, q, q, cache, plan, out)
+
+
 class WalkPlugin:
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:

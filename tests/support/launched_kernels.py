@@ -159,12 +159,16 @@ def run_states(spec: StateSpec, layout: StateLayout = KEY_VALUE, steps: Sequence
         on_gpu = slots.to(GPU), out_slots.to(GPU)
         left = None if step.num_decodes else torch.tensor([[0, 64, 3]], dtype=torch.int32)
         checkpoints = None if left is None else left.to(GPU)
-        plan = backend.plan(StateMetadata(step, *on_gpu, slots, out_slots, checkpoints, left))
+        metadata = StateMetadata(step, *on_gpu, slots, out_slots, checkpoints, left)
         x, *gates = (
             torch.empty(step.num_tokens, *shape, dtype=spec.dtype, device=GPU) for shape in ((spec.input_channels,), *shapes)
         )
         out = torch.empty(step.num_tokens, spec.out_channels, dtype=spec.dtype, device=GPU)
-        (backend.step if step.num_decodes else backend.scan)(x, gates, parameters, cache, plan, out)
+        serve = backend.step if step.num_decodes else backend.scan
+        serve(x, gates, parameters, cache, backend.plan(metadata), out)
+        if max(drafts):  # and as a graph has it
+            captured = replace(metadata, recomputed=torch.zeros(len(lens), dtype=torch.int64, device=GPU))
+            serve(x, gates, parameters, cache, backend.plan_for_capture(captured), out)
 
 
 STEPS: Sequence[Sequence[Lengths]] = (

@@ -18,6 +18,6 @@ class _Plugin:
         ]
 
 
-def registering(**backends: type[AttentionBackend]) -> Registry:
-    """The built-in plugins and one that brings these, by name."""
-    return create_registry([_Plugin(backends)], load_entry_points=False)
+def registering(*plugins: object, **backends: type[AttentionBackend]) -> Registry:
+    """The built-in plugins, these, and one that brings the backends, by name."""
+    return create_registry([_Plugin(backends), *plugins], load_entry_points=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import KEY_VALUE, STATE_KINDS
+from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateMetadata
 from headway.core.contract.state_backend import StateCapabilities
 from headway.testing.broken.plain_states import PlainStates
 from headway.testing.broken.planted_states import PLANTED_STATES
@@ -55,6 +56,18 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     result = kit(f"broken:{name}").run(cell)
     assert result.status == "failed", result
     assert words in result.guess, result
+
+
+def test_a_state_that_sees_the_tokens_which_fill_a_graph_up_is_caught() -> None:
+    class SeesAllTokens(PlainStates):
+        name = "sees-all-tokens"
+
+        def plan_for_capture(self, metadata: StateMetadata) -> StateMetadata:
+            return replace(metadata, recomputed=None)
+
+    cell = StateCell("graph", "verify", "mamba2")
+    found, right = (StateKit(state_subject_of(kind, torch.device("cpu"))).run(cell) for kind in (SeesAllTokens, PlainStates))
+    assert (found.status, right.status) == ("failed", "passed")
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:

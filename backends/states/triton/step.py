@@ -29,9 +29,15 @@ class StatesStepPlan:
     slots: Tensor
     out_slots: Tensor
     query_start_loc: Tensor
+    recomputed: Tensor | None
     num_seqs: int
     single: bool
     """Whether every sequence has one new token."""
+
+    @property
+    def recomputed_tokens(self) -> Tensor:
+        """What the kernel takes for `recomputed`, also where it does not look at it."""
+        return self.slots if self.recomputed is None else self.recomputed
 
 
 class StateStep:
@@ -51,7 +57,7 @@ class StateStep:
         width = out_slots.shape[1]
         assert width == 1 or width >= step.max_query_len, f"a column for each of {step.max_query_len} new tokens, or one: {width}"
         single = step.max_query_len == 1
-        return StatesStepPlan(metadata.slots, out_slots, step.query_start_loc, step.num_seqs, single)
+        return StatesStepPlan(metadata.slots, out_slots, step.query_start_loc, metadata.recomputed, step.num_seqs, single)
 
     def __call__(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StatesStepPlan,
@@ -74,6 +80,7 @@ class StateStep:
             **head_constants(spec, cache),
             **convolution_constants(spec, cache, parameters),
             "SINGLE": plan.single,
+            "RECOMPUTED": plan.recomputed is not None,
             "BLOCK_K": triton.next_power_of_2(spec.key_dim),
             "BLOCK_V": block_v,
             "OUT_WIDTH": plan.out_slots.shape[1],
@@ -84,7 +91,7 @@ class StateStep:
         first, second = (*gates, x, x)[:2]
         tensors = (
             x, first, second, out, *states(cache, x), *weights(parameters, x), plan.slots, plan.out_slots,
-            plan.query_start_loc, self._workspace.counters(plan.num_seqs * spec.num_key_heads),
+            plan.query_start_loc, plan.recomputed_tokens, self._workspace.counters(plan.num_seqs * spec.num_key_heads),
         )  # fmt: skip
         strides = x.stride(0), first.stride(0), second.stride(0), out.stride(0), plan.out_slots.stride(0)
         numbers = spec.scale, spec.beta_scale, *spec.dt_limits
@@ -101,6 +108,7 @@ class StateStep:
             **channels,
             **convolution_constants(spec, cache, parameters),
             "SINGLE": plan.single,
+            "RECOMPUTED": plan.recomputed is not None,
             "BLOCK_C": tuning.channels,
             "OUT_WIDTH": plan.out_slots.shape[1],
             "HAS_D": parameters.D is not None,
@@ -109,6 +117,7 @@ class StateStep:
         dt, b, c = (*gates, x, x, x)[:3]
         tensors = (
             x, dt, b, c, out, *states(cache, x), *weights(parameters, x), plan.slots, plan.out_slots, plan.query_start_loc,
+            plan.recomputed_tokens,
         )  # fmt: skip
         strides = tuple(each.stride(0) for each in (x, dt, b, c, out, plan.out_slots))
         grid = triton.cdiv(channels["CHANNELS"], tuning.channels), plan.num_seqs, 1

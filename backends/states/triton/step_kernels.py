@@ -25,6 +25,7 @@ def step_heads(
     slots_ptr,  # int32 [num_seqs], -1: a padding row
     out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
     query_start_ptr,  # int32 [num_seqs + 1]
+    recomputed_ptr,  # int64 [num_seqs], with RECOMPUTED
     arrived_ptr,  # int32 [num_seqs, key heads], zero between launches
     stride_x,
     stride_a,
@@ -37,6 +38,7 @@ def step_heads(
     dt_most,
     KIND: tl.constexpr,
     SINGLE: tl.constexpr,  # every sequence has one new token
+    RECOMPUTED: tl.constexpr,  # a sequence's first tokens may be no new ones
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -87,6 +89,8 @@ def step_heads(
     state = tl.load(state_ptr + slot.to(tl.int64) * STATE_SLOT + within, mask=inside, other=0.0).to(tl.float32)
 
     first = tl.load(query_start_ptr + seq)
+    if RECOMPUTED:
+        first += tl.load(recomputed_ptr + seq).to(tl.int32)
     if SINGLE:
         count = 1
     else:
@@ -205,6 +209,7 @@ def step_channels(
     slots_ptr,  # int32 [num_seqs], -1: a padding row
     out_slots_ptr,  # int32 [num_seqs, OUT_WIDTH]
     query_start_ptr,  # int32 [num_seqs + 1]
+    recomputed_ptr,  # int64 [num_seqs], with RECOMPUTED
     stride_x,
     stride_dt,
     stride_b,
@@ -212,6 +217,7 @@ def step_channels(
     stride_out,
     stride_slots,  # of the rows of out_slots
     SINGLE: tl.constexpr,  # every sequence has one new token
+    RECOMPUTED: tl.constexpr,  # a sequence's first tokens may be no new ones
     CHANNELS: tl.constexpr,
     BLOCK_C: tl.constexpr,  # channels of a program
     KEY_DIM: tl.constexpr,  # 0: the convolution alone
@@ -241,6 +247,8 @@ def step_channels(
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     live = c < CHANNELS
     first = tl.load(query_start_ptr + seq)
+    if RECOMPUTED:
+        first += tl.load(recomputed_ptr + seq).to(tl.int32)
     if SINGLE:
         count = 1
     else:

@@ -48,10 +48,9 @@ class LayersWithState:
         self._handle = next(_HANDLES)
         _LIVE[self._handle] = self
 
-    @property
-    def not_captured(self) -> str:
-        """The name of a backend whose `step` cannot run in a CUDA graph; empty: all can."""
-        return next((each.name for each in self._step.values() if each.graph_level < GraphLevel.DECODE), "")
+    def not_captured(self, level: GraphLevel) -> str:
+        """The name of a backend whose `step` cannot run in a CUDA graph of this level; empty: all can."""
+        return next((each.name for each in self._step.values() if each.graph_level < level), "")
 
     def begin(self, metadata: StateMetadata) -> None:
         """Plan one step."""
@@ -71,7 +70,7 @@ class LayersWithState:
             start = tokens.stop
 
     def begin_graph(self, metadata: StateMetadata) -> list[StateStepPart]:
-        """Plan a decode that is captured; what is returned is kept for its replays, see `resume`."""
+        """Plan a decode or a verification that is captured; what is returned is kept for its replays, see `resume`."""
         serving = [self._step[kind] for kind in self.kinds]
         plans = [backend.plan_for_capture(metadata) for backend in serving]
         self._parts = [StateStepPart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
@@ -132,24 +131,30 @@ class LayersWithState:
         device = self.memory.stacks[0].device
         self.memory.copy(upload(sources, device), upload(targets, device))
 
-    def slots_of(self, rows: NDArray[numpy.int32], indices: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
+    def slots_of(self, rows: NDArray[numpy.int32], indices: NDArray[numpy.int32] | numpy.int32) -> NDArray[numpy.int32]:
         """The slots that hold the states of sequences: each row's, at the index where the last step has left it."""
         slots: NDArray[numpy.int32] = rows * numpy.int32(self.slots.per_row) + indices
         return slots
 
-    def metadata(self, step: StepInput, lengths: AttentionMetadata) -> StateMetadata:
-        """The slots of a step. lengths: of the step, from any group of layers."""
+    def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
+        """`StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step; width: at least one more than its most
+        drafts."""
         assert step.state_indices is not None
-        first = step.rows * numpy.int32(self.slots.per_row)
-        width = int(step.num_draft_tokens.max(initial=0)) + 1
+        slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
         verifies = (step.num_draft_tokens > 0)[:, None]
         columns = numpy.arange(width, dtype=numpy.int32)
         out_slots = numpy.where(columns <= step.num_draft_tokens[:, None], first[:, None] + columns, -1)
-        in_place = numpy.where(columns == 0, (first + step.state_indices)[:, None], -1)
+        in_place = numpy.where(columns == 0, slots[:, None], -1)
+        return slots, numpy.where(verifies, out_slots, in_place)
+
+    def metadata(self, step: StepInput, lengths: AttentionMetadata) -> StateMetadata:
+        """The slots of a step. lengths: of the step, from any group of layers."""
+        width = int(step.num_draft_tokens.max(initial=0)) + 1
+        slots, out_slots = self.slots_of_step(step, width)
         num_checkpoints = len(step.checkpoints)
-        packed = Packed(slots=step.num_seqs, out_slots=step.num_seqs * width, checkpoints=3 * num_checkpoints)
-        packed.host("slots")[:] = first + step.state_indices
-        packed.host("out_slots").reshape(-1, width)[:] = numpy.where(verifies, out_slots, in_place)
+        packed = Packed(slots=slots.size, out_slots=out_slots.size, checkpoints=3 * num_checkpoints)
+        packed.host("slots")[:] = slots
+        packed.host("out_slots")[:] = out_slots.ravel()
         packed.host("checkpoints").reshape(-1, 3)[:] = step.checkpoints
         packed.upload(lengths.query_start_loc.device)
         host = {name: torch.from_numpy(packed.host(name)) for name in ("slots", "out_slots", "checkpoints")}

@@ -17,6 +17,7 @@ from headway.core.contract.state import StateMetadata
 from headway.core.contract.transfer import upload
 from headway.core.engine.forward.attention import Plans
 from headway.core.engine.forward.block_tables import HostBlockTables
+from headway.core.engine.forward.states import StateStepPart
 from headway.core.engine.graphs.cuda_graph import GraphRecorder, explain_failure
 from headway.core.engine.graphs.static_inputs import (
     PADDING_CONTEXT,
@@ -51,11 +52,13 @@ class CapturedStep(ABC):
         backends: Backends,
         metadata: Sequence[AttentionMetadata],
         plans: Plans,
+        states: list[StateStepPart] | None = None,
     ) -> None:
         """fields: the static inputs. size: sequences of a decode or a verification, tokens of a prefill. metadata: of the step,
-        for each cache group. plans: what `PagedAttention` has planned for it."""
+        for each cache group. plans: what `PagedAttention` has planned for it; states: what `LayersWithState` has, None: there
+        are none."""
         self._step, self._fields, self.size = step, fields, size
-        self._by_spec, self._metadata, self._plans = backends, metadata, plans
+        self._by_spec, self._metadata, self._plans, self._states = backends, metadata, plans, states
         self.backends = (name_of(backends),)
         """Name of the backend."""
         self.rows = fields.rows
@@ -107,6 +110,8 @@ class CapturedStep(ABC):
         """Launch the step over the static inputs: logits into the memory of all graphs; returns the tokens."""
         step = self._step
         step.attention.resume_graph(self._metadata, self._by_spec, self._plans)
+        if self._states is not None and step.attention.states is not None:
+            step.attention.states.resume(self._states)
         out = self._logits_memory()
         self._logits = step.model.compute_logits(self._hidden(), out)
         if out is None:
@@ -145,14 +150,11 @@ class DecodeGraph(CapturedStep):
         fields = inputs.fields(self._shapes)
         self.description = f"decode of {size} sequences with {name_of(backends)}"
         metadata = decode_metadata(step, fields, size, 1, context_lens=fields.positions)
-        states = step.attention.states
-        self._states = None if states is None else states.begin_graph(_state_metadata(fields, metadata[0]))
-        super().__init__(step, fields, size, backends, metadata, step.attention.begin_graph(metadata, backends))
+        states = _begin_states(step, fields, metadata[0], fields.states.view(-1, 1))
+        super().__init__(step, fields, size, backends, metadata, step.attention.begin_graph(metadata, backends), states)
 
     def _hidden(self) -> Tensor:
         step = self._step
-        if self._states is not None and step.attention.states is not None:
-            step.attention.states.resume(self._states)
         ids = step.newest.index_select(0, self.rows).clamp_min(0)  # the row of a sequence that ends with a NaN runs once more
         return step.model(ids, self._fields.positions, step.attention)
 
@@ -231,16 +233,22 @@ def decode_metadata(
     ]
 
 
-def _state_metadata(fields: StepFields[Tensor], lengths: AttentionMetadata) -> StateMetadata:
-    """The slots of a captured decode: each state moves on in its own."""
-    nowhere = torch.full((len(fields.states),), -1, dtype=torch.int32)
-    return StateMetadata(
+def _begin_states(
+    step: ModelStep, fields: StepFields[Tensor], lengths: AttentionMetadata, out_slots: Tensor, recomputed: Tensor | None = None
+) -> list[StateStepPart] | None:
+    """Plan the layers with a state, if there are any, over the static inputs. The host knows no slot before a replay."""
+    states = step.attention.states
+    if states is None:
+        return None
+    metadata = StateMetadata(
         step=lengths,
         slots=fields.states,
-        out_slots=fields.states.view(-1, 1),
-        slots_cpu=nowhere,
-        out_slots_cpu=nowhere.view(-1, 1),
+        out_slots=out_slots,
+        slots_cpu=torch.full(fields.states.shape, -1, dtype=torch.int32),
+        out_slots_cpu=torch.full(out_slots.shape, -1, dtype=torch.int32),
+        recomputed=recomputed,
     )
+    return states.begin_graph(metadata)
 
 
 def _replans(backend: AttentionBackend) -> bool:
@@ -264,13 +272,15 @@ class VerifyGraph(CapturedStep):
         self.description = f"verification of {width - 1} drafts for each of {size} sequences with {name_of(backends)}"
         metadata = decode_metadata(step, fields, size, width, context_lens=fields.context_lens)
         plans = step.attention.begin_graph(metadata, backends)
+        states = _begin_states(step, fields, metadata[0], fields.out_states, fields.recomputed)
         # All sequences become padding ones, so that kernels meet no lengths that no sequence has.
         inputs.buffer.zero_()
         fields.slots.fill_(-1)
+        fields.states.fill_(-1)
         fields.rows.fill_(step.padding_row)
         fields.seq_lens.fill_(PADDING_CONTEXT + width)
         fields.context_lens.fill_(PADDING_CONTEXT)
-        super().__init__(step, fields, size, backends, metadata, plans)
+        super().__init__(step, fields, size, backends, metadata, plans, states)
 
     def _hidden(self) -> Tensor:
         step, fields = self._step, self._fields

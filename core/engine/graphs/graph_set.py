@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from headway.core.contract.backend import Backends
+from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.engine.graphs.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph, name_of
 from headway.core.engine.graphs.cuda_graph import GraphRecorder
@@ -65,15 +65,13 @@ class GraphSet:
         def fastest_prefill(length: int) -> Backends:
             return selector.backends_for(Phase.PREFILL, 1, length, length)
 
-        if self._states is not None and self._states.not_captured:
-            log.warning(
-                "CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", self._states.not_captured
-            )
+        refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
+        if refused:
+            log.warning("CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", refused)
             return
         self._decodes.capture(batch_sizes, candidates, recorder)
-        if self._states is not None:  # prompts' scans depend on lengths, and a narrower verification would run tokens twice
-            return
-        self._prefills.capture(prompt_lengths, fastest_prefill, recorder)
+        if self._states is None:  # scans of prompts depend on their lengths
+            self._prefills.capture(prompt_lengths, fastest_prefill, recorder)
         self._verifications.capture(max_decode_len, selector, recorder)
 
     def for_step(self, step: StepInput, prompt_logprobs: bool) -> tuple[CapturedStep | None, str]:
@@ -247,11 +245,18 @@ class VerifyGraphs:
         The backend is the one that is fastest for a number of sequences and a width, if it can run so in a graph.
         """
         started, step = time.perf_counter(), self._step
-        longest = step.max_model_len - PADDING_CONTEXT
+        longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
         widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]
+        if states is not None:  # whose backends claim to verify so many tokens and no more
+            widths = list(dict.fromkeys(min(width, max_decode_len) for width in widths))
         sizes = [2**n for n in range(MAX_VERIFIED.bit_length()) if 2**n < 2 * step.padding_row]
         wanted = [(size, width) for width in widths for size in sizes if size * width <= MAX_VERIFIED and width <= longest]
         if not wanted or max_decode_len < 2:
+            return
+        refused = "" if states is None else states.not_captured(GraphLevel.UNIFORM)
+        if refused:
+            self._refused = f"state backend {refused}"
+            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps are launched in pieces", self._refused)
             return
         inputs = VerifyInputs(step, [verify_shapes(step, size, width) for size, width in wanted])
         tokens = max(size * width for size, width in wanted)

@@ -106,12 +106,14 @@ class StepFields(NamedTuple, Generic[Field]):
     tables: Field
     """int32 [g, n, blocks]"""
     states: Field
-    """int32 [n], decode of a model whose layers keep states: the slot of each sequence's; -1: padding"""
+    """int32 [n], decode or verification of a model whose layers keep states: the slot of each sequence's; -1: padding"""
+    out_states: Field
+    """int32 [n, w], verification of such a model: `StateMetadata.out_slots`; a decode moves each state on in its slot."""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
-_DTYPES = StepFields(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT, _FLOAT, _FLOAT, _INT, _INT, _INT, _INT)
+_DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 5])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
 """Fields whose first dimension is one of planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
@@ -293,7 +295,7 @@ class PrefillInputs(StaticInputs):
 
 def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
     """The layout of a verification by `size` sequences of `width` query tokens each."""
-    groups = len(step.num_blocks)
+    groups, stateful = len(step.num_blocks), step.attention.states is not None
     return _EMPTY._replace(
         ids=(size, width),
         keys=(size, width),
@@ -306,6 +308,8 @@ def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
         seq_lens=(size,),
         context_lens=(size,),
         tables=(groups, size, _table_blocks(step)),
+        states=(size,) if stateful else (0,),
+        out_states=(size, width) if stateful else (0,),
     )
 
 
@@ -314,7 +318,8 @@ class VerifyInputs(StaticInputs):
 
     A sequence with fewer query tokens than the layout is wide is filled up *before* its new tokens: tokens that the cache holds
     already are computed once more, written nowhere and never read. So lengths stay exact, no position lies past a sequence's
-    end, and no key outside the sequence is read; a sequence needs as many tokens as the layout is wide.
+    end, and no key outside the sequence is read; a sequence needs as many tokens as the layout is wide. Layers with a state pass
+    by them: `StateMetadata.recomputed`.
     """
 
     def fill(
@@ -355,6 +360,10 @@ class VerifyInputs(StaticInputs):
                     put(array, numbers)
         for group, slots in enumerate(to.slots):
             put(slots, tables.slots(rows, positions, self._step.block_size, group))
+        states = self._step.attention.states
+        if states is not None:
+            to.states[count:], to.out_states[count:] = -1, -1
+            to.states[:count], to.out_states[:count] = states.slots_of_step(step, width)
         host.mirrored.fill(to.rows, tables)
         return self._send(host)
 

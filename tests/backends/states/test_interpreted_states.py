@@ -10,6 +10,9 @@ import torch
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateLayout, StateSpec
 from headway.testing.state_cases import make_state_case
+from headway.testing.state_cells import StateCell
+from headway.testing.state_kit import StateKit
+from headway.testing.state_subject import state_subject_of
 from headway.testing.state_verdict import Judge
 
 pytest.importorskip("triton")
@@ -97,6 +100,13 @@ def test_a_step_of_odd_sizes_is_right() -> None:
 @pytest.mark.parametrize("kind", [rare("gated_delta"), "mamba1"])
 def test_a_step_of_bfloat16_is_right(kind: str) -> None:
     check(replace(layer(kind), dtype=torch.bfloat16, state_dtype=torch.bfloat16), DRAFTS)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "mamba1"])
+def test_a_captured_step_follows_its_static_tensors(kind: str) -> None:
+    """A plan that is made once serves other slots, padding rows, and sequences with fewer drafts than the graph is wide."""
+    result = StateKit(state_subject_of(TritonStates, torch.device("cpu"))).run(StateCell("graph", "verify", kind, heads="2/1"))
+    assert result.status == "passed", result
 
 
 def test_a_key_that_is_too_long_is_refused() -> None:

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import numpy
 import pytest
 from numpy.typing import NDArray
-from torch import Tensor
 
-from graph_backend import Again, Walk
+from graph_backend import Again, Wide
 from graph_stub import Tape
+from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.backend import GraphLevel
-from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.model import Model
 from headway.core.contract.sampling_plugins import Proposer
+from headway.core.contract.state import MAMBA2
 from headway.core.engine.engine import make_engine
 from headway.core.engine.forward.block_tables import HostBlockTables, MirroredTables
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.registry import Registry
 from proposer_stub import Told, told_of
 from registries import registering
 from run_engine import generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
+from stateful_model import MODELS, Stateful
 from tiny_model import TinyModel
-
-
-class Wide(Walk):
-    """Several query tokens a sequence, read from the static tensors."""
-
-    name = "wide"
-    graph_level = GraphLevel.UNIFORM
-
-    def decode(self, q: Tensor, cache: object, plan: AttentionMetadata, out: Tensor) -> None:
-        if plan.max_query_len == 1:
-            super().decode(q, cache, plan, out)  # type: ignore[arg-type]
-        else:
-            self.prefill(q, q, q, cache, plan, out)  # type: ignore[arg-type]
-
 
 CONFIG = EngineConfig(
     attn_backend="wide", block_size=8, max_num_batched_tokens=40, max_model_len=64, max_num_seqs=6, kv_cache_memory=2**18
@@ -47,9 +37,15 @@ CONFIG = EngineConfig(
 REGISTRY = registering(wide=Wide)
 
 
-def made(proposer: Proposer | None, sampling: SamplingOps = TORCH_SAMPLING, **options: object) -> EngineLoop:
-    config = replace(CONFIG, **options)
-    return make_engine(model=TinyModel(), source=REGISTRY, config=config, sampling=sampling, proposer=proposer, measured=False)
+def made(
+    proposer: Proposer | None,
+    sampling: SamplingOps = TORCH_SAMPLING,
+    model: Model | None = None,
+    source: Registry = REGISTRY,
+    **options: object,
+) -> EngineLoop:
+    config, model = replace(CONFIG, **options), model or TinyModel()
+    return make_engine(model=model, source=source, config=config, sampling=sampling, proposer=proposer, measured=False)
 
 
 def requests(wish: dict[str, float]) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -112,6 +108,49 @@ class Once(Tape):
             run()  # type: ignore[operator]
 
         return replay
+
+
+HYBRIDS = {
+    **{name: MODELS[name] for name in ("gated delta", "kda", "mamba1", "lightning")},
+    "mamba2": Stateful(MAMBA2, None),
+}
+
+
+@pytest.mark.parametrize("drafts", [7, 4])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_drafts_in_graphs_leave_the_states_that_hold(name: str, drafts: int) -> None:
+    """Layers that keep a state pass by the tokens that fill a sequence up to the width of a graph."""
+    prompts, wishes = requests({"temperature": 0} if drafts == 7 else {"temperature": 0.8, "top_k": 5})
+    options: dict[str, object] = {"model": HYBRIDS[name], "kv_cache_memory": 2**21, "num_speculative_tokens": drafts}
+    plain = made(None, **options)
+    expected = [(each.token_ids, each.finish_reason) for each in generate(plain, prompts, wishes)]
+    texts = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
+    engine, recorder = made(told_of(texts), DRAWS_INSIDE, **options), Once()
+    engine.executor.capture(recorder)  # type: ignore[arg-type]
+    assert [(each.token_ids, each.finish_reason) for each in generate(engine, prompts, wishes)] == expected
+    stats, widths = engine.stats, Counter(width for _, width in recorder.shapes)
+    assert stats.num_graph_steps == widths.total()
+    assert widths.total() - widths[1] > 8
+    assert set(widths) - {1} <= {2, 4, drafts + 1}, "no wider than a row has slots"
+    assert max(widths) == drafts + 1
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 50
+    assert not stats.steps_without_graph
+    assert not any("cannot be captured" in reason for reason in stats.steps_in_pieces)
+
+
+def test_a_state_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Single(TorchStates):
+        name = "single"
+        graph_level = GraphLevel.DECODE
+
+    source = registering(Single, wide=Wide)
+    engine = made(Told(lambda _: [1]), model=HYBRIDS["lightning"], source=source, state_backend="single", kv_cache_memory=2**21)
+    with caplog.at_level("WARNING", "headway"):
+        engine.executor.capture(Again())
+    (record,) = caplog.records
+    assert "state backend single cannot verify drafts in a graph: such steps are launched in pieces" in record.message
+    generate(engine, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
+    assert engine.stats.steps_in_pieces["drafts to verify: state backend single cannot be captured"] > 0
 
 
 @pytest.mark.parametrize("count", [1, 3])
