@@ -33,7 +33,7 @@ _ROUTED = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}
 
 def qwen3_next_config(header: Header) -> dict[str, Any]:
     """Three gated delta layers for one of attention, with experts."""
-    return {**_qwen_config(header), **_expert_sizes(header), "norm_topk_prob": True, "mlp_only_layers": _without_experts(header)}
+    return {**_qwen_config(header), **_expert_sizes(header), "norm_topk_prob": True}
 
 
 def qwen3_5_config(header: Header) -> dict[str, Any]:
@@ -82,10 +82,6 @@ def _expert_sizes(header: Header) -> dict[str, Any]:
         "moe_intermediate_size": header.size("expert_feed_forward_length"),
         "shared_expert_intermediate_size": header.size("expert_shared_feed_forward_length"),
     }
-
-
-def _without_experts(header: Header) -> list[int]:
-    return [layer for layer in range(header.num_layers) if f"blk.{layer}.ffn_gate.weight" in header]
 
 
 def qwen3_next_rules(header: Header) -> list[Rule]:
@@ -183,7 +179,7 @@ def kimi_rules(header: Header) -> list[Rule]:
         *convolutions,
         *experts(*routed),
         Rule(("attn_k_b.weight", "attn_v_b.weight"), "self_attn.kv_b_proj.weight", latent_up),
-        Rule(("ssm_a",), "self_attn.A_log", flat_log_of_decay),
+        Rule(("ssm_a",), "self_attn.A_log", lambda a: flat_log_of_decay(a).reshape(1, 1, -1, 1)),
         Rule(("ssm_dt.bias",), "self_attn.dt_bias", flat),
         Rule(("exp_probs_b.bias",), "block_sparse_moe.gate.e_score_correction_bias"),
     ]

@@ -94,6 +94,7 @@ def falcon_h1_config(header: Header) -> dict[str, Any]:
         "mamba_d_ssm": header.size("ssm.inner_size"),
         "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in header.names),
         "mamba_norm_before_gate": False,  # llama.cpp knows no other order
+        "projectors_bias": _has(header, "ssm_out.bias"),
     }
 
 
@@ -108,17 +109,18 @@ def nemotron_h_config(header: Header) -> dict[str, Any]:
     """Kinds of layers by what each has heads of keys and rows of an MLP for; experts where the file has a router."""
     kv, inner = header.per_layer("attention.head_count_kv"), header.per_layer("feed_forward_length")
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
-    mlp = [f"blk.{layer}.ffn_up.weight" in header for layer in range(header.num_layers)]
+    ups = [f"blk.{layer}.ffn_up.weight" for layer in range(header.num_layers)]
     kinds = [
-        "full_attention" if heads else "moe" if moe else "mlp" if rows or plain else "linear_attention"
-        for heads, rows, moe, plain in zip(kv, inner, routed, mlp, strict=True)
+        "full_attention" if heads else "moe" if moe else "mlp" if rows or up in header else "linear_attention"
+        for heads, rows, moe, up in zip(kv, inner, routed, ups, strict=True)
     ]
+    of_mlp = [header.shape(up)[0] for up in ups if up in header]  # beside experts the keys tell their size alone
     heads = max(header.size("ssm.time_step_rank"), 1)
     values = {
         "num_key_value_heads": header.size("attention.head_count_kv"),
         "head_dim": header.size("attention.key_length"),
         "layers_block_type": kinds,
-        "intermediate_size": max(header.size("feed_forward_length"), 1),
+        "intermediate_size": max([*inner, *of_mlp, 1]) if not any(routed) else max([*of_mlp, 1]),
         "layer_norm_epsilon": header.number("attention.layer_norm_rms_epsilon", header.get("attention.layer_norm_epsilon")),
         "mamba_num_heads": heads,
         "mamba_head_dim": header.size("ssm.inner_size") // heads,
