@@ -41,7 +41,7 @@ NAMES = [
     "qwen3_5_moe",
     "qwen3_next",
 ]
-"""Without what the converter leaves out: Granite's RoPE beside Mamba, LFM2's biases, layers of Qwen3-Next that have no experts."""
+"""Without what the converter leaves out: RoPE beside Mamba in Granite, LFM2's biases, Qwen3-Next's layers without experts."""
 
 
 def config_of(name: str) -> PretrainedConfig:
