@@ -16,7 +16,7 @@ from headway.models.checkpoint import check_sizes
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.families import FAMILIES, read_decoder_config
-from headway.models.gguf_hybrids.architectures import Architecture
+from headway.models.gguf_hybrids.architectures import GgufArchitecture
 from headway.models.gguf_hybrids.header import Header
 from headway.models.gguf_hybrids.tokenizer import build_tokenizer
 
@@ -32,10 +32,10 @@ class _Piece:
     sources: tuple[str, ...]
     make: Callable[..., Tensor]
     expert: int | None = None
-    """Its number along the first axis of what is made; None: all of it."""
+    """The expert's number along the first axis of what is made; None: all of it."""
 
 
-def write_folder(header: Header, architecture: Architecture, target: Path) -> None:
+def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
     """Write configuration, tokenizer and float32 weights.
 
     :raises ModelError: the file says or lacks something that makes another model of it than Headway would compute.
@@ -57,7 +57,7 @@ def write_folder(header: Header, architecture: Architecture, target: Path) -> No
     _write_tensors(header, asked, target)
 
 
-def _check(header: Header, architecture: Architecture) -> None:
+def _check(header: Header, architecture: GgufArchitecture) -> None:
     """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
     scaling = header.get("rope.scaling.type", "none")
     if scaling != "none":
@@ -75,7 +75,7 @@ def _check(header: Header, architecture: Architecture) -> None:
         raise ModelError(f"model {header.path}: it has no tensor token_embd.weight, which its header implies")
 
 
-def _stated(header: Header, architecture: Architecture) -> dict[str, Any]:
+def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
     """What a configuration of any family has."""
     return {
         "model_type": architecture.model_type,
@@ -122,7 +122,7 @@ class _Names:
         """See WeightSource."""
 
 
-def _asked(header: Header, architecture: Architecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
+def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
     """What the decoder asks for, with its shape and what it is made of.
 
     :raises ModelError: a tensor that the file lacks, or one that the decoder has no use for.
@@ -149,7 +149,7 @@ def _asked(header: Header, architecture: Architecture, config: DecoderConfig) ->
     return {name: (known[name], shape) for name, shape in names.shapes.items()}
 
 
-def _pieces(header: Header, architecture: Architecture, config: DecoderConfig) -> dict[str, _Piece]:
+def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Piece]:
     """Every tensor of a checkpoint that the rules tell of; where two do, the one whose sources the file has."""
     names, pieces = config.names, {}
     pieces[f"{names.embed}.weight"] = _Piece(("token_embd.weight",), torch.Tensor.contiguous)

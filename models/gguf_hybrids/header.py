@@ -81,7 +81,7 @@ class Header:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._tensors)
 
     def __contains__(self, name: str) -> bool:

@@ -20,9 +20,9 @@ class Rule:
     """One kind of tensor, below a layer. Applies to the layers whose sources the file has."""
 
     sources: tuple[str, ...]
-    """In the file, below `blk.N.`."""
+    """Names in the file, below `blk.N.`."""
     target: str
-    """In the checkpoint, below the layer. `{}` is an expert's number: the rule's tensor has all experts along its first axis."""
+    """Name in the checkpoint, below the layer. `{}` is an expert's number: what is made has all experts along its first axis."""
     make: Callable[..., Tensor] = as_it_is
     """The checkpoint's tensor of the sources'."""
 

@@ -41,7 +41,7 @@ def keys_of(config: Any) -> Keys:
             common[key] = getattr(config, name)
     if (getattr(config, "rope_parameters", None) or {}).get("rope_theta"):
         common["rope.freq_base"] = config.rope_parameters["rope_theta"]
-    return common | _FAMILIES[config.model_type.partition("_text")[0]](config)
+    return common | _FAMILIES[config.model_type](config)
 
 
 def _of_attention(config: Any, name: str = "full_attention") -> list[int]:
@@ -206,7 +206,7 @@ _FAMILIES = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "nemotron_h": _nemotron_h,
-    "qwen3_5": lambda config: _delta(config) | {"rope.dimension_sections": [1, 1, 0, 0]},
-    "qwen3_5_moe": lambda config: _delta_experts(config) | {"rope.dimension_sections": [1, 1, 0, 0]},
+    "qwen3_5_text": lambda config: _delta(config) | {"rope.dimension_sections": [1, 1, 0, 0]},
+    "qwen3_5_moe_text": lambda config: _delta_experts(config) | {"rope.dimension_sections": [1, 1, 0, 0]},
     "qwen3_next": _delta_experts,
 }
