@@ -19,6 +19,11 @@ _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}{_REST}"
 )
+_UPPER_KIMI, _LOWER_KIMI = (rf"{letters[:-1]}&&[^\p{{Han}}]]" for letters in (_UPPER, _LOWER))
+_KIMI = (
+    rf"[\p{{Han}}]+|{_BEFORE}{_UPPER_KIMI}*{_LOWER_KIMI}+{_CONTRACTIONS}?|{_BEFORE}{_UPPER_KIMI}+{_LOWER_KIMI}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
+)
 _WHOLE_FIRST = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "lfm2")
 """Words that are tokens are taken whole, whatever merges would make of them; and texts begin with BOS unless the file says no."""
 _SPLITS = {
@@ -27,6 +32,7 @@ _SPLITS = {
     "qwen35": _QWEN3_5,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
+    "kimi-k2": _KIMI,
     "gpt-2": None,
 }
 """How a text is cut into words before they are merged; None: as GPT-2 does."""
@@ -41,8 +47,8 @@ def build_tokenizer(header: Header) -> Any:
 
     :raises ModelError: a kind of tokenizer that Headway does not build.
     """
+    import transformers
     from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
 
     kind = header.general("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
@@ -57,7 +63,8 @@ def build_tokenizer(header: Header) -> Any:
     ids = {name: header.general(f"tokenizer.ggml.{key}_token_id") for name, key in _ROLES.items()}
     roles = {name: tokens[number] for name, number in ids.items() if number is not None and number < len(tokens)}
     _set_ends(header, built, roles, default=kind == "llama" or header.general("tokenizer.ggml.pre") in _WHOLE_FIRST)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, clean_up_tokenization_spaces=False, **roles)
+    made: Any = transformers.PreTrainedTokenizerFast
+    tokenizer = made(tokenizer_object=built, clean_up_tokenization_spaces=False, **roles)
     tokenizer.chat_template = header.general("tokenizer.chat_template")
     return tokenizer
 
@@ -72,7 +79,9 @@ def _byte_level(header: Header, tokens: list[str]) -> Any:
     pre = header.general("tokenizer.ggml.pre", "default")
     if pre not in _SPLITS:
         raise header.refuse("tokenizer.ggml.pre", f"one of {', '.join(_SPLITS)}", shown(pre))
-    merges = [tuple(merge.split(" ", 1)) for merge in header.general("tokenizer.ggml.merges", [])]
+    if (written := header.general("tokenizer.ggml.merges")) is None:
+        raise header.refuse("tokenizer.ggml.merges", "the merges of byte-level BPE", "no such key")
+    merges = [tuple(merge.split(" ", 1)) for merge in written]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _WHOLE_FIRST))
     split = _SPLITS[pre]
@@ -111,13 +120,14 @@ def _set_ends(header: Header, built: Any, roles: dict[str, str], default: bool) 
     """Put BOS before a text and EOS behind it, where the file says so."""
     from tokenizers import processors
 
-    first = header.general("tokenizer.ggml.add_bos_token", default) and "bos_token" in roles
-    last = header.general("tokenizer.ggml.add_eos_token", False) and "eos_token" in roles
-    added = [roles["bos_token"]] * bool(first), [roles["eos_token"]] * bool(last)
-    if not first and not last:
-        return
-    built.post_processor = processors.TemplateProcessing(
-        single=[*added[0], "$A", *added[1]],
-        pair=[*added[0], "$A", *added[1], "$B", *added[1]],
-        special_tokens=[(token, built.token_to_id(token)) for token in dict.fromkeys(added[0] + added[1])],
+    wanted = {"bos_token": default, "eos_token": False}
+    first, last = (
+        [roles[name]] if name in roles and header.general(f"tokenizer.ggml.add_{name}", usual) else []
+        for name, usual in wanted.items()
     )
+    if first or last:
+        built.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *last, "$B", *last],
+            special_tokens=[(token, built.token_to_id(token)) for token in dict.fromkeys(first + last)],
+        )

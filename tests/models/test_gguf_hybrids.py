@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -22,6 +23,8 @@ from hybrid_models import ROWS, VOCAB
 from transformers_release import needs
 
 pytest.importorskip("gguf")
+from gguf import GGMLQuantizationType, dequantize, quantize
+
 from gguf_keys import architecture, keys_of
 from gguf_models import converted, save_gguf
 
@@ -120,6 +123,28 @@ def with_drafts(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 )
 def test_files_of_other_converters_and_with_drafts(cache: Path, tmp_path: Path, name: str, change: Change) -> None:
     same_logits(*written(tmp_path, name, change))
+
+
+def test_quantised_tensors_and_those_of_half_the_size_are_dequantised(cache: Path, tmp_path: Path) -> None:
+    config = config_of("lfm2_moe")
+    config.hidden_size = config.moe_intermediate_size = 64
+    reference = save_random(config, tmp_path)
+    keys, tensors = keys_of(reference.config), converted(reference.config, tmp_path)
+    stored, plain = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1 and tensor.shape[-1] % 32 == 0:
+            quantised = quantize(tensor.numpy(), GGMLQuantizationType.Q8_0)
+            stored[name] = torch.from_numpy(quantised)
+            plain[name] = torch.from_numpy(dequantize(quantised, GGMLQuantizationType.Q8_0))
+        elif tensor.dim() > 1:
+            stored[name], plain[name] = tensor.half(), tensor.half().float()
+    assert sum(tensor.dtype == torch.uint8 for tensor in stored.values()) > 20
+    found = []
+    for kind, tensors in (("stored", stored), ("plain", plain)):
+        save_gguf(tmp_path / f"{kind}.gguf", "lfm2moe", keys, tensors)
+        found.append(load_file(gguf.convert(tmp_path / f"{kind}.gguf") / "model-00001.safetensors"))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
 def lacking(name: str) -> Change:

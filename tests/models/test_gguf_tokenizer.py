@@ -1,4 +1,4 @@
-"""Tokenizers of .gguf files give the ids of those that they were written from."""
+"""Tokenizers of .gguf files give the ids of those that they were written from, and cut texts as the file says."""
 
 from __future__ import annotations
 
@@ -67,13 +67,34 @@ def built(tmp_path: Path, **keys: Any) -> Any:
 def test_byte_level_ids_are_those_of_the_tokenizer(tmp_path: Path, pre: str) -> None:
     made = byte_level(SPLITS[pre], whole_first=pre == "lfm2")
     merges = [" ".join(pair) for pair in json.loads(made.to_str())["model"]["merges"]]
-    ends = {"bos_token_id": made.token_to_id("<|bos|>"), "eos_token_id": made.token_to_id("<|im_end|>")}
+    ends = {"eos_token_id": made.token_to_id("<|im_end|>")}
+    if pre != "dbrx":
+        ends["bos_token_id"] = made.token_to_id("<|bos|>")
     tokenizer = built(tmp_path, **keys_of(made, model="gpt2", pre=pre, merges=merges, **ends))
     first = [ends["bos_token_id"]] if pre == "lfm2" else []  # llama.cpp begins texts of this kind with it unless told otherwise
     for text in TEXTS:
         assert tokenizer.encode(text) == first + made.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == "<|bos|>" * bool(first) + text
     assert tokenizer.eos_token == "<|im_end|>"
+
+
+CUTS = {
+    "qwen2": "aB中文c|'s| |1|2|3|4| स|्त|!/",
+    "qwen35": "aB中文c|'s| |1|2|3|4| स्त|!/",
+    "lfm2": "aB中文c|'s| |123|4| स|्त|!/",
+    "tekken": "a|B中文c|'s| |1|2|3|4| स्त|!/",
+    "gpt-4o": "a|B中文c's| |123|4| स्त|!/",
+    "kimi-k2": "a|B|中文|c's| |123|4| स्त|!/",
+    "gpt-2": "aB中文c|'s| 1234| स|्|त|!/",
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_texts_are_cut_as_the_file_says(tmp_path: Path, pre: str) -> None:
+    text = CUTS[pre].replace("|", "")
+    tokenizer = built(tmp_path, model="gpt2", pre=pre, tokens=["a", "b", "ab"], token_type=[1, 1, 1], merges=["a b"])
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert "|".join(text[start:end] for _, (start, end) in words) == CUTS[pre]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -101,7 +122,11 @@ def test_sentencepiece_ids_are_those_of_the_tokenizer(tmp_path: Path, prefix: bo
     ("keys", "words"),
     [
         ({"model": "bert"}, r"tokenizer\.ggml\.model needs gpt2 or llama, got 'bert'"),
-        ({"model": "gpt2", "tokens": ["a"], "pre": "kimi-k2"}, r"tokenizer\.ggml\.pre needs one of .*qwen2.*, got 'kimi-k2'"),
+        ({"model": "gpt2", "tokens": ["a"], "pre": "afmoe"}, r"tokenizer\.ggml\.pre needs one of .*qwen2.*, got 'afmoe'"),
+        (
+            {"model": "gpt2", "tokens": ["a"], "pre": "qwen2"},
+            r"tokenizer\.ggml\.merges needs the merges of byte-level BPE, got no such key",
+        ),
     ],
 )
 def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path: Path, keys: dict[str, Any], words: str) -> None:

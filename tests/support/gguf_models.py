@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -72,7 +72,7 @@ _PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate
 
 
 def save_gguf(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], **tokenizer: Any) -> None:
-    """Write a file. keys: below the architecture; tokenizer: below `tokenizer.ggml`."""
+    """Write a file. keys: below the architecture; tensors: bytes are taken for Q8_0; tokenizer: below `tokenizer.ggml`."""
     writer = GGUFWriter(path, architecture)
     every = {f"{architecture}.{key}": value for key, value in keys.items()}
     every |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
@@ -81,7 +81,8 @@ def save_gguf(path: Path, architecture: str, keys: Mapping[str, Any], tensors: M
         kinds[list] = writer.add_array  # type: ignore[index]
         kinds[type(value)](key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.to(torch.float32).contiguous().numpy())
+        quantised = GGMLQuantizationType.Q8_0 if tensor.dtype == torch.uint8 else None
+        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=quantised)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
 
