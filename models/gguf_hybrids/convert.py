@@ -46,6 +46,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
     config = AutoConfig.for_model(**_stated(header, architecture), **architecture.config(header))
     check_sizes(header.path, config.to_dict(), "its header")
     read = read_decoder_config(config)
+    _check_experts(header, read)
     asked = _asked(header, architecture, read)
     tokenizer = build_tokenizer(header)
     config.save_pretrained(target)
@@ -59,6 +60,9 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
 
 def _check(header: Header, architecture: GgufArchitecture) -> None:
     """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
+    for key in ("embedding_length", "attention.head_count"):
+        if header.size(key) < 1:
+            raise header.refuse(f"{header.architecture}.{key}", "a whole number of at least 1", "0")
     scaling = header.get("rope.scaling.type", "none")
     if scaling != "none":
         raise header.refuse(f"{header.architecture}.rope.scaling.type", "none", str(scaling))
@@ -73,6 +77,16 @@ def _check(header: Header, architecture: GgufArchitecture) -> None:
         raise header.refuse(f"{header.architecture}.attention.sliding_window", "0", str(header.get("attention.sliding_window")))
     if "token_embd.weight" not in header:
         raise ModelError(f"model {header.path}: it has no tensor token_embd.weight, which its header implies")
+
+
+def _check_experts(header: Header, config: DecoderConfig) -> None:
+    """:raises ModelError: another number of experts than the tensors have."""
+    stacks = {name: header.shape(name)[0] for name in header.names if name.endswith("_exps.weight")}
+    count = config.experts.num_experts if config.experts is not None else 0
+    name, found = next(((name, found) for name, found in stacks.items() if found != count), ("", 0))
+    if name or (count and not stacks):
+        need = f"{found}, as {name} has them" if name else "0, as there are no tensors of experts"
+        raise header.refuse(f"{header.architecture}.expert_count", need, str(count))
 
 
 def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:

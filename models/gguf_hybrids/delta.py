@@ -52,7 +52,7 @@ def qwen3_5_moe_config(header: Header) -> dict[str, Any]:
 
 def _qwen_config(header: Header) -> dict[str, Any]:
     heads, inner = header.size("ssm.time_step_rank"), header.size("ssm.inner_size")
-    head_dim = header.size("attention.key_length", header.size("embedding_length") // max(header.size("attention.head_count"), 1))
+    head_dim = header.size("attention.key_length", header.size("embedding_length") // header.size("attention.head_count"))
     interval = header.size("full_attention_interval", 4)
     recurrent = header.get("attention.recurrent_layers") or [(layer + 1) % interval != 0 for layer in range(header.num_layers)]
     share = header.size("rope.dimension_count", head_dim // 4) / head_dim

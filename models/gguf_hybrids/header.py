@@ -72,8 +72,14 @@ class Header:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model: without those that propose drafts, which come last."""
-        return self.size("block_count") - self.size("nextn_predict_layers", 0)
+        """Layers of the model: without those that propose drafts, which come last.
+
+        :raises ModelError: none, or more than the file has tensors.
+        """
+        count, most = self.size("block_count") - self.size("nextn_predict_layers", 0), len(self._tensors)
+        if not 1 <= count <= most:
+            raise self.refuse(f"{self.architecture}.block_count", f"1 to {most} layers (the file's tensors)", str(count))
+        return count
 
     def refuse(self, what: str, need: str, got: str) -> ModelError:
         """An error about something that the file says."""

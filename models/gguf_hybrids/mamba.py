@@ -26,7 +26,7 @@ def granite_config(header: Header) -> dict[str, Any]:
     """Granite 4 H: without positions where the file turns RoPE off (`rope.scaling.finetuned`)."""
     count = header.size("expert_count", 0)
     shared = header.size("expert_shared_feed_forward_length", header.size("feed_forward_length"))
-    head_dim = header.size("embedding_length") // max(header.size("attention.head_count"), 1)
+    head_dim = header.size("embedding_length") // header.size("attention.head_count")
     return {
         **_mamba2_sizes(header),
         "num_local_experts": count,
@@ -44,7 +44,7 @@ def granite_config(header: Header) -> dict[str, Any]:
 
 def bamba_config(header: Header) -> dict[str, Any]:
     """Bamba shares Granite's name in .gguf files; heads are rotated in part."""
-    head_dim = header.size("embedding_length") // max(header.size("attention.head_count"), 1)
+    head_dim = header.size("embedding_length") // header.size("attention.head_count")
     values = _mamba2_sizes(header)
     values["rope_parameters"]["partial_rotary_factor"] = header.size("rope.dimension_count", head_dim) / head_dim
     attending = [layer for layer, kind in enumerate(_mamba_or_attention(header)) if kind == "full_attention"]
@@ -170,7 +170,7 @@ def jamba_config(header: Header) -> dict[str, Any]:
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in header for layer in range(header.num_layers)]
     period, offset = _every(header, "attention.head_count_kv", attending)
     expert_period, expert_offset = _every(header, "ffn_gate_inp", routed)
-    hidden = max(header.size("embedding_length"), 1)
+    hidden = header.size("embedding_length")
     return {
         "num_key_value_heads": header.size("attention.head_count_kv"),
         "intermediate_size": header.size("feed_forward_length"),
@@ -232,7 +232,7 @@ def _mamba2_sizes(header: Header) -> dict[str, Any]:
         "mamba_n_groups": header.size("ssm.group_count"),
         "mamba_d_state": header.size("ssm.state_size"),
         "mamba_d_conv": header.size("ssm.conv_kernel"),
-        "mamba_expand": inner // max(header.size("embedding_length"), 1),
+        "mamba_expand": inner // header.size("embedding_length"),
         "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
         "mamba_proj_bias": _has(header, "ssm_in.bias"),
         "attention_bias": _has(header, "attn_q.bias"),
