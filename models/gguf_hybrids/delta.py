@@ -85,7 +85,7 @@ def _expert_sizes(header: Header) -> dict[str, Any]:
 
 
 def qwen3_next_rules(header: Header) -> list[Rule]:
-    """Sections of one product for q, k, v and the gate, one key head after the other; files of before 2026 have it so already."""
+    """Sections of one product for q, k, v and the gate, one key head after the other; older files have it so already."""
     sizes = header.size("ssm.group_count"), header.size("ssm.state_size")
     product = "linear_attn.in_proj_qkvz.weight"
     return [

@@ -93,7 +93,7 @@ def test_logits_equal_transformers(cache: Path, tmp_path: Path, name: str) -> No
     same_logits(*written(tmp_path, name))
 
 
-def as_before_2026(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def in_the_older_layout(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Qwen3-Next with one product for q, k, v and z, as the checkpoint has it, and without a list of layers with a state."""
     del keys["attention.recurrent_layers"]
     keys["full_attention_interval"] = 2
@@ -119,7 +119,7 @@ def with_drafts(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("qwen3_next", as_before_2026), ("qwen3_next", with_fused_experts), ("qwen3_5", with_drafts)]
+    ("name", "change"), [("qwen3_next", in_the_older_layout), ("qwen3_next", with_fused_experts), ("qwen3_5", with_drafts)]
 )
 def test_files_of_other_converters_and_with_drafts(cache: Path, tmp_path: Path, name: str, change: Change) -> None:
     same_logits(*written(tmp_path, name, change))
