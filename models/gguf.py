@@ -1,4 +1,7 @@
-""".gguf files: dequantised by transformers once, kept as a safetensors folder, so that the second start takes seconds."""
+""".gguf files: dequantised once and kept as a safetensors folder, so that the second start takes seconds.
+
+Those of models whose layers keep a state are read by `gguf_hybrids/`, all others by transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import logging
 import shutil
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,9 @@ from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal
 from headway.models.checkpoint import check_sizes
 from headway.models.families import read_decoder_config
+from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
+from headway.models.gguf_hybrids.convert import write_folder
+from headway.models.gguf_hybrids.header import Header
 from headway.models.weights import check_files
 
 log = logging.getLogger("headway")
@@ -85,26 +93,52 @@ def _damage(folder: Path) -> str:
 
 def convert_into(path: Path, target: Path) -> None:
     """Write the checkpoint of a .gguf file into a folder, as safetensors."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    with _read_by("gguf", path):
+        header = Header(path)
+        architecture = architecture_of(header)
+        if architecture is not None:
+            write_folder(header, architecture, target)
+            return
+    with _read_by("transformers", path, header.architecture):
+        _convert_by_transformers(path, target)
 
+
+@contextmanager
+def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
+    """Errors of a library that reads a file, told as the file's.
+
+    :raises ModelError: whatever went wrong.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            here = {"gguf_file": path.name, "local_files_only": True}
-            config = AutoConfig.from_pretrained(path.parent, **here)
-            check_sizes(path, config.to_dict(), "its header")
-            read_decoder_config(config)  # before what takes long
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
-            options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
-            made: Any = AutoModelForCausalLM.from_pretrained(path.parent, **here, **options)
-            model, found = made
+            yield
     except ModelError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         text = " ".join(str(error).split())
-        raise ModelError(f"model {path}: transformers cannot read it ({type(error).__name__}: {text})") from error
+        if architecture and "not supported yet" in text:
+            raise ModelError(
+                f"model {path}: general.architecture needs {', '.join(ARCHITECTURES)}, or one that transformers "
+                f"{importlib.metadata.version('transformers')} reads, got {architecture}; use the model's safetensors folder"
+            ) from error
+        raise ModelError(f"model {path}: {reader} cannot read it ({type(error).__name__}: {text})") from error
+
+
+def _convert_by_transformers(path: Path, target: Path) -> None:
+    """:raises ModelError: tensors are missing."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    here = {"gguf_file": path.name, "local_files_only": True}
+    config = AutoConfig.from_pretrained(path.parent, **here)
+    check_sizes(path, config.to_dict(), "its header")
+    read_decoder_config(config)  # before what takes long
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    made: Any = AutoModelForCausalLM.from_pretrained(path.parent, **here, **options)
+    model, found = made
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

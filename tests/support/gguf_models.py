@@ -1,0 +1,233 @@
+"""Writing .gguf files of tiny models in the layouts of llama.cpp's converter, as its published source has them (`conversion/`).
+
+What it does to a checkpoint, apart from names:
+
+- A_log is written as -exp(A_log); those of Mamba 2, and D, with an axis of one behind; Mamba 2's norm by group.
+- Kernels of convolutions lose their middle axis; Kimi's get one in front.
+- Qwen3-Next and Qwen3.5: norms but the linear attention's are written with their 1. Qwen3-Next's product for q, k, v and z is cut
+  into q, k, v of all heads and z; Qwen3.5's value heads are put in turn: the first of each key head, then the second of each.
+- Granite, Bamba, Nemotron-H: rows of queries and keys in Llama's order, the halves of a head in turn.
+- Granite's gate and up are cut apart. Experts are stacked. Falcon-H1's factors are multiplied into the products.
+- Kimi's product from the latent is cut into keys, transposed, and values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+_TOP = {
+    r"(model\.embed_tokens|(backbone|model)\.embeddings)": "token_embd",
+    r"lm_head": "output",
+    r"model\.embedding_norm": "token_embd_norm",
+    r"(model|backbone)\.(norm|norm_f|final_layernorm)": "output_norm",
+}
+_BELOW = {
+    r"(input_layernorm|operator_norm|norm)": "attn_norm",
+    r"(post_attention_layernorm|ffn_norm|pre_ff_layernorm)": "ffn_norm",
+    r"(self_attn|mixer)\.([qkv])_proj": r"attn_\2",
+    r"(self_attn\.(o|out)_proj|mixer\.o_proj)": "attn_output",
+    r"self_attn\.([qk])_(norm|layernorm)": r"attn_\1_norm",
+    r"(mlp|feed_forward|mixer)\.(gate|up|down)_proj": r"ffn_\2",
+    r"feed_forward\.w1": "ffn_gate",
+    r"feed_forward\.w2": "ffn_down",
+    r"feed_forward\.w3": "ffn_up",
+    r"(mlp\.gate|feed_forward\.gate|feed_forward\.router|mixer\.gate|block_sparse_moe\.(gate|router\.layer))": "ffn_gate_inp",
+    r"mlp\.shared_expert_gate": "ffn_gate_inp_shexp",
+    r"(mlp\.shared_expert|mixer\.shared_experts|block_sparse_moe\.shared_experts)\.(gate|up|down)_proj": r"ffn_\2_shexp",
+    r"shared_mlp\.output_linear": "ffn_down_shexp",
+    r"block_sparse_moe\.output_linear": "ffn_down_exps",
+    r"conv\.(in|out)_proj": r"shortconv.\1_proj",
+    r"conv\.conv": "shortconv.conv",
+    r"(mamba|mixer)\.in_proj": "ssm_in",
+    r"(mamba|mixer|linear_attn)\.out_proj": "ssm_out",
+    r"(mamba|mixer|linear_attn)\.conv1d": "ssm_conv1d",
+    r"(mamba|mixer|linear_attn)\.norm": "ssm_norm",
+    r"mamba\.x_proj": "ssm_x",
+    r"mamba\.dt_proj": "ssm_dt",
+    r"mamba\.(dt|b|c)_layernorm": r"ssm_\1_norm",
+    r"linear_attn\.in_proj_ba": "ssm_ba",
+    r"linear_attn\.in_proj_qkv": "attn_qkv",
+    r"linear_attn\.in_proj_z": "attn_gate",
+    r"linear_attn\.in_proj_b": "ssm_beta",
+    r"linear_attn\.in_proj_a": "ssm_alpha",
+    r"self_attn\.([qkv])_conv1d": r"ssm_conv1d_\1",
+    r"self_attn\.([fg])_([ab])_proj": r"ssm_\1_\2",
+    r"self_attn\.b_proj": "ssm_beta",
+    r"self_attn\.o_norm": "ssm_norm",
+    r"self_attn\.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    r"self_attn\.kv_a_layernorm": "attn_kv_a_norm",
+}
+_BARE = {"A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "e_score_correction_bias": "exp_probs_b.bias"}
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w2": "down", "w3": "up"}
+
+
+def save_gguf(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], **tokenizer: Any) -> None:
+    """Write a file. keys: below the architecture; tensors: bytes are taken for Q8_0; tokenizer: below `tokenizer.ggml`."""
+    writer = GGUFWriter(path, architecture)
+    every = {f"{architecture}.{key}": value for key, value in keys.items()}
+    every |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer.items()}
+    for key, value in every.items():
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds[list] = writer.add_array  # type: ignore[index]
+        kinds[type(value)](key, value)
+    for name, tensor in tensors.items():
+        quantised = GGMLQuantizationType.Q8_0 if tensor.dtype == torch.uint8 else None
+        writer.add_tensor(name, tensor.contiguous().numpy(), raw_dtype=quantised)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write()
+
+
+def converted(config: PretrainedConfig, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a .gguf file, of a checkpoint that transformers wrote."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in _stacked(load_file(folder / "model.safetensors")).items():
+        layer = re.match(r"(model|backbone)\.layers\.(\d+)\.", name)
+        if layer is None:
+            module = name.removesuffix(".weight")
+            found[f"{_renamed(module, _TOP)}.weight"] = _top(config, module, tensor)
+            continue
+        for below, made in _changed(config, name[layer.end() :], tensor):
+            found[f"blk.{layer[2]}.{below}"] = made
+    return found
+
+
+def _stacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All experts of a kind as one tensor."""
+    experts: dict[str, dict[int, Tensor]] = {}
+    rest = {}
+    for name, tensor in state.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match['before']}.{match['part']}", {})[int(match["number"])] = tensor
+        else:
+            rest[name] = tensor
+    return rest | {name: torch.stack([kind[number] for number in sorted(kind)]) for name, kind in experts.items()}
+
+
+def _renamed(module: str, names: Mapping[str, str]) -> str:
+    for pattern, name in names.items():
+        if match := re.fullmatch(pattern, module):
+            return match.expand(name)
+    raise KeyError(module)
+
+
+def _top(config: Any, module: str, tensor: Tensor) -> Tensor:
+    if config.model_type == "falcon_h1":
+        factors = {"lm_head": config.lm_head_multiplier, "model.embed_tokens": config.embedding_multiplier}
+        return tensor * factors.get(module, 1.0)
+    return tensor + 1 if config.model_type.startswith("qwen3") and module == "model.norm" else tensor
+
+
+def _changed(config: Any, below: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What becomes of a tensor below a layer."""
+    kind, module = config.model_type, below.removesuffix(".weight").removesuffix(".bias")
+    suffix = below[len(module) :]
+    special = {
+        "linear_attn.in_proj_qkvz": _by_section,
+        "block_sparse_moe.input_linear": _halves,
+        "shared_mlp.input_linear": _halves,
+        "self_attn.kv_b_proj": _latent,
+    }
+    if module in special:
+        yield from special[module](config, module, tensor)
+    elif ".experts." in module and tensor.dim() == 3:
+        yield f"ffn_{_PARTS[module.rpartition('.')[2]]}_exps.weight", tensor
+    elif module.rpartition(".")[2] in _BARE or module.endswith("expert_bias"):
+        yield _BARE.get(module.rpartition(".")[2], "exp_probs_b.bias"), _numbers(config, module, tensor)
+    else:
+        if kind == "kimi_linear":  # as transformers writes its dense layers
+            module = re.sub(r"^block_sparse_moe\.(?=(gate|up|down)_proj$)", "mlp.", module)
+        name = _renamed(module, _BELOW)
+        if kind == "granitemoehybrid" and not config.num_local_experts:
+            name = name.removesuffix("_shexp")
+        if kind.startswith("qwen3") and module == "post_attention_layernorm":
+            name = "post_attention_norm"
+        if kind == "falcon_h1" and name == "ffn_norm":
+            suffix = ""  # the converter's table has the name with its suffix
+        yield name + suffix, _product(config, module, name, tensor)
+
+
+def _numbers(config: Any, module: str, tensor: Tensor) -> Tensor:
+    """Numbers for each head, and corrections of experts' scores."""
+    if module.endswith("A_log"):
+        tensor = -torch.exp(tensor)
+    if module.endswith(("A_log", "D")) and config.model_type in ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"):
+        return tensor[:, None]
+    return _in_turn(config, tensor, 1, 0) if config.model_type.startswith("qwen3_5") else tensor
+
+
+def _product(config: Any, module: str, name: str, tensor: Tensor) -> Tensor:
+    """A product, a kernel or a norm."""
+    kind = config.model_type
+    if name.startswith("ssm_conv1d") or name == "shortconv.conv":
+        if tensor.dim() == 3:
+            tensor = tensor.squeeze(1)[None, :, None] if kind == "kimi_linear" else tensor.squeeze(1)
+        keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim if kind.startswith("qwen3_5") else 0
+        return _in_turn(config, tensor, config.linear_value_head_dim, keys) if keys else tensor
+    if name in ("attn_q", "attn_k") and kind in ("bamba", "granitemoehybrid", "nemotron_h"):
+        heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
+        return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape)
+    if name == "ssm_norm" and kind in ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"):
+        return tensor.reshape(config.n_groups if kind == "nemotron_h" else config.mamba_n_groups, -1)
+    if kind.startswith("qwen3"):
+        if name.endswith("norm") and name != "ssm_norm":
+            return tensor + 1
+        return _qwen3_5(config, name, tensor) if kind.startswith("qwen3_5") else tensor
+    return _falcon_h1(config, name, tensor) if kind == "falcon_h1" else tensor
+
+
+def _qwen3_5(config: Any, name: str, tensor: Tensor) -> Tensor:
+    dim, keys = config.linear_value_head_dim, 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    if name == "ssm_out":
+        return _in_turn(config, tensor.T, dim, 0).T
+    places = {"attn_qkv": (dim, keys), "attn_gate": (dim, 0), "ssm_beta": (1, 0), "ssm_alpha": (1, 0)}
+    return _in_turn(config, tensor, *places[name]) if name in places else tensor
+
+
+def _in_turn(config: Any, tensor: Tensor, rows: int, start: int) -> Tensor:
+    """Value heads of `rows` rows, from the row `start` on: of each key head the first, then the second."""
+    heads = tensor[start:].unflatten(0, (config.linear_num_key_heads, -1, rows))
+    return torch.cat([tensor[:start], heads.transpose(0, 1).flatten(0, 2)])
+
+
+def _by_section(config: Any, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    sizes = [config.linear_key_head_dim] * 2 + [values] * 2
+    q, k, v, z = (part.flatten(0, 1) for part in tensor.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, dim=1))
+    yield "attn_qkv.weight", torch.cat([q, k, v])
+    yield "attn_gate.weight", z
+
+
+def _halves(config: Any, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    kind = "_exps" if tensor.dim() == 3 else "_shexp" if config.num_local_experts else ""
+    for part, half in zip(("gate", "up"), tensor.chunk(2, dim=-2), strict=True):
+        yield f"ffn_{part}{kind}.weight", half
+
+
+def _latent(config: Any, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = tensor.unflatten(0, (config.num_attention_heads, -1)).split(sizes, dim=1)
+    yield "attn_k_b.weight", keys.transpose(1, 2)
+    yield "attn_v_b.weight", values
+
+
+def _falcon_h1(config: Any, name: str, tensor: Tensor) -> Tensor:
+    gate, down = config.mlp_multipliers
+    before = config.attention_in_multiplier
+    factors = {"ffn_gate": gate, "ffn_down": down, "attn_q": before, "attn_k": before * config.key_multiplier, "attn_v": before}
+    factors |= {"attn_output": config.attention_out_multiplier, "ssm_out": config.ssm_out_multiplier}
+    if name == "ssm_in":
+        groups = config.mamba_n_groups * config.mamba_d_state
+        sizes = torch.tensor([config.mamba_d_ssm, config.mamba_d_ssm, groups, groups, config.mamba_n_heads])
+        rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes) * config.ssm_in_multiplier
+        return tensor * rows[:, None]
+    return tensor * factors.get(name, 1.0)
