@@ -18,7 +18,7 @@ DELTA = {"gated_delta": "fla.ops.gated_delta_rule.chunk_gated_delta_rule", "kda"
 KERNELS = {**DELTA, **dict.fromkeys(("mamba2", "lightning"), "fla.ops.simple_gla.chunk_simple_gla")}
 Plan = namedtuple("Plan", "slots empty calls")
 Call = namedtuple("Call", "rows starts chunks kept tokens starts_cpu slots")
-"""Pieces of sequences: rows of the plan's slots, starts, chunks, which last states are kept; packed tokens; slots of those states."""
+"""Pieces of sequences: rows of the plan's slots, starts, chunks, which last states are kept; packed tokens; slots of the kept."""
 
 
 @memo
@@ -57,7 +57,7 @@ class Fla(StateBackend):
             for kind in KERNELS:
                 kernel(kind)
         except Exception as error:
-            return Support.no("fla-core", "an import", f"{type(error).__name__}: {error}", "pip install 'fla-core>=0.6.0'")
+            return Support.no("fla-core", "an import", f"{type(error).__name__}: {error}", "pip install fla-core")
         return Support()
 
     @classmethod
