@@ -120,7 +120,7 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
     if cell.kind == CONV:
         heads = key_heads = key_dim = value_dim = 0
         channels = _CHANNELS
-    normed = cell.kind in (GATED_DELTA, KDA) and cell.conv != "none"
+    normed = cell.kind in (GATED_DELTA, KDA) and (cell.conv != "none" or heads != key_heads)  # the engine's helper may convolve
     return StateSpec(
         cell.kind,
         heads,
@@ -135,6 +135,6 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
         state_dtype=DTYPES.get(cell.state_dtype, torch.float64),
         scale=1.37 * key_dim**-0.5 if cell.kind in (GATED_DELTA, KDA, LIGHTNING) else 1.0,
         qk_norm=normed,
-        beta_scale=2.0 if normed and heads == key_heads else 1.0,
+        beta_scale=2.0 if normed and (heads == key_heads) != (cell.conv == "none") else 1.0,
         dt_limits=(0.05, 2.0) if cell.conv == "bare" else (0.0, float("inf")),
     )
