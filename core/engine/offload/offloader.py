@@ -55,7 +55,8 @@ class Offloader:
     ) -> None:
         """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take. now: the time in seconds."""
         self._blocks, self._mover, self._stats = blocks, mover, stats
-        self._costs = costs
+        self.costs = costs
+        """What decides between copying and computing again."""
         self.timer = PrefillTimer(costs, stats, now)
         """Must be told of every step."""
         self.tier = HostTiers(mover.num_slots, mover.num_state_slots)
@@ -140,9 +141,9 @@ class Offloader:
         names = [each for each in self._names(seq, length) if not self._pool_holds(each)]
         if self.restores.join(seq, names):
             return True
-        cost = self._costs.recompute(spared)
+        cost = self.costs.recompute(spared)
         forced = self._mode == SWAP and seq in self._swapped
-        if not forced and cost is not None and cost < self._costs.copy_back(names):
+        if not forced and cost is not None and cost < self.costs.copy_back(names):
             return False
         return self.restores.begin(seq, length, spared, names)
 
@@ -178,7 +179,7 @@ class Offloader:
                 self._keep(*self._dirty.popitem(last=False))
         self._finish_copies()
         self._move_out()
-        self._stats.offload_bytes_in += self._costs.bytes_of(self.restores.move(self._mover))
+        self._stats.offload_bytes_in += self.costs.bytes_of(self.restores.move(self._mover))
         self.restores.fetch()
         self._disk.flush(idle)
         if wait:
@@ -193,7 +194,7 @@ class Offloader:
             return
         try:
             self._copying.append((self._mover.move_out(pages, states), names))
-            self._stats.offload_bytes_out += self._costs.bytes_of(names)
+            self._stats.offload_bytes_out += self.costs.bytes_of(names)
         except Exception as error:
             self._forget_lost(names, error)
 
@@ -264,11 +265,11 @@ class Offloader:
         """Whether a sequence should be swapped rather than computed again."""
         if self._mode == RECOMPUTE or not names or not self.tier.have_room(names):
             return False
-        cost = self._costs.recompute(seq.num_known)
+        cost = self.costs.recompute(seq.num_known)
         if self._mode == SWAP or cost is None:
             return True
         absent = [name for name in names if name not in self.tier]
-        return self._costs.copy_out(absent) + self._costs.copy_back(names) < cost
+        return self.costs.copy_out(absent) + self.costs.copy_back(names) < cost
 
     def _pool_holds(self, name: PageName) -> bool:
         """Whether the pool holds a page, or a slot of the device a checkpoint."""

@@ -230,6 +230,9 @@ class PageCopier:
             )
         num_bytes, disk_bytes = config.offload_bytes
         page_bytes = size.page_format.page_bytes
+        if states is not None and config.kv_offload_dir is not None:
+            need = "a model whose layers keep no state: states are not written to disk, and blocks are not found without them"
+            raise ConfigError("kv_offload_dir", need, "one that keeps them", "leave it out: kv_offload_size serves states too")
         num_pages, self.num_state_slots = _shares(num_bytes, size, None if states is None else states.slots)
         memory = page_memory(caches, size)
         slots = HostSlots(memory, num_pages)
