@@ -66,7 +66,7 @@ class Offloader:
         self._dirty: OrderedDict[int, int] = OrderedDict()
         """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
         self._out: dict[PageName, tuple[int, int]] = {}
-        """Pages that are to be copied out before the next step: page of the pool and slot of the tier; and states: slots of both."""
+        """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
         self._copying: list[tuple[Pending[object], list[PageName]]] = []
         """Copies under way into slots of the tier."""
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)

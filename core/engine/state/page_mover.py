@@ -106,4 +106,5 @@ class StepPageMover(PageMover, Protocol):
 
 
 MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], StepPageMover]
-"""Makes the mover of a pool's caches, and of the states of layers that keep them; handed to the executor, so that the device's rooms import nothing of the host's."""
+"""Makes the mover of a pool's caches, and of the states of layers that keep them; handed to the executor, so that the device's
+rooms import nothing of the host's."""

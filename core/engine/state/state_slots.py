@@ -120,7 +120,7 @@ class StateMemory:
         return cls(caches, stacks, slots)
 
     def views(self) -> list[Tensor]:
-        """The memory as views uint8 [layers, num_slots, bytes]: a slot's content is its row in each of them, as in `page_memory`."""
+        """The memory as views uint8 [layers, num_slots, bytes]: a slot's content is its row in each, as in `page_memory`."""
         return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
