@@ -368,8 +368,8 @@ class BlockManager:
                 pages.append(page)
         self._pages.check_integrity(pages)
         if self.checkpoints is not None:
-            held = [seq.held_state for seq in holders if seq.held_state is not None]
-            self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints], held)
+            states = [seq.held_state for seq in holders if seq.held_state is not None]
+            self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints], states)
         named: list[int] = []
         for prefixes in self.prefixes:
             prefixes.index.check_integrity()

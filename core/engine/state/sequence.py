@@ -121,7 +121,7 @@ class Sequence:
     restored_from: int | None
     """The slot of a checkpoint that the next step must copy to the row before anything else."""
     held_state: int | None
-    """That slot, where it was taken before the sequence has a row: nothing may overwrite it until that step."""
+    """The same slot, where it was taken before the sequence has a row: nothing may overwrite it until that step."""
     junction: int
     """Tokens at which its prompt leaves another one that the cache holds: a state is worth keeping there."""
     checkpoints: list[Checkpoint]
