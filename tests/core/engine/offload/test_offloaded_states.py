@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.state_slots import StateSlots
+from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
+from proposer_stub import told_of
 from run_engine import generate
 from stateful_model import MODELS
 from stateful_worlds import run_world
@@ -88,6 +92,43 @@ def test_a_preempted_sequence_goes_on_where_it_was(registry: Registry, name: str
         assert not stats.offload_failures
         check(engine)
     assert computed["swap"] == sum(map(len, PROMPTS)) < computed["recompute"]
+
+
+@pytest.mark.parametrize(("name", "least"), [("kda", 120_000), ("lightning", 71_000)])
+def test_a_state_is_copied_from_the_slot_of_the_last_draft_that_held(registry: Registry, name: str, least: int) -> None:
+    texts = [[*prompt, *after] for prompt, after in zip(PROMPTS, expected_of(name), strict=True)]
+    swapped = 0
+    for memory in range(least, least + 6000, 1500):
+        config = replace(CONFIG, preemption_mode="swap", kv_cache_memory=memory, num_speculative_tokens=4)
+        guesses = told_of(texts, wrong_every=4)
+        engine = make_engine(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False)
+        assert tokens(engine) == expected_of(name)
+        swapped += engine.stats.states_swapped
+        check(engine)
+    assert swapped > 1
+
+
+def test_a_held_slot_is_not_handed_out() -> None:
+    kept = Checkpoints(StateSlots(num_rows=1, per_row=1, num_checkpoints=2, bytes_per_slot=8), 64, EngineStats())
+    for digest in (b"first", b"second"):
+        slot = kept.hand_out(evict=False)
+        assert slot is not None
+        kept.name(digest, slot)
+    first = kept.hold(b"first")
+    assert first is not None
+    coming = kept.hold(b"third")  # in place of the second, for the first one is held
+    assert coming is not None
+    assert not kept.knows(b"second")
+    assert kept.hand_out(evict=True) is None
+    assert not kept.has_slot_for(b"fourth")
+    kept.clear()
+    kept.check_integrity([], [first, coming])
+    kept.let_go(first)
+    assert kept.hand_out(evict=False) == first
+    kept.came_back(b"third", coming)
+    kept.let_go(coming)
+    assert kept.knows(b"third")
+    kept.check_integrity([first], [])
 
 
 def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is_slow(registry: Registry) -> None:
