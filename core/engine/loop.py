@@ -312,6 +312,7 @@ class EngineLoop:
             self.scheduler.holders,
             self._num_offloaded_blocks,
             self.capacity.states,
+            self._num_offloaded_states,
         )
 
     def snapshot(self) -> EngineSnapshot:
@@ -327,10 +328,15 @@ class EngineLoop:
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
             num_kept_states=kept,
-            kept_state_bytes=kept * self.blocks.checkpoints.slot_bytes if self.blocks.checkpoints is not None else 0,
+            kept_state_bytes=kept * self.blocks.checkpoints.slots.bytes_per_slot if self.blocks.checkpoints is not None else 0,
             num_offloaded_blocks=self._num_offloaded_blocks,
+            num_offloaded_states=self._num_offloaded_states,
         )
 
     @property
     def _num_offloaded_blocks(self) -> int:
         return 0 if self._offloader is None else self._offloader.num_blocks
+
+    @property
+    def _num_offloaded_states(self) -> int:
+        return 0 if self._offloader is None else self._offloader.num_states

@@ -79,11 +79,12 @@ def _pool(usage: CacheUsage) -> Text:
     if usage.num_offloaded_blocks:
         bar.append(f"\n      {usage.num_offloaded_blocks:,} blocks kept in the host's memory")
     if usage.states is not None:
-        slots, rows, kept = usage.states
+        slots, rows, kept, offloaded = usage.states
         bar.append(
             f"\nstates {rows:,} of {slots.num_rows:,} rows in use, {kept:,} of {slots.num_checkpoints:,} checkpoints kept,"
         )
-        bar.append(f"\n      {slots.bytes_per_slot / 2**20:,.2f} MiB each")
+        beyond = f"; {offloaded:,} states kept in the host's memory" if offloaded else ""
+        bar.append(f"\n      {slots.bytes_per_slot / 2**20:,.2f} MiB each{beyond}")
     return bar
 
 

@@ -62,6 +62,11 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
             f"states     {now.num_kept_states:,} kept ({size}); {done.num_checkpoint_hits:,} sequences began with one, "
             f"{done.num_checkpoint_evictions:,} were overwritten"
         )
+        if now.num_offloaded_states or done.states_offloaded:
+            lines.append(
+                f"           {now.num_offloaded_states:,} kept in the host's memory; {done.states_offloaded:,} copied there, "
+                f"{done.states_swapped:,} of them of preempted sequences, {done.states_restored:,} brought back"
+            )
     if done.num_draft_tokens or done.steps_without_drafts:
         held = f"{done.num_accepted_tokens:,} of {done.num_draft_tokens:,} guesses held in {done.num_draft_steps:,} steps"
         lines.append(f"drafts     {held}; steps without: {_listed(done.steps_without_drafts)}")

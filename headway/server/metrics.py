@@ -137,6 +137,7 @@ class Metrics:
         states = "States that are kept for equal prefixes, of a model whose layers keep states."
         yield gauge("num_kept_states", states, now.num_kept_states, "headway")
         yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
+        yield gauge("num_offloaded_states", "States in the host's memory.", now.num_offloaded_states, "headway")
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
         info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
         yield info

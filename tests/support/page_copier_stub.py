@@ -62,6 +62,7 @@ class Moving:
         """faults: share of the pages that the disk loses. rate: bytes per second of the link. latest: how often a transfer is
         asked at most before it has ended. broken: share of the calls that raise, or whose transfer does."""
         self.num_slots, self.max_stored, self.rates = num_slots, max_stored, LinkRates(rate, rate)
+        self.num_state_slots = 0
         self.disk = {} if disk is None else disk
         self.stored = list(self.disk)
         self._pool, self._random, self._faults, self._latest = pool, random, faults, latest
@@ -76,7 +77,8 @@ class Moving:
         self._fetched: dict[int, OnDisk] = {}
         self.moved_out = self.moved_back = self.num_broken = self.num_not_out = 0
 
-    def move_out(self, moves: Sequence[tuple[int, int]]) -> Later[None]:
+    def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Later[None]:
+        demand(not states, "nobody here keeps states")
         fault = self._fault()
         for number, (page, slot) in enumerate(moves):
             demand(slot not in self._busy or self._busy[slot].ended, "a slot is overwritten while it is stored or fetched")
@@ -89,7 +91,8 @@ class Moving:
         self.num_not_out += 0 if fault is None else len(moves)
         return self._later(fault)
 
-    def move_back(self, moves: Sequence[tuple[int, int]]) -> Later[None]:
+    def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Later[None]:
+        demand(not states, "nobody here keeps states")
         fault = self._fault()
         for slot, page in moves if fault is None else moves[: len(moves) // 2]:
             demand(slot not in self._fetched or self._fetched[slot].ended, "a slot is read before it was fetched")

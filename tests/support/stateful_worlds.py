@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
+from page_copier_stub import Later
 from proposer_stub import told_of
 from run_engine import Written, drain
 from stateful_model import MODELS
@@ -35,14 +39,16 @@ def answer(name: str, index: int) -> list[int]:
     return MODELS[name].greedy(prompts()[index], MOST)
 
 
-def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000) -> Counter[str]:
+def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000, crowded: bool = False) -> Counter[str]:
     """Live one life, and hold every completion to the lone text. Returns what has happened.
 
-    most_prompts: prompts that may be asked for, which are computed by the plain way first.
+    most_prompts: prompts that may be asked for, which are computed by the plain way first. crowded: the cache has little more
+    room than for one sequence, and the host's memory is behind it.
     """
     random = Random(seed)
-    offloads, rows, drafts = random.random() < 0.2, random.randrange(1, 6), random.choice((0, 0, 1, 4, 7))
-    states = 2 * rows * (1 + drafts) * sum(KEY_VALUE.bytes_per_slot(spec) for spec, _ in MODELS[name].state_layers)
+    offloads, rows, drafts = crowded or random.random() < 0.2, random.randrange(1, 6), random.choice((0, 0, 1, 4, 7))
+    state = sum(KEY_VALUE.bytes_per_slot(spec) for spec, _ in MODELS[name].state_layers)
+    states = 2 * rows * (1 + drafts) * state
     pages = 48 * 1024 * len(MODELS[name].attention_specs)
     config = EngineConfig(
         attn_backend="sdpa",
@@ -50,20 +56,25 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
         max_num_batched_tokens=random.choice((random.randrange(1, 65), random.randrange(64, 400))),
         max_num_seqs=rows,
         max_model_len=336,
-        kv_cache_memory=states + random.randrange(13 * pages // 10, 2 * pages),
+        kv_cache_memory=states + (random.randrange(105, 125) if crowded else random.randrange(130, 200)) * pages // 100,
         enable_prefix_caching=offloads or random.random() < 0.9,
         async_scheduling=random.random() < 0.5,
         num_speculative_tokens=max(drafts, 1),
-        kv_offload_size=2**20 if offloads else None,
+        kv_offload_size=random.choice((2**20, 2**17 + random.randrange(8) * state)) if offloads else None,
+        preemption_mode=random.choice(("swap", "swap", "auto", "recompute")) if offloads else "auto",
     )
-    texts = [[*prompts()[index], *answer(name, index)] for index in range(min(len(prompts()), most_prompts))]
+    every = range(len(prompts()))
+    indices = every[-most_prompts:] if crowded else every[:most_prompts]  # the longer ones stand behind
+    texts = [[*prompts()[index], *answer(name, index)] for index in indices]
     guesses = told_of(texts, wrong_every=random.randrange(2, 7)) if drafts else None
     engine = make_engine(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False)
+    if offloads:
+        _delay(engine.executor.mover, random, broken=random.choice((0.0, 0.0, 0.2)))
     asked: dict[str, tuple[int, SamplingParams]] = {}
     written: dict[tuple[str, int], Written] = {}
     aborted: set[str] = set()
-    for number in range(random.randrange(3, 14)):
-        index = random.randrange(len(texts))
+    for number in range(random.randrange(3, 14) + 8 * crowded):
+        index = random.choice(indices)
         params = SamplingParams(temperature=0, max_tokens=random.randrange(1, MOST + 1), n=random.choice((1, 1, 1, 3)))
         asked[str(number)] = index, params
         engine.add_request(str(number), engine.limits.checked(prompts()[index], params))
@@ -71,6 +82,8 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
             if engine.has_unfinished:
                 _take(engine.step(), written)
         engine.blocks.check_integrity(engine.scheduler.holders)
+        if engine.scheduler.offloader is not None:
+            engine.scheduler.offloader.tier.check_integrity(idle=False)
         if random.random() < 0.15:
             aborted.add(gone := random.choice(list(asked)))
             engine.abort(gone)
@@ -82,6 +95,7 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
         assert whole or (request in aborted and got.token_ids == expected[: len(got.token_ids)]), (seed, request, got, expected)
     missing = [request for request in asked if (request, 0) not in written and request not in aborted]
     assert not missing, (seed, missing)
+    _look_at_what_is_left(engine)
     stats = engine.stats
     return Counter(
         worlds=1,
@@ -91,7 +105,39 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
         accepted=stats.num_accepted_tokens,
         aborted=len(aborted),
         offloaded=stats.blocks_offloaded,
+        states_swapped=stats.states_swapped,
+        states_offloaded=stats.states_offloaded,
+        states_restored=stats.states_restored,
+        copies_failed=sum(stats.offload_failures.values()),
     )
+
+
+def _delay(mover: Any, random: Random, broken: float) -> None:
+    """Let copies take as long as may be, and fail. broken: share of those that do, half way or at their end."""
+
+    def delayed(move: Callable[..., object]) -> Callable[..., Later[None]]:
+        def begin(moves: list[tuple[int, int]], states: list[tuple[int, int]]) -> Later[None]:
+            fault = RuntimeError("a copy has failed") if random.random() < broken else None
+            move(moves, states) if fault is None else move(moves[: len(moves) // 2], [])
+            if fault is not None and random.random() < 0.5:
+                raise fault
+            return Later(None, random.randint(0, 4), fault)
+
+        return begin
+
+    mover.move_out, mover.move_back = delayed(mover.move_out), delayed(mover.move_back)
+
+
+def _look_at_what_is_left(engine: EngineLoop) -> None:
+    """Nothing may be held once every request has ended."""
+    engine.read_launched()
+    assert engine.scheduler.holders == []
+    engine.blocks.check_integrity([])
+    offloader = engine.scheduler.offloader
+    if offloader is not None:
+        for _ in range(6):  # copies that are under way
+            offloader.flush(idle=True)
+        offloader.tier.check_integrity(idle=True)
 
 
 def _take(deltas: list, written: dict[tuple[str, int], Written]) -> None:  # type: ignore[type-arg]

@@ -14,6 +14,7 @@ from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.free_pages import FreePages, PageKeeper
 from headway.core.engine.cache.prefix_lookup import GroupPrefixes, KeptElsewhere
 from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.state.page_mover import STATES
 from headway.core.engine.state.pool import SMALLEST_CHUNK
 from headway.core.engine.state.sequence import PageTable, PrefixCopy, Sequence
 from headway.core.engine.state.state_slots import Checkpoint
@@ -114,7 +115,7 @@ class BlockManager:
         if length == 0:
             return 0
         if self.checkpoints is not None:
-            seq.restored_from = self.checkpoints.use(self._digest_at(seq, length))
+            seq.restored_from = self.checkpoints.use(self.name_of_start(seq, length))
         for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
             first, pages, source, count = prefixes.hit(seq, length)
             table.pages = [NULL_PAGE] * first + pages
@@ -131,22 +132,23 @@ class BlockManager:
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
         """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
 
-        also: which pages count as held although they are not in the pool. Where layers keep states, it ends at a checkpoint.
+        also: which pages and states count as held although they are not here. Where layers keep states, it ends at a checkpoint.
         """
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
             return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
         interval = self.checkpoints.interval
-        longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) else 0
+        longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
         for length in range(longest // interval * interval, 0, -interval):
-            known = self.checkpoints.knows(self._digest_at(seq, length))
+            digest = self.name_of_start(seq, length)
+            known = self.checkpoints.knows(digest) or (also is not None and also(STATES, digest))
             if known and self._longest_held(seq, length, False, also) == length:
                 return length
         return 0
 
-    def _digest_at(self, seq: Sequence, length: int) -> bytes:
-        """The name of a sequence's first `length` tokens, whole pages of every group."""
-        return self.prefixes[0].digest(seq, length // self.groups[0].page_size - 1)
+    def name_of_start(self, seq: Sequence, length: int) -> bytes:
+        """The name of a sequence's first `length` tokens: the digest of the page that ends there, if one does."""
+        return self.prefixes[0].digest_of_start(seq, length)
 
     def _longest_held(self, seq: Sequence, at_most: int, partly: bool, also: KeptElsewhere | None = None) -> int:
         """Length of the longest start, up to `at_most` tokens, of which every group holds the pages."""
@@ -170,18 +172,23 @@ class BlockManager:
         for position, evict in {last: whole, seq.junction: True}.items():
             if not first < position <= end or (position - first) % CHECKPOINT_TOKENS:
                 continue
-            digest = self._digest_at(seq, position)
+            digest = self.name_of_start(seq, position)
             slot = None if kept.knows(digest) else kept.hand_out(evict)
             if slot is not None:
                 seq.checkpoints.append(Checkpoint(position - first, slot, digest))
 
     def states_kept(self, seq: Sequence) -> None:
-        """Make the states findable that a launched step leaves."""
-        seq.restored_from = None
+        """Make the states findable that a launched step leaves, and let go of the one that the step has begun with."""
+        self._let_state_go(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
                 self.checkpoints.name(each.digest, each.slot)
         seq.checkpoints = []
+
+    def _let_state_go(self, seq: Sequence) -> None:
+        if seq.held_state is not None and self.checkpoints is not None:
+            self.checkpoints.let_go(seq.held_state)
+        seq.restored_from = seq.held_state = None
 
     def whole_chunk(self, seq: Sequence, count: int) -> int:
         """Tokens, up to `count`, of a part of a prompt that ends where a state can be kept, so that later parts keep theirs."""
@@ -291,7 +298,8 @@ class BlockManager:
         seq.capacity = seq.num_computed = seq.num_unverified = 0
         seq.next_boundary = 0
         seq.newest_at = -1
-        seq.state_index, seq.restored_from, seq.junction = 0, None, 0
+        seq.state_index, seq.junction = 0, 0
+        self._let_state_go(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:
                 self.checkpoints.give_back(each.slot)
@@ -360,7 +368,8 @@ class BlockManager:
                 pages.append(page)
         self._pages.check_integrity(pages)
         if self.checkpoints is not None:
-            self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints])
+            states = [seq.held_state for seq in holders if seq.held_state is not None]
+            self.checkpoints.check_integrity([each.slot for seq in holders for each in seq.checkpoints], states)
         named: list[int] = []
         for prefixes in self.prefixes:
             prefixes.index.check_integrity()

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
 
 from headway.core.engine.state.state_slots import StateSlots
 from headway.core.engine.state.stats import EngineStats
+
+
+class StateKeeper(Protocol):
+    """Keeps states elsewhere before they are overwritten."""
+
+    def evicted(self, digest: bytes, slot: int) -> None:
+        """Note that the next step may overwrite a checkpoint, which cannot be found in its slot any more."""
 
 
 class Checkpoints:
@@ -13,14 +22,20 @@ class Checkpoints:
 
     A prefix hit of a model with states needs every group's pages and a checkpoint at its end. A checkpoint may outlive its pages
     and is then found by nobody until they are computed again.
+
+    A slot may be held for sequences that do not run yet and will begin with its state; it may have no name then.
     """
 
     def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
         """interval: tokens; a checkpoint lies at a multiple of it, where whole pages end in every group."""
-        self.interval, self.slot_bytes, self._stats = interval, slots.bytes_per_slot, stats
+        self.interval, self.slots, self._stats = interval, slots, stats
         self._free = list(range(slots.num_slots - 1, slots.first_checkpoint - 1, -1))
-        self._first, self._count = slots.first_checkpoint, slots.num_checkpoints
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._held: Counter[int] = Counter()
+        self._unnamed: set[int] = set()
+        """Held slots that have no name."""
+        self.keeper: StateKeeper | None = None
+        """Keeps states beyond their time in a slot; None: nothing does."""
 
     def __len__(self) -> int:
         """Checkpoints that can be found."""
@@ -37,13 +52,17 @@ class Checkpoints:
         return self._slot_of[digest]
 
     def hand_out(self, evict: bool) -> int | None:
-        """Hand out a slot; None: none is free, and evict does not allow to take that of the oldest checkpoint."""
+        """Hand out a slot; None: none is free, and evict does not allow to take that of the oldest checkpoint that none holds."""
         if self._free:
             return self._free.pop()
-        if not (evict and self._slot_of):
+        oldest = next((digest for digest, slot in self._slot_of.items() if slot not in self._held), None) if evict else None
+        if oldest is None:
             return None
         self._stats.num_checkpoint_evictions += 1
-        return self._slot_of.popitem(last=False)[1]
+        slot = self._slot_of.pop(oldest)
+        if self.keeper is not None:
+            self.keeper.evicted(oldest, slot)
+        return slot
 
     def name(self, digest: bytes, slot: int) -> None:
         """Make a slot that was handed out findable; where an equal checkpoint is, the slot is free again."""
@@ -57,12 +76,50 @@ class Checkpoints:
         """Take a slot back that no step has written."""
         self._free.append(slot)
 
+    def hold(self, digest: bytes) -> int | None:
+        """Hold the slot of a checkpoint, or a new one for a state of this name that is to come; None: there is no slot for it."""
+        slot = self._slot_of.get(digest)
+        if slot is None:
+            slot = self.hand_out(evict=True)
+            if slot is None:
+                return None
+            self._unnamed.add(slot)
+        self._held[slot] += 1
+        return slot
+
+    def has_slot_for(self, digest: bytes) -> bool:
+        """Whether `hold` would find a slot for this name."""
+        return digest in self._slot_of or bool(self._free) or any(slot not in self._held for slot in self._slot_of.values())
+
+    def came_back(self, digest: bytes, slot: int) -> None:
+        """Make a held slot findable, to which a checkpoint has come back for a sequence to begin with."""
+        self._stats.num_checkpoint_hits += 1
+        if digest not in self._slot_of and slot in self._unnamed:
+            self._unnamed.discard(slot)
+            self._slot_of[digest] = slot
+
+    def let_go(self, slot: int) -> None:
+        """Undo one `hold` of a slot."""
+        self._held[slot] -= 1
+        if not self._held[slot]:
+            del self._held[slot]
+            if slot in self._unnamed:
+                self._unnamed.discard(slot)
+                self._free.append(slot)
+
     def clear(self) -> None:
         """Forget every checkpoint."""
-        self._free += self._slot_of.values()
+        for slot in self._slot_of.values():
+            if slot in self._held:
+                self._unnamed.add(slot)
+            else:
+                self._free.append(slot)
         self._slot_of.clear()
 
-    def check_integrity(self, reserved: list[int]) -> None:
-        """Assert that every slot is free, named, or reserved by a sequence for its next step."""
-        held = sorted([*self._free, *self._slot_of.values(), *reserved])
-        assert held == list(range(self._first, self._first + self._count)), "a slot of a checkpoint leaked or has two owners"
+    def check_integrity(self, reserved: list[int], held: Iterable[int]) -> None:
+        """Assert that every slot is free, named, reserved by a sequence for its next step, or held as often as `held` says."""
+        owned = sorted([*self._free, *self._slot_of.values(), *reserved, *self._unnamed])
+        own = range(self.slots.first_checkpoint, self.slots.num_slots)
+        assert owned == list(own), "a slot of a checkpoint leaked or has two owners"
+        assert self._held == Counter(held), "slots are held by nobody, or not by those who need them"
+        assert self._unnamed <= self._held.keys(), "a slot without a name is held by nobody"

@@ -122,7 +122,7 @@ def _agreement(held: bytes, tokens: bytes) -> int:
 
 
 KeptElsewhere = Callable[[int, bytes], bool]
-"""Whether the content of a page is kept outside the pool, by the group and the digest of the page."""
+"""Whether the content of a page is kept outside the pool, by the group and the digest of the page; or a state, by its name."""
 
 
 class PrefixHit(NamedTuple):
@@ -214,14 +214,24 @@ class GroupPrefixes:
 
         A block's hash is computed once: tokens of a sequence never change. 128 bits make chance collisions negligible.
         """
-        index, hashes = (number + 1) * self._blocks_per_page - 1, seq.block_hashes
-        while len(hashes) <= index:
+        return self._hash_of(seq, (number + 1) * self._blocks_per_page)
+
+    def digest_of_start(self, seq: Sequence, length: int) -> bytes:
+        """The chained hash of a sequence's first `length` tokens, which need not be whole blocks."""
+        num_blocks, rest = divmod(length, self._block_size)
+        parent = self._hash_of(seq, num_blocks)
+        return _chained(parent, packed(seq.token_ids[length - rest : length])) if rest else parent
+
+    def _hash_of(self, seq: Sequence, num_blocks: int) -> bytes:
+        """The chained hash of a sequence's first blocks, all of them full."""
+        hashes = seq.block_hashes
+        while len(hashes) < num_blocks:
             size = self._block_size
             first = len(hashes) * size
             parent = hashes[-1] if hashes else b""
             tokens = packed(seq.token_ids[first : first + size])
             hashes.append(_chained(parent, tokens))
-        return hashes[index] if index >= 0 else b""
+        return hashes[num_blocks - 1] if num_blocks else b""
 
 
 def _chained(parent: bytes, tokens: bytes) -> bytes:

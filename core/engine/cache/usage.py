@@ -51,6 +51,8 @@ class StateUsage(NamedTuple):
     """Rows in which sequences run."""
     num_kept: int
     """Checkpoints that an equal prefix would find again."""
+    num_offloaded: int
+    """States that the host's memory keeps."""
 
 
 class CacheUsage(NamedTuple):
@@ -76,6 +78,7 @@ def cache_usage(
     running: Items[Sequence],
     num_offloaded_blocks: int = 0,
     slots: StateSlots | None = None,
+    num_offloaded_states: int = 0,
 ) -> CacheUsage:
     """Look at every block; see `CacheUsage`. running: all sequences that hold pages. slots: of layers with a state."""
     kept, rows = blocks.checkpoints, sum(seq.row is not None for seq in running)
@@ -109,7 +112,7 @@ def cache_usage(
         num_offloaded_blocks=num_offloaded_blocks,
         groups=tuple(groups),
         sequences=tuple(sequences),
-        states=None if slots is None or kept is None else StateUsage(slots, rows, len(kept)),
+        states=None if slots is None or kept is None else StateUsage(slots, rows, len(kept), num_offloaded_states),
     )
 
 

@@ -104,8 +104,9 @@ class LocalExecutor:
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache for each layer."""
-        self.mover = None if make_mover is None else make_mover(self.caches, size)
-        """Copies pages to memory beyond the pool."""
+        kept = None if states is None or slots is None else states.allocate(slots)
+        self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
+        """Copies pages and states to memory beyond the device's."""
         _check_caches(self.selector, layers.cached, self.caches)
         writers = {layout.name: source.layout(layout.name).load_writer(self._device) for layout in layouts}
         self.attention = PagedAttention(
@@ -115,7 +116,7 @@ class LocalExecutor:
             groups=size.page_format.groups,
             latents=latent_layers(model),
             gathering=self.selector.gathering,
-            states=None if states is None or slots is None else states.allocate(slots),
+            states=kept,
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
@@ -245,6 +246,11 @@ class _StatePlan:
         specs, workload = [layer.spec for layer in layers], Workload.parse(config.workload)
         return cls(layers, StateSelector(source, specs, config.state_request, costs, workload, max_decode_len), max_decode_len)
 
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a slot over all layers."""
+        return sum(self.selector.selection.layout.bytes_per_slot(layer.spec) for layer in self.layers)
+
     def slots(self, config: EngineConfig, memory: int | None) -> StateSlots | None:
         """Plan the slots in what states and pages share."""
         layout, caching = self.selector.selection.layout, config.enable_prefix_caching
@@ -306,7 +312,8 @@ def _pool_memory(
         max_num_seqs=config.max_num_seqs,
         utilization=config.gpu_memory_utilization,
     )
-    memory -= 2 * STAGING_BYTES if config.offload_bytes[0] else 0
+    if config.offload_bytes[0]:
+        memory -= 2 * STAGING_BYTES + (0 if states is None else 2 * max(STAGING_BYTES, states.bytes_per_slot))
     memory -= 2 * GATHERED_BYTES if selector.gathering else 0  # keys, values, and the product that they are taken from
     return memory
 

@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.engine.state.page_mover import LinkRates
+from headway.core.engine.state.page_mover import STATES, LinkRates, PageName
 from headway.core.engine.state.stats import EngineStats
 
 log = logging.getLogger("headway")
@@ -32,6 +32,8 @@ class OffloadCosts:
     page_bytes: int
     step_tokens: int
     """Most tokens of one step: a longer prompt takes several steps."""
+    state_bytes: int = 0
+    """Bytes of a sequence's state."""
     _seconds: dict[int, float] = field(default_factory=dict)
     """Octave of a step's prompt tokens -> seconds per token."""
 
@@ -54,13 +56,18 @@ class OffloadCosts:
         nearest = min(self._seconds, key=lambda octave: abs(octave - wanted))
         return self._seconds[nearest] * num_tokens
 
-    def copy_out(self, num_pages: int) -> float:
-        """Seconds of copying pages to the host."""
-        return num_pages * self.page_bytes / self.rates.out
+    def bytes_of(self, names: Sequence[PageName]) -> int:
+        """Bytes of pages and states."""
+        num_states = sum(group == STATES for group, _ in names)
+        return num_states * self.state_bytes + (len(names) - num_states) * self.page_bytes
 
-    def copy_back(self, num_pages: int) -> float:
-        """Seconds until pages that are copied back can be used."""
-        return _LATENCY + num_pages * self.page_bytes / self.rates.back
+    def copy_out(self, names: Sequence[PageName]) -> float:
+        """Seconds of copying pages and states to the host."""
+        return self.bytes_of(names) / self.rates.out
+
+    def copy_back(self, names: Sequence[PageName]) -> float:
+        """Seconds until pages and states that are copied back can be used."""
+        return _LATENCY + self.bytes_of(names) / self.rates.back
 
 
 def _octave(count: int) -> int:

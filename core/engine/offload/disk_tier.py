@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.offload.costs import OffloadFailures
-from headway.core.engine.offload.host_tier import HostTier
+from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.state.page_mover import KeptPage, PageMover, PageName, Pending
 from headway.core.engine.state.stats import EngineStats
 from headway.core.system.files import make_private, write_whole
@@ -27,7 +27,7 @@ class DiskTier:
     that the disk refuses or returns damaged is forgotten and counted.
     """
 
-    def __init__(self, mover: PageMover, tier: HostTier, stats: EngineStats, failures: OffloadFailures) -> None:
+    def __init__(self, mover: PageMover, tier: HostTiers, stats: EngineStats, failures: OffloadFailures) -> None:
         self._mover, self._tier, self._stats, self._failures = mover, tier, stats, failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
         self._unread: list[KeptPage] = []
@@ -52,7 +52,8 @@ class DiskTier:
         """Write a page to disk later, which is being copied into its slot now."""
         if not self._mover.max_stored or page.name in self._names:
             return
-        if 2 * self._tier.num_unlocked < self._tier.num_slots:
+        tier = self._tier.of(page.name)
+        if 2 * tier.num_unlocked < tier.num_slots:
             self._failures.count("disk slower than what is offloaded", 1)
             return
         self._tier.lock([page.name])

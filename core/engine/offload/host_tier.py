@@ -1,4 +1,4 @@
-"""The host's memory for pages: which slot holds which page (`HostTier`), and the slots' bytes (`HostSlots`)."""
+"""The host's memory for pages and states: which slot holds which (`HostTier`), and the slots' bytes (`HostSlots`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.page_mover import PageName
+from headway.core.engine.state.page_mover import STATES, PageName
 
 
 class HostTier:
-    """Maps names of pages to slots, least recently used first. It never touches a page's bytes.
+    """Maps names of one kind, pages or states, to slots, least recently used first. It never touches their bytes.
 
     A name may be locked, whether it has a slot or not: a locked page keeps its slot once it has one, because it is being copied,
     or belongs to a sequence that was preempted.
@@ -95,15 +95,83 @@ class HostTier:
         assert not idle or not self._locks, "a name is still locked"
 
 
+class HostTiers:
+    """The tiers of pages and of states, between which the kind of a name decides."""
+
+    def __init__(self, num_slots: int, num_state_slots: int = 0) -> None:
+        self.pages, self.states = HostTier(num_slots), HostTier(num_state_slots)
+
+    def __contains__(self, name: PageName) -> bool:
+        return name in self.of(name)
+
+    def __len__(self) -> int:
+        return len(self.pages) + len(self.states)
+
+    def of(self, name: PageName) -> HostTier:
+        """The tier of a name."""
+        return self.states if name[0] == STATES else self.pages
+
+    @property
+    def overbooked(self) -> bool:
+        """Whether more names of a kind are locked than there are slots."""
+        return self.pages.num_unlocked < 0 or self.states.num_unlocked < 0
+
+    def have_room(self, names: Sequence[PageName]) -> bool:
+        """Whether these names could be locked beside all that are."""
+        pages, states = _by_kind(names)
+        return len(pages) <= self.pages.num_unlocked and len(states) <= self.states.num_unlocked
+
+    def find(self, name: PageName) -> int | None:
+        """See HostTier."""
+        return self.of(name).find(name)
+
+    def put(self, name: PageName) -> int | None:
+        """See HostTier."""
+        return self.of(name).put(name)
+
+    def drop(self, name: PageName) -> None:
+        """See HostTier."""
+        self.of(name).drop(name)
+
+    def lock(self, names: Iterable[PageName]) -> None:
+        """See HostTier."""
+        pages, states = _by_kind(names)
+        self.pages.lock(pages)
+        self.states.lock(states)
+
+    def unlock(self, names: Iterable[PageName]) -> None:
+        """See HostTier."""
+        pages, states = _by_kind(names)
+        self.pages.unlock(pages)
+        self.states.unlock(states)
+
+    def clear(self) -> None:
+        """See HostTier."""
+        self.pages.clear()
+        self.states.clear()
+
+    def check_integrity(self, idle: bool) -> None:
+        """See HostTier."""
+        self.pages.check_integrity(idle)
+        self.states.check_integrity(idle)
+
+
+def _by_kind(names: Iterable[PageName]) -> tuple[list[PageName], list[PageName]]:
+    """Names of pages, and those of states."""
+    every = list(names)
+    states = [name for name in every if name[0] == STATES]
+    return [name for name in every if name[0] != STATES] if states else every, states
+
+
 _LARGEST_SLAB = 256 * 2**20
 """Bytes of memory allocated at once: torch pins a power of two."""
 
 
 class HostSlots:
-    """Memory of the host with room for one page in each slot; pinned where a GPU copies to it."""
+    """Memory of the host with room for one page, or one state, in each slot; pinned where a GPU copies to it."""
 
     def __init__(self, memory: Sequence[Tensor], num_slots: int) -> None:
-        """memory: see `page_memory`.
+        """memory: see `page_memory` and `StateMemory.views`.
 
         :raises ConfigError: the host has not as much memory.
         """

@@ -1,23 +1,32 @@
-"""Decides which pages are copied out of the pool, and which are brought back for a sequence."""
+"""Decides which pages and states are copied to the host's memory, and which are brought back for a sequence."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures, PrefillTimer
 from headway.core.engine.offload.disk_tier import DiskTier
-from headway.core.engine.offload.host_tier import HostTier
+from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.offload.pending_restores import PendingRestores
 from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.page_mover import KeptPage, PageMover, PageName, Pending
+from headway.core.engine.state.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.state.sequence import Sequence
 from headway.core.engine.state.stats import EngineStats
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
+
+
+class _Swapped(NamedTuple):
+    """What is locked for a sequence that was swapped."""
+
+    length: int
+    """Tokens that it holds: pages and, where layers keep states, a state."""
+    names: list[PageName]
 
 
 class Offloader:
@@ -28,6 +37,10 @@ class Offloader:
     handed out earlier is copied then. A waiting sequence whose start is kept gets pages, and waits beside the queue until its
     start has come back. A preempted sequence is *swapped* by the same means: its pages stay in the pool until they are needed,
     are copied out, locked, and brought back; only the tokens of its last page, if it is not full, are computed again.
+
+    Where layers keep states, a start comes back with the state at its end, a checkpoint, which is copied out when it loses its
+    slot of the device. The state of a preempted sequence cannot go back to where a page ends: it is copied out at once, as is the
+    last page, and the sequence goes on where it was.
     """
 
     def __init__(
@@ -42,24 +55,26 @@ class Offloader:
     ) -> None:
         """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take. now: the time in seconds."""
         self._blocks, self._mover, self._stats = blocks, mover, stats
-        self._costs = costs
+        self.costs = costs
+        """What decides between copying and computing again."""
         self.timer = PrefillTimer(costs, stats, now)
         """Must be told of every step."""
-        self.tier = HostTier(mover.num_slots)
+        self.tier = HostTiers(mover.num_slots, mover.num_state_slots)
         self._failures = OffloadFailures(stats)
         self._disk = DiskTier(mover, self.tier, stats, self._failures)
         self._mode, self._lookahead = mode, blocks.num_pages if mover.max_stored else lookahead
         self._dirty: OrderedDict[int, int] = OrderedDict()
         """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
         self._out: dict[PageName, tuple[int, int]] = {}
-        """Pages that are to be copied out before the next step: page of the pool and slot of the tier."""
+        """What is to be copied out before the next step: page of the pool, or slot of the device, and slot of the tier."""
         self._copying: list[tuple[Pending[object], list[PageName]]] = []
         """Copies under way into slots of the tier."""
         self.restores = PendingRestores(blocks, self.tier, self._disk, stats, self._failures)
         """Sequences that wait for pages, beside the scheduler's queues."""
-        self._swapped: dict[Sequence, list[PageName]] = {}
-        """The pages that are locked for each sequence that was swapped."""
+        self._swapped: dict[Sequence, _Swapped] = {}
         blocks.keeper = self
+        if blocks.checkpoints is not None:
+            blocks.checkpoints.keeper = self
 
     # Calls of the block manager (`PageKeeper`).
 
@@ -89,20 +104,26 @@ class Offloader:
         if everywhere:
             self._disk.empty()
 
+    def evicted(self, digest: bytes, slot: int) -> None:
+        """See StateKeeper."""
+        self._put((STATES, digest), slot)
+
     # Calls of the scheduler.
 
     def preempt(self, seq: Sequence) -> str:
         """Take the pages of a sequence that is to wait; returns how it will get them again, SWAP or RECOMPUTE."""
-        whole = math.lcm(*(group.page_size for group in self._blocks.groups))
-        names = self._names(seq, seq.num_known // whole * whole)
+        length = self._length_to_swap(seq)
+        names = self._names(seq, length)
         held = [page for table in seq.tables for page in table.held]
         kind = SWAP if self._swap_pays(seq, names) else RECOMPUTE
-        self._blocks.release(seq)
         if kind == SWAP:
             self.tier.lock(names)
-            self._swapped[seq] = names
-            self._stats.blocks_swapped += sum(self._blocks.groups[number].blocks_per_page for number, _ in names)
-        else:
+            self._swapped[seq] = _Swapped(length, names)
+            self._stats.blocks_swapped += self._count_blocks(names)
+            if self._blocks.checkpoints is not None:
+                self._put_state(seq, length)
+        self._blocks.release(seq)
+        if kind == RECOMPUTE:
             for page in held:  # computing them again is cheaper than copying them
                 self._dirty.pop(page, None)
         return kind
@@ -113,16 +134,16 @@ class Offloader:
             return False
         if self._mode == RECOMPUTE and seq.num_preemptions:
             return False
-        length = self._blocks.longest_hit(seq, partly=False, also=self._keeps)
+        length = self._swapped_length(seq) or self._blocks.longest_hit(seq, partly=False, also=self._keeps)
         spared = length - self._blocks.longest_hit(seq, partly=True) if length else 0
         if spared <= 0:
             return False
-        names = [each for each in self._names(seq, length) if not self._blocks.prefixes[each[0]].index.knows(each[1])]
+        names = [each for each in self._names(seq, length) if not self._pool_holds(each)]
         if self.restores.join(seq, names):
             return True
-        cost = self._costs.recompute(spared)
+        cost = self.costs.recompute(spared)
         forced = self._mode == SWAP and seq in self._swapped
-        if not forced and cost is not None and cost < self._costs.copy_back(len(names)):
+        if not forced and cost is not None and cost < self.costs.copy_back(names):
             return False
         return self.restores.begin(seq, length, spared, names)
 
@@ -140,7 +161,9 @@ class Offloader:
 
     def started(self, seq: Sequence) -> None:
         """Stop keeping pages for a sequence, which runs now, or has ended."""
-        self.tier.unlock(self._swapped.pop(seq, ()))
+        swapped = self._swapped.pop(seq, None)
+        if swapped is not None:
+            self.tier.unlock(swapped.names)
         self.restores.failed.discard(seq)
 
     # Calls of the loop.
@@ -156,20 +179,22 @@ class Offloader:
                 self._keep(*self._dirty.popitem(last=False))
         self._finish_copies()
         self._move_out()
-        self._stats.offload_bytes_in += self.restores.move(self._mover) * self._costs.page_bytes
+        self._stats.offload_bytes_in += self.costs.bytes_of(self.restores.move(self._mover))
         self.restores.fetch()
         self._disk.flush(idle)
         if wait:
             self.restores.wait()
 
     def _move_out(self) -> None:
-        names, moves = list(self._out), list(self._out.values())
+        names = list(self._out)
+        pages = [move for (group, _), move in self._out.items() if group != STATES]
+        states = [move for (group, _), move in self._out.items() if group == STATES]
         self._out = {}
         if not names:
             return
         try:
-            self._copying.append((self._mover.move_out(moves), names))
-            self._stats.offload_bytes_out += len(names) * self._costs.page_bytes
+            self._copying.append((self._mover.move_out(pages, states), names))
+            self._stats.offload_bytes_out += self.costs.bytes_of(names)
         except Exception as error:
             self._forget_lost(names, error)
 
@@ -195,45 +220,101 @@ class Offloader:
     @property
     def num_blocks(self) -> int:
         """Blocks that the host's memory holds."""
-        return sum(self._blocks.groups[number].blocks_per_page for number, _ in self.tier)
+        return self._count_blocks(self.tier.pages)
+
+    @property
+    def num_states(self) -> int:
+        """States that the host's memory holds."""
+        return len(self.tier.states)
+
+    def _count_blocks(self, names: Iterable[PageName]) -> int:
+        return sum(self._blocks.groups[number].blocks_per_page for number, _ in names if number != STATES)
+
+    def _length_to_swap(self, seq: Sequence) -> int:
+        """Tokens that a sequence is to hold when it has been swapped; 0: it cannot be."""
+        if self._blocks.checkpoints is None:
+            whole = math.lcm(*(group.page_size for group in self._blocks.groups))
+            return seq.num_known // whole * whole
+        # Its row has the state after all that was launched, which must be known; and nothing that a failed launch was to do.
+        stands = seq.num_computed == seq.num_known and not (seq.num_unverified or seq.checkpoints)
+        return seq.num_computed if stands and seq.restored_from is None and seq.row is not None else 0
+
+    def _swapped_length(self, seq: Sequence) -> int:
+        """Tokens of a swapped sequence that can come back with the state that it had; 0: it had none, or a part is lost."""
+        swapped = self._swapped.get(seq)
+        if swapped is None or self._blocks.checkpoints is None:
+            return 0
+        return swapped.length if all(self._pool_holds(name) or self._keeps(*name) for name in swapped.names) else 0
+
+    def _put_state(self, seq: Sequence, length: int) -> None:
+        """Copy out before the next step what no name finds in the pool: a sequence's state, and last pages that are not whole.
+
+        Room must have been locked for all of it.
+        """
+        kept = self._blocks.checkpoints
+        assert kept is not None
+        assert seq.row is not None
+        name = self._blocks.name_of_start(seq, length)
+        for number, (group, table) in enumerate(zip(self._blocks.groups, seq.tables, strict=True)):
+            if length % group.page_size:
+                self._put((number, name), table.pages[length // group.page_size])
+        self._put((STATES, name), kept.slots.of_row(seq.row)[seq.state_index])
+        self._stats.states_swapped += 1
 
     def _swap_pays(self, seq: Sequence, names: list[PageName]) -> bool:
         """Whether a sequence should be swapped rather than computed again."""
-        if self._mode == RECOMPUTE or not names or len(names) > self.tier.num_unlocked:
+        if self._mode == RECOMPUTE or not names or not self.tier.have_room(names):
             return False
-        cost = self._costs.recompute(seq.num_known)
+        cost = self.costs.recompute(seq.num_known)
         if self._mode == SWAP or cost is None:
             return True
-        absent = sum(name not in self.tier for name in names)
-        return self._costs.copy_out(absent) + self._costs.copy_back(len(names)) < cost
+        absent = [name for name in names if name not in self.tier]
+        return self.costs.copy_out(absent) + self.costs.copy_back(names) < cost
+
+    def _pool_holds(self, name: PageName) -> bool:
+        """Whether the pool holds a page, or a slot of the device a checkpoint."""
+        group, digest = name
+        if group == STATES:
+            return self._blocks.checkpoints is not None and self._blocks.checkpoints.knows(digest)
+        return self._blocks.prefixes[group].index.knows(digest)
 
     def _keeps(self, group: int, digest: bytes) -> bool:
         name = group, digest
         return (name in self.tier or name in self._disk) and not self._disk.is_abandoned(name)
 
     def _names(self, seq: Sequence, length: int) -> list[PageName]:
-        """The pages that hold the start of a sequence, in the order of `attach_pages`."""
-        return [
-            (number, prefixes.digest(seq, place))
-            for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True))
-            for place in range(group.num_behind(length), length // group.page_size)
-        ]
+        """The pages that hold the start of a sequence, and its state where layers keep one, in the order of `attach_pages`."""
+        names: list[PageName] = []
+        for number, (group, prefixes) in enumerate(zip(self._blocks.groups, self._blocks.prefixes, strict=True)):
+            whole = length // group.page_size
+            names += [(number, prefixes.digest(seq, place)) for place in range(group.num_behind(length), whole)]
+            if length % group.page_size:
+                names.append((number, self._blocks.name_of_start(seq, length)))
+        if length and self._blocks.checkpoints is not None:
+            names.append((STATES, self._blocks.name_of_start(seq, length)))
+        return names
 
     def _keep(self, page: int, group: int) -> None:
         """Copy a page out before the next step."""
         index = self._blocks.prefixes[group].index
         digest = index.digest_of(page)
         assert digest is not None, "a page without a name is not dirty"
-        name = group, digest
+        slot = self._put((group, digest), page)
+        if slot is not None:
+            self._disk.keep(KeptPage((group, digest), index.tokens_of(page), slot))
+
+    def _put(self, name: PageName, page: int) -> int | None:
+        """Copy a page, or the state in a slot, out before the next step, unless the tier has it; returns the slot of the tier."""
         if name in self.tier:
-            return
+            return None
         slot = self.tier.put(name)
         if slot is None:
             self._failures.count("host tier full of what is locked", 1)
-            return
+            return None
         self._out[name] = page, slot
-        self._stats.blocks_offloaded += self._blocks.groups[group].blocks_per_page
-        self._disk.keep(KeptPage(name, index.tokens_of(page), slot))
+        self._stats.blocks_offloaded += self._count_blocks([name])
+        self._stats.states_offloaded += name[0] == STATES
+        return slot
 
 
 def offloader_of(
@@ -247,6 +328,7 @@ def offloader_of(
     """The offloader that the options ask for; None: no page is kept beyond the pool. mover: the executor's."""
     if mover is None:
         return None
-    costs = OffloadCosts(mover.rates, page_bytes, config.step_tokens)
+    state_bytes = 0 if blocks.checkpoints is None else blocks.checkpoints.slots.bytes_per_slot
+    costs = OffloadCosts(mover.rates, page_bytes, config.step_tokens, state_bytes)
     step = sum(-(-config.step_tokens // group.page_size) + config.max_num_seqs for group in blocks.groups)
     return Offloader(blocks, mover, costs, stats, config.preemption_mode, min(step, blocks.num_pages), now)

@@ -1,4 +1,4 @@
-"""Copies pages between the pool, the host's memory and a folder: the `PageMover` of one process."""
+"""Copies pages and states between the device, the host's memory and a folder: the `PageMover` of one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from headway.core.engine.offload.disk_tier import DiskStore
 from headway.core.engine.offload.host_tier import HostSlots
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending
-from headway.core.engine.state.pool import PoolSize, page_memory
+from headway.core.engine.state.pool import PoolSize, page_memory, size_text
+from headway.core.engine.state.state_slots import StateMemory, StateSlots
 from headway.core.engine.state.step import StepInput
 
 
@@ -41,17 +42,17 @@ def _state_of(event: torch.cuda.Event) -> _State:
 class CopyInFlight:
     """Copies that have been begun; see `Pending`."""
 
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
+    def __init__(self, *events: torch.cuda.Event | None) -> None:
+        self._events = [event for event in events if event is not None]
 
     def done(self) -> bool:
         """Whether the copies have been made, or have failed."""
-        return self._event is None or _state_of(self._event) is not _State.UNDER_WAY
+        return all(_state_of(event) is not _State.UNDER_WAY for event in self._events)
 
     def result(self) -> None:
         """Wait for the copies."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
 
 
 class _Copied(NamedTuple):
@@ -114,43 +115,43 @@ def _distinct(events: Iterable[torch.cuda.Event | None]) -> list[torch.cuda.Even
 
 
 class Transfers:
-    """Moves pages on a side stream for each direction; on a CPU at once.
+    """Moves pages on a side stream for each direction; on a CPU at once. States move like pages: a slot of the device is a page.
 
     Events keep the order that `PageMover` promises: copies begin after the steps launched before them, copies that touch the same
     page or slot follow each other, and a step waits for the copies of its new pages, and for no others.
     """
 
     def __init__(self, memory: Sequence[Tensor], slots: HostSlots) -> None:
-        """memory: see `page_memory`."""
+        """memory: see `page_memory` and `StateMemory.views`."""
         self._device = memory[0].device
         self._slots = slots
         wide = all(view.shape[-1] % 8 == 0 for view in memory)
         words = [view.view(torch.int64) if wide else view for view in memory]
         self._pages = [view.transpose(0, 1) for view in words]  # [num_pages, count, words]
-        page_bytes = sum(view[:, 0].nbytes for view in words)
-        self._chunk = max(min(STAGING_BYTES // page_bytes, slots.num_slots, len(self._pages[0])), 1)
+        self._page_bytes = sum(view[:, 0].nbytes for view in words)
+        self._chunk = max(min(STAGING_BYTES // self._page_bytes, slots.num_slots, len(self._pages[0])), 1)
         gpu = self._device.type == "cuda"
         self._out, self._back = (_Lane(self._pages, self._chunk, gpu) for _ in range(2))
         self._events = CopyEvents()
         self.wait_for_slot = self._events.wait_for_slot
-        self.rates = self._measure(page_bytes)
 
-    def move_out(self, moves: Sequence[tuple[int, int]]) -> CopyInFlight:
-        """See PageMover."""
+    def move_out(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
+        """Begin to copy pages, given as (page, slot); returns what happens at the end, None where that has been."""
         return self._copy(self._out, moves, True)
 
-    def move_back(self, moves: Sequence[tuple[int, int]]) -> CopyInFlight:
-        """See PageMover."""
+    def move_back(self, moves: Sequence[tuple[int, int]]) -> torch.cuda.Event | None:
+        """Begin to copy pages back, given as (slot, page); returns what `move_out` does."""
         return self._copy(self._back, [(page, slot) for slot, page in moves], False)
 
-    def before(self, step: StepInput) -> None:
-        """Have a step wait for the copies of all pages that the step uses or overwrites for the first time."""
-        if step.new_pages:
-            for event in self._events.of_pages(page for new in step.new_pages for page in new.pages):
-                torch.cuda.current_stream(self._device).wait_event(event)
+    def before(self, pages: Iterable[int]) -> None:
+        """Have the step that is launched next wait for the copies of these pages, which it uses or overwrites first."""
+        for event in self._events.of_pages(pages):
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> CopyInFlight:
+    def _copy(self, lane: _Lane, moves: Sequence[tuple[int, int]], out: bool) -> torch.cuda.Event | None:
         """Copy pages, given as (page, slot), after the steps that have been launched."""
+        if not moves:
+            return None
         self._events.forget_done()
         launched: list[torch.cuda.Event] = []
         event = None
@@ -174,19 +175,19 @@ class Transfers:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record(lane.stream)
                 self._events.add(event, pages, slots)
-        return CopyInFlight(event)
+        return event
 
-    def _measure(self, page_bytes: int) -> LinkRates:
+    def measure(self) -> LinkRates:
         """Measure the link by copying some pages out and back unchanged, twice: the first time is slower."""
         moves = [(number, number) for number in range(self._chunk)]
         seconds = [0.0, 0.0]
         for _ in range(2):
             for direction, move in enumerate((self.move_out, self.move_back)):
                 began = time.perf_counter()
-                move(moves).result()
+                CopyInFlight(move(moves)).result()
                 seconds[direction] = time.perf_counter() - began
         self._events.forget_done()
-        rate_out, rate_back = (self._chunk * page_bytes / max(each, 1e-9) for each in seconds)
+        rate_out, rate_back = (self._chunk * self._page_bytes / max(each, 1e-9) for each in seconds)
         return LinkRates(rate_out, rate_back)
 
 
@@ -213,10 +214,12 @@ _VERSION = 1
 
 
 class PageCopier:
-    """Keeps pages in the host's memory, and in a folder where the options name one; see `PageMover`."""
+    """Keeps pages and states in the host's memory, and in a folder where the options name one; see `PageMover`."""
 
-    def __init__(self, caches: Sequence[LayerCache], size: PoolSize, config: EngineConfig, weights: str) -> None:
-        """weights: identifies the model's weights among all others; needed for a folder alone.
+    def __init__(
+        self, caches: Sequence[LayerCache], size: PoolSize, states: StateMemory | None, config: EngineConfig, weights: str
+    ) -> None:
+        """states: of layers that keep them. weights: identifies the model's weights among all others; needed for a folder alone.
 
         :raises ConfigError: caches whose blocks are not one piece of memory, or a tier that the host has no room for.
         """
@@ -227,11 +230,15 @@ class PageCopier:
             )
         num_bytes, disk_bytes = config.offload_bytes
         page_bytes = size.page_format.page_bytes
-        if num_bytes < page_bytes:
-            raise ConfigError("kv_offload_size", f"at least the {page_bytes} bytes of a block of all layers", num_bytes)
+        if states is not None and config.kv_offload_dir is not None:
+            need = "a model whose layers keep no state: states are not written to disk, and blocks are not found without them"
+            raise ConfigError("kv_offload_dir", need, "one that keeps them", "leave it out: kv_offload_size serves states too")
+        num_pages, self.num_state_slots = _shares(num_bytes, size, None if states is None else states.slots)
         memory = page_memory(caches, size)
-        slots = HostSlots(memory, num_bytes // page_bytes)
+        slots = HostSlots(memory, num_pages)
         self._transfers = Transfers(memory, slots)
+        self._states = None if states is None else _transfers_of(states, self.num_state_slots)
+        self._state_slots = None if states is None else states.slots
         self._disk: DiskStore | None = None
         if config.kv_offload_dir is not None:
             if not weights:
@@ -239,21 +246,28 @@ class PageCopier:
             salt = _salt(caches, size, weights)
             folder = Path(config.kv_offload_dir).expanduser()
             self._disk = DiskStore(folder, salt, page_bytes, disk_bytes, slots.parts, self._transfers.wait_for_slot)
-        self.num_slots, self.rates = slots.num_slots, self._transfers.rates
+        self.num_slots, self.rates = slots.num_slots, self._transfers.measure()
         self.stored: Sequence[PageName] = self._disk.stored if self._disk is not None else ()
         self.max_stored = self._disk.max_stored if self._disk is not None else 0
 
     def before(self, step: StepInput) -> None:
         """Must be called before a step is launched; see `Transfers.before`."""
-        self._transfers.before(step)
+        if step.new_pages:
+            self._transfers.before(page for new in step.new_pages for page in new.pages)
+        if self._states is not None and self._state_slots is not None and (step.started or len(step.checkpoints)):
+            rows = [slot for started in step.started for slot in self._state_slots.of_row(started.row)]
+            begun_with = [slot for slot, _ in step.restored]
+            self._states.before([*rows, *begun_with, *step.checkpoints[:, 2].tolist()])
 
-    def move_out(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+    def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
         """See PageMover."""
-        return self._transfers.move_out(moves)
+        pages = self._transfers.move_out(moves)
+        return CopyInFlight(pages, self._states.move_out(states) if self._states is not None else None)
 
-    def move_back(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
+    def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
         """See PageMover."""
-        return self._transfers.move_back(moves)
+        pages = self._transfers.move_back(moves)
+        return CopyInFlight(pages, self._states.move_back(states) if self._states is not None else None)
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """See PageMover."""
@@ -269,6 +283,35 @@ class PageCopier:
         """See PageMover."""
         assert self._disk is not None
         self._disk.discard(names)
+
+
+def _shares(num_bytes: int, size: PoolSize, states: StateSlots | None) -> tuple[int, int]:
+    """The pages and the states for which the host's memory has room: as many states to a page as the device has.
+
+    :raises ConfigError: the memory is too small for one of each, or the device has no room for a checkpoint.
+    """
+    page_bytes = size.page_format.page_bytes
+    if states is None:
+        if num_bytes < page_bytes:
+            raise ConfigError("kv_offload_size", f"at least the {page_bytes} bytes of a block of all layers", num_bytes)
+        return num_bytes // page_bytes, 0
+    if not states.num_checkpoints:
+        need = f"a cache with room for a checkpoint of {size_text(states.bytes_per_slot)}, to which states come back"
+        raise ConfigError("kv_offload_size", need, "none", "raise kv_cache_memory, or lower max_num_seqs")
+    smallest = page_bytes + states.bytes_per_slot
+    if num_bytes < smallest:
+        need = f"at least the {smallest} bytes of a block and a state of all layers"
+        raise ConfigError("kv_offload_size", need, num_bytes)
+    kept = states.num_rows + states.num_checkpoints
+    share = kept * states.bytes_per_slot / (kept * states.bytes_per_slot + size.num_bytes)
+    most = (num_bytes - page_bytes) // states.bytes_per_slot
+    num_states = min(max(int(num_bytes * share) // states.bytes_per_slot, 1), most)
+    return (num_bytes - num_states * states.bytes_per_slot) // page_bytes, num_states
+
+
+def _transfers_of(states: StateMemory, num_slots: int) -> Transfers:
+    views = states.views()
+    return Transfers(views, HostSlots(views, num_slots))
 
 
 def _salt(caches: Sequence[LayerCache], size: PoolSize, weights: str) -> str:

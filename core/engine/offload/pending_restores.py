@@ -11,38 +11,39 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.prefix_lookup import packed
 from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.disk_tier import DiskTier
-from headway.core.engine.offload.host_tier import HostTier
+from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.state.groups import NULL_PAGE
-from headway.core.engine.state.page_mover import KeptPage, PageMover, PageName, Pending
+from headway.core.engine.state.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.state.sequence import PageTable, Sequence
 from headway.core.engine.state.stats import EngineStats
 
 
 class AbsentPage(NamedTuple):
-    """A page of a sequence whose content is to be brought into the pool."""
+    """A page of a sequence whose content is to be brought into the pool; or its state, whose group is STATES."""
 
     group: int
     place: int
-    """Index in the sequence's table."""
+    """Index in the sequence's table; 0 for a state."""
     page: int
-    """Page of the pool that the content is to be copied into."""
+    """Page of the pool that the content is to be copied into; of a state, the slot."""
 
 
 def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[AbsentPage] | None:
-    """Give a sequence without pages those of its first `length` tokens, whole ones in every group.
+    """Give a sequence without pages those of its first `length` tokens, and where layers keep states, the slot of one.
 
-    Pages that the pool holds are shared; the others are new and returned, for the caller to fill. Until the caller sets
+    Pages that the pool holds are shared; the others are new and returned, for the caller to fill: a last page that is not whole,
+    which only a sequence with a state has, and the state are among them, the state being the last. Until the caller sets
     `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is not enough room.
     """
     seq.tables, seq.num_computed = [PageTable(group.page_size) for group in blocks.groups], length
     taken: list[int] = []
     absent: list[tuple[int, int]] = []
     for number, (group, prefixes, table) in enumerate(zip(blocks.groups, blocks.prefixes, seq.tables, strict=True)):
-        first, end = group.num_behind(length), length // group.page_size
+        first, end, whole = group.num_behind(length), -(-length // group.page_size), length // group.page_size
         table.pages = [NULL_PAGE] * end
         table.num_given_back = table.num_published = first
         for place in range(first, end):
-            page = prefixes.find(seq, place)
+            page = prefixes.find(seq, place) if place < whole else None
             if page is None:
                 absent.append((number, place))
             else:
@@ -51,7 +52,8 @@ def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[Absen
                 blocks.take(page)
     able = blocks.has_room(seq, seq.num_to_compute, beside=len(absent))
     seq.num_computed = 0
-    if not able:
+    state = _hold_state(blocks, seq, length) if able and blocks.checkpoints is not None else None
+    if not able or (state is None and blocks.checkpoints is not None):
         for page in reversed(taken):
             blocks.give(page)
         seq.tables = []
@@ -60,7 +62,21 @@ def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[Absen
     for number, place, page in made:
         seq.tables[number].pages[place] = page
     seq.table_changes = [(number, 0, list(table.pages)) for number, table in enumerate(seq.tables) if table.pages]
-    return made
+    return made if state is None else made + state
+
+
+def _hold_state(blocks: BlockManager, seq: Sequence, length: int) -> list[AbsentPage] | None:
+    """Give a sequence the slot of the state after its first `length` tokens; returned is what is to come into the slot.
+
+    None: every slot is needed by others.
+    """
+    assert blocks.checkpoints is not None
+    digest = blocks.name_of_start(seq, length)
+    here = blocks.checkpoints.knows(digest)
+    slot = seq.held_state = seq.restored_from = blocks.checkpoints.hold(digest)
+    if slot is None:
+        return None
+    return [] if here else [AbsentPage(STATES, 0, slot)]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +90,10 @@ class Restore:
     """Tokens among them that the pool did not hold."""
     moves: list[tuple[int, int]]
     """Slot of the host tier and page of the pool, for each page that comes back."""
+    states: list[tuple[int, int]]
+    """Slot of the host tier and slot of the device, for the state, if one comes back."""
     names: list[PageName]
-    """The same pages by name, locked until the restore ends."""
+    """The same pages and the state by name, locked until the restore ends."""
     to_fetch: list[KeptPage]
     """Pages to be read from the disk. A slot may be one that a page is yet to be copied into, so this comes after the step's
     copies."""
@@ -91,7 +109,7 @@ class PendingRestores:
     """The restores under way, the oldest first."""
 
     def __init__(
-        self, blocks: BlockManager, tier: HostTier, disk: DiskTier, stats: EngineStats, failures: OffloadFailures
+        self, blocks: BlockManager, tier: HostTiers, disk: DiskTier, stats: EngineStats, failures: OffloadFailures
     ) -> None:
         self._blocks, self._tier, self._disk, self._stats, self._failures = blocks, tier, disk, stats, failures
         self._restores: list[Restore] = []
@@ -111,13 +129,17 @@ class PendingRestores:
         return [restore.seq for restore in self._restores]
 
     def begin(self, seq: Sequence, length: int, spared: int, names: list[PageName]) -> bool:
-        """Bring the pages `names` of a sequence's first `length` tokens back; False: there is no room.
+        """Bring the pages and the state `names` of a sequence's first `length` tokens back; False: there is no room.
 
         spared: see Restore.
         """
+        kept = self._blocks.checkpoints
+        if kept is not None and not kept.has_slot_for(self._blocks.name_of_start(seq, length)):
+            self._failures.count("without a free slot for their state", len(names))
+            return False
         on_disk = [name for name in names if name not in self._tier]
         self._tier.lock(names)
-        made = attach_pages(self._blocks, seq, length) if self._tier.num_unlocked >= 0 or not on_disk else None
+        made = attach_pages(self._blocks, seq, length) if not (on_disk and self._tier.overbooked) else None
         if made is None:
             self._tier.unlock(names)
             return False
@@ -129,7 +151,8 @@ class PendingRestores:
             size, place = self._blocks.groups[name[0]].page_size, place_of[name].place
             to_fetch.append(KeptPage(name, packed(seq.token_ids[place * size : (place + 1) * size]), slot))
         moves = [(self._slot(name), each.page) for name, each in zip(names, made, strict=True)]
-        self._restores.append(Restore(seq, length, spared, moves, names, to_fetch))
+        num_pages = sum(each.group != STATES for each in made)
+        self._restores.append(Restore(seq, length, spared, moves[:num_pages], moves[num_pages:], names, to_fetch))
         return True
 
     def join(self, seq: Sequence, names: list[PageName]) -> bool:
@@ -140,21 +163,22 @@ class PendingRestores:
             coming.followers.append(seq)
         return coming is not None
 
-    def move(self, mover: PageMover) -> int:
-        """Begin to copy back the pages that are in the host's memory; returns how many."""
+    def move(self, mover: PageMover) -> list[PageName]:
+        """Begin to copy back what is in the host's memory; returns the names."""
         begun = [each for each in self._restores if not each.to_fetch and each.fetching is None and each.moving is None]
+        if not begun:
+            return []
         moves = [move for restore in begun for move in restore.moves]
-        if not moves:
-            return 0
+        states = [move for restore in begun for move in restore.states]
         try:
-            moving = mover.move_back(moves)
+            moving = mover.move_back(moves, states)
         except Exception as error:
             for restore in begun:
-                self._fail(restore, "not copied back", len(restore.moves), error)
-            return 0
+                self._fail(restore, "not copied back", len(restore.names), error)
+            return []
         for restore in begun:
             restore.moving = moving
-        return len(moves)
+        return [name for restore in begun for name in restore.names]
 
     def fetch(self) -> None:
         """Begin to read pages from the disk."""
@@ -180,12 +204,22 @@ class PendingRestores:
                 try:
                     restore.moving.result()
                 except Exception as error:
-                    self._fail(restore, "not copied back", len(restore.moves), error)
+                    self._fail(restore, "not copied back", len(restore.names), error)
                     continue
-                restore.seq.num_computed = restore.length
-                self._blocks.advance(restore.seq)
-                self._stats.offload_hits += restore.spared
-                self._end(restore)
+                self._came(restore)
+
+    def _came(self, restore: Restore) -> None:
+        """End a restore whose pages and state are here."""
+        seq, kept = restore.seq, self._blocks.checkpoints
+        seq.num_computed = restore.length
+        self._blocks.advance(seq)
+        self._stats.offload_hits += restore.spared
+        self._stats.states_restored += len(restore.states)
+        if kept is not None and restore.length % kept.interval == 0:
+            assert seq.held_state is not None
+            digest = self._blocks.name_of_start(seq, restore.length)
+            kept.came_back(digest, seq.held_state)
+        self._end(restore)
 
     def take_returned(self) -> list[Sequence]:
         """Sequences that have stopped waiting: with the pages that came for them, or with none where something failed."""
@@ -245,7 +279,7 @@ class PendingRestores:
             try:
                 restore.moving.result()
             except Exception as error:  # which `update` has not seen yet
-                self._fail(restore, "not copied back", len(restore.moves), error)
+                self._fail(restore, "not copied back", len(restore.names), error)
                 return
         self._release(restore)
 

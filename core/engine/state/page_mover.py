@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from headway.core.contract.layout import LayerCache
 from headway.core.engine.state.pool import PoolSize
+from headway.core.engine.state.state_slots import StateMemory
 from headway.core.engine.state.step import StepInput
 
 STAGING_BYTES = 32 * 2**20
@@ -15,7 +16,11 @@ STAGING_BYTES = 32 * 2**20
 parts lie far from each other and single copies of them cost more than the link does."""
 
 PageName = tuple[int, bytes]
-"""A cache group, and the digest of a page: the chained hash of all tokens to its end."""
+"""A cache group, and the digest of a page: the chained hash of all tokens to its end. A state is named in the same way, by STATES
+and the hash of all tokens that it has seen."""
+
+STATES: Final = 2**16
+"""Stands in a name where a page has its cache group: the name is that of a state."""
 
 Result = TypeVar("Result", covariant=True)
 
@@ -60,6 +65,10 @@ class PageMover(Protocol):
         """Pages that the host's memory holds."""
 
     @property
+    def num_state_slots(self) -> int:
+        """States that the host's memory holds beside the pages; 0: no layer of the model keeps one."""
+
+    @property
     def rates(self) -> LinkRates:
         """The link's speed, as measured at the start."""
 
@@ -71,11 +80,12 @@ class PageMover(Protocol):
     def max_stored(self) -> int:
         """Pages that the disk may hold; 0: there is no disk."""
 
-    def move_out(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
-        """Copy pages out, given as (page, slot). Where that fails, at once or at its end, the slots may hold anything."""
+    def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
+        """Copy pages out, given as (page, slot), and states, given as (slot of the device, slot). Where that fails, at once or at
+        its end, the slots may hold anything."""
 
-    def move_back(self, moves: Sequence[tuple[int, int]]) -> Pending[object]:
-        """Copy pages back, given as (slot, page); fails as `move_out` does."""
+    def move_back(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
+        """Copy pages and states back, given as (slot, page) and (slot, slot of the device); fails as `move_out` does."""
 
     def store(self, pages: Sequence[KeptPage]) -> Pending[frozenset[PageName]]:
         """Write slots to the disk; the result names the pages that could not be written, those included whose copy into the
@@ -95,5 +105,6 @@ class StepPageMover(PageMover, Protocol):
         """Must be called before a step is launched, so that the step waits for the copies of its pages."""
 
 
-MakePageMover = Callable[[Sequence[LayerCache], PoolSize], StepPageMover]
-"""Makes the mover of a pool's caches; handed to the executor, so that the device's rooms import nothing of the host's."""
+MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], StepPageMover]
+"""Makes the mover of a pool's caches, and of the states of layers that keep them; handed to the executor, so that the device's
+rooms import nothing of the host's."""

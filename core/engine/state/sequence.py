@@ -120,6 +120,8 @@ class Sequence:
     """Which slot of its row holds its state: not the first one where drafts have been verified."""
     restored_from: int | None
     """The slot of a checkpoint that the next step must copy to the row before anything else."""
+    held_state: int | None
+    """The same slot, where it was taken before the sequence has a row: nothing may overwrite it until that step."""
     junction: int
     """Tokens at which its prompt leaves another one that the cache holds: a state is worth keeping there."""
     checkpoints: list[Checkpoint]
@@ -157,6 +159,7 @@ class Sequence:
         self.tables, self.capacity, self.next_boundary = [], 0, 0
         self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
         self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
+        self.held_state = None
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
@@ -53,6 +54,10 @@ class StateSlots:
         """All slots."""
         return self.first_checkpoint + self.num_checkpoints
 
+    def of_row(self, row: int) -> range:
+        """The slots of a row."""
+        return range(row * self.per_row, (row + 1) * self.per_row)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
@@ -93,6 +98,7 @@ class StateMemory:
     """One for each layer."""
     stacks: Sequence[Tensor]
     """[layers, num_slots, ...]: each piece of memory."""
+    slots: StateSlots
 
     @classmethod
     def allocate(cls, layers: Sequence[StateLayer], layout: StateLayout, slots: StateSlots) -> StateMemory:
@@ -111,7 +117,11 @@ class StateMemory:
             for (owner, tensor), memory in zip(places, stack, strict=True):
                 tensors[owner][tensor] = memory
         caches = [StateCache(own, layout, layer.spec) for own, layer in zip(tensors, layers, strict=True)]
-        return cls(caches, stacks)
+        return cls(caches, stacks, slots)
+
+    def views(self) -> list[Tensor]:
+        """The memory as views uint8 [layers, num_slots, bytes]: a slot's content is its row in each, as in `page_memory`."""
+        return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of all layers; all are read before any is written. sources, targets: int64 [count]."""

@@ -31,7 +31,7 @@ class EngineStats:
     num_checkpoint_hits: int = 0
     """Sequences that began with such a state."""
     num_checkpoint_evictions: int = 0
-    """States that gave their slot to a newer one."""
+    """States that gave their slot to a newer one, whether the host's memory keeps them or not."""
     num_preemptions: int = 0
     preemptions_by_kind: Counter[str] = field(default_factory=Counter)
     """"recompute" or "swap"."""
@@ -41,6 +41,12 @@ class EngineStats:
     """Blocks copied to the host's memory."""
     blocks_stored: int = 0
     """Pages written to disk."""
+    states_swapped: int = 0
+    """States of preempted sequences that were copied to the host's memory."""
+    states_offloaded: int = 0
+    """States copied to the host's memory: those, and kept ones that gave their slot to a newer one."""
+    states_restored: int = 0
+    """States that were brought back from the host's memory or from disk."""
     offload_hits: int = 0
     """Tokens that were brought back from the host's memory or from disk, and so not computed again."""
     offload_bytes_out: int = 0
@@ -162,3 +168,5 @@ class EngineSnapshot:
     """Bytes of these."""
     num_offloaded_blocks: int = 0
     """Blocks, never pages, that the host's memory keeps, whatever the pool holds of them; none without `kv_offload_size`."""
+    num_offloaded_states: int = 0
+    """States that the host's memory keeps, of a model whose layers keep states."""

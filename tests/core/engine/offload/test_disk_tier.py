@@ -7,7 +7,7 @@ from random import Random
 
 from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.disk_tier import DiskTier
-from headway.core.engine.offload.host_tier import HostTier
+from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.state.page_mover import KeptPage, PageName
 from headway.core.engine.state.stats import EngineStats
 from page_copier_stub import Moving
@@ -31,7 +31,7 @@ class Pool:
 
 
 def test_page_written_again_after_a_late_failure_is_known() -> None:
-    stats, tier = EngineStats(), HostTier(8)
+    stats, tier = EngineStats(), HostTiers(8)
     mover = Moving(Pool(), 8, Slow(0), max_stored=1, latest=2)
     disk = DiskTier(mover, tier, stats, OffloadFailures(stats))
 

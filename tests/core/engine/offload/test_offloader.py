@@ -167,7 +167,7 @@ def test_page_whose_copy_failed_late_is_not_found() -> None:
     tiers = Tiers(num_pages=8, num_slots=16, max_stored=50)
     tiers.finish(sequence("first", [1] * 24, 1))
     real = tiers.mover.move_out
-    tiers.mover.move_out = lambda moves: real(moves) and Later(None, 2, RuntimeError("an event has failed"))
+    tiers.mover.move_out = lambda *moves: real(*moves) and Later(None, 2, RuntimeError("an event has failed"))
     tiers.finish(sequence("lost", [2] * 30, 1))
     tiers.settle()
     lost = tiers.stats.offload_failures["not copied out"]
@@ -185,10 +185,10 @@ def test_failed_copy_back_is_counted_when_its_restore_is_cancelled(asked: int) -
     tiers = Tiers(num_pages=8, num_slots=16)
     tiers.finish(sequence("first", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
     tiers.settle()
-    tiers.mover.move_back = lambda moves: Later(None, asked, RuntimeError("an event has failed"))
+    tiers.mover.move_back = lambda *moves: Later(None, asked, RuntimeError("an event has failed"))
     again, restores = sequence("again", [1] * 25, 1), tiers.offloader.restores
     assert tiers.offloader.restore(again)
-    assert restores.move(tiers.mover) == 6
+    assert len(restores.move(tiers.mover)) == 6
     assert restores.give_up()
     failed = asked == 0
     assert tiers.stats.offload_failures["not copied back"] == 6 * failed
