@@ -277,7 +277,7 @@ class TorchOperations:
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
-        return residual + linear(x)
+        return linear.add_to(residual, x)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""
