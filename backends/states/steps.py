@@ -27,7 +27,7 @@ def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], 
         known, answer = (reads[:, i] @ state).unbind(2)  # [n, H, V] each
         value = inputs.v[:, i]
         added = value if inputs.beta is None else (value - known) * inputs.beta[:, i, :, None]
-        out[:, i] = torch.addcmul(answer, shares[:, i], added)
+        torch.addcmul(answer, shares[:, i], added, out=out[:, i])
         state.mul_(decays[:, i, :, :, None]).addcmul_(k[:, i, :, :, None], added[:, :, None, :])
         after(i, state)
     return out if inputs.skip is None else out.add_(inputs.skip)
