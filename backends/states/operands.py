@@ -86,4 +86,4 @@ def _parts(x: Tensor, heads: Sequence[int], dims: Sequence[int]) -> list[Tensor]
 
 
 def _normed(rows: Tensor) -> Tensor:
-    return rows * (rows.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt()
+    return rows * rows.square().sum(-1, keepdim=True).add_(_NORM_EPSILON).rsqrt_()
