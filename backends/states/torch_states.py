@@ -152,9 +152,12 @@ class TorchStates(StateBackend):
         rows = (len(plan.metadata.slots), plan.length)
         x, *gates = (torch.unflatten(_unpacked(part, plan.tokens), 0, rows) for part in (x, *gates))
         result = torch.unflatten(out, 0, rows) if plan.tokens is None else out.new_empty(*rows, out.shape[-1])
-        for block in plan.blocks:
-            some = block.rows
-            self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
+        if len(plan.blocks) == 1:
+            self._step_block(plan, plan.blocks[0], x, gates, parameters, cache, result)
+        else:
+            for block in plan.blocks:
+                some = block.rows
+                self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
         if plan.places is not None:
             out.copy_(result.flatten(0, 1).index_select(0, plan.places))
 
