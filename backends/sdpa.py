@@ -136,8 +136,9 @@ class SDPA(AttentionBackend):
     def _group(self, metadata: AttentionMetadata, row: int, count: int, query_len: int) -> DenseGroup:
         start = int(metadata.query_start_loc_cpu[row])
         tokens = slice(start, start + count * query_len)
-        kv_lens = metadata.seq_lens_cpu[row : row + count].long()
+        kv_lens = metadata.seq_lens_cpu[row : row + count].numpy()
         longest = int(kv_lens.max())
+        equal = bool((kv_lens == longest).all())
         device = metadata.block_table.device
         plain = not self.spec.features
         # In a step that is EXTEND every sequence's keys are gathered, unless that may not hang on the others.
@@ -150,16 +151,23 @@ class SDPA(AttentionBackend):
         if dense and plain:
             return DenseGroup(tokens, count, query_len, None, None, causal=self.spec.causal and query_len > 1)
         slots = None if dense else _slots(metadata, row, kv_lens).to(device)
-        every_key_seen = query_len == 1 and plain and bool((kv_lens == longest).all())
+        every_key_seen = query_len == 1 and plain and equal
         bias = None if every_key_seen else self._bias(kv_lens, query_len, longest).to(device)
         run = None
-        if slots is not None and not self.spec.batch_invariant and bool((kv_lens == longest).all()):
+        if slots is not None and not self.spec.batch_invariant and equal:
             blocks = -(-longest // metadata.block_size)
             run = ContiguousBlocks.of(metadata.block_table_cpu[row : row + count, :blocks].numpy(), longest)
         return DenseGroup(tokens, count, query_len, slots, bias, causal=False, run=run)
 
-    def _bias(self, kv_lens: Tensor, query_len: int, longest: int) -> Tensor:
+    def _bias(self, kv_lens: NDArray[numpy.int32], query_len: int, longest: int) -> Tensor:
         explicit = _explicit(self.spec)
+        if query_len == 1 and not self.spec.features:  # a token that decodes sees all there is of its own sequence
+            seen = numpy.arange(longest, dtype=numpy.int32) < kv_lens[:, None, None, None]
+            scores = numpy.where(seen, numpy.float32(0), numpy.float32(-numpy.inf))
+            return torch.from_numpy(scores).to(torch.float32 if explicit else self.spec.dtype)
+        return self._general_bias(torch.from_numpy(kv_lens), query_len, longest, explicit)
+
+    def _general_bias(self, kv_lens: Tensor, query_len: int, longest: int, explicit: bool) -> Tensor:
         key_positions = torch.arange(longest)[None, None]
         query_positions = (kv_lens[:, None] - query_len + torch.arange(query_len))[:, :, None]
         seen = visible(query_positions, key_positions, self.spec)[:, None]  # [count, 1, query_len, longest]
@@ -219,7 +227,7 @@ class SDPA(AttentionBackend):
                 bias = bias.reshape(bias.shape[0], self.spec.num_kv_heads, self.spec.group_size, -1)
         if _explicit(self.spec) or lse is not None:
             if bias is None and group.causal:
-                length = torch.full((1,), group.query_len)
+                length = numpy.full(1, group.query_len, dtype=numpy.int32)
                 bias = self._bias(length, group.query_len, group.query_len).to(q.device)
             result, sums = _explicit_attention(queries, keys, values, bias, self.spec)
             if lse is not None:  # [count, num_heads, query_len] to packed tokens
@@ -283,13 +291,12 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
     return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
 
 
-def _slots(metadata: AttentionMetadata, row: int, kv_lens: Tensor) -> Tensor:
+def _slots(metadata: AttentionMetadata, row: int, kv_lens: NDArray[numpy.int32]) -> Tensor:
     """int64 [count, longest] slots of the sequences' keys; past a sequence's end its own first slot, which holds finite rows."""
-    positions = torch.arange(int(kv_lens.max()))
-    positions = torch.where(positions < kv_lens[:, None], positions, 0)
-    table = metadata.block_table_cpu[row : row + len(kv_lens)].long()
-    blocks = table.gather(1, positions // metadata.block_size)
-    return blocks * metadata.block_size + positions % metadata.block_size
+    size, count, longest = metadata.block_size, len(kv_lens), int(kv_lens.max())
+    table = metadata.block_table_cpu[row : row + count, : -(-longest // size)].numpy().astype(numpy.int64)
+    slots = (table[:, :, None] * size + numpy.arange(size)).reshape(count, -1)[:, :longest]
+    return torch.from_numpy(numpy.where(numpy.arange(longest) < kv_lens[:, None], slots, slots[:, :1]))
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -> Tensor:

@@ -95,7 +95,9 @@ def _in_chunks(rows: Tensor, chunk: int) -> Tensor:
 
 def widen(rows: Tensor, heads: int) -> Tensor:
     """Repeat key heads [..., key heads, dim] so that each of `heads` has its own."""
-    return rows if rows.shape[-2] == heads else rows.repeat_interleave(heads // rows.shape[-2], dim=-2)
+    if rows.shape[-2] == heads:
+        return rows
+    return rows[..., None, :].expand(*rows.shape[:-1], heads // rows.shape[-2], rows.shape[-1]).flatten(-3, -2)
 
 
 def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:

@@ -15,12 +15,11 @@ def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
     x: float32 [n, conv_width - 1 + L, channels], a token's predecessors first; returns float32 [n, L, channels].
     """
     assert parameters.conv_weight is not None
-    weight, length = parameters.conv_weight.float(), x.shape[1] - spec.conv_width + 1
-    out = x[:, :length] * weight[:, 0]
-    for tap in range(1, spec.conv_width):
-        out.addcmul_(x[:, tap : tap + length], weight[:, tap])
-    if parameters.conv_bias is not None:
-        out += parameters.conv_bias.float()
+    first, *taps = parameters.conv_weight.float().unbind(1)
+    length, bias = x.shape[1] - spec.conv_width + 1, parameters.conv_bias
+    out = x[:, :length] * first if bias is None else torch.addcmul(bias.float(), x[:, :length], first)
+    for place, tap in enumerate(taps, start=1):
+        out.addcmul_(x[:, place : place + length], tap)
     return silu(out, inplace=True) if spec.activation == "silu" else out
 
 

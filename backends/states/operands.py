@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,23 +44,20 @@ def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Seq
     """
     if spec.kind == MAMBA2:
         return _mamba2(spec, parameters, x, gates, valid)
-    q, k, v = _parts(x, spec, (spec.num_key_heads, spec.num_key_heads, spec.num_heads), (spec.key_dim,) * 2 + (spec.value_dim,))
-    if spec.qk_norm:
-        q, k = _normed(q), _normed(k)
-    q = q * spec.scale
+    both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))
+    q, k = torch.split(_normed(both) if spec.qk_norm else both, spec.num_key_heads, dim=2)
+    q = q if spec.scale == 1.0 else q * spec.scale
+    assert parameters.decay_rate is not None
     if spec.kind == LIGHTNING:
-        assert parameters.A_log is not None
-        g = (-parameters.A_log.float().exp()).expand(*x.shape[:2], spec.num_heads)
+        g = parameters.decay_rate.expand(*x.shape[:2], spec.num_heads)
         if valid is not None:
             g, k = g * valid[..., None], k * valid[..., None, None]
         return Operands(q, k, v, g)
     assert spec.kind in (GATED_DELTA, KDA)
-    assert parameters.A_log is not None
     assert parameters.dt_bias is not None
-    a, b = gates[0].float(), gates[1].float()
-    rate = -parameters.A_log.float().exp()
+    a, b, rate = gates[0].float(), gates[1].float(), parameters.decay_rate
     g = (rate[:, None] if spec.kind == KDA else rate) * softplus(a + parameters.dt_bias.float())
-    beta = b.sigmoid() * spec.beta_scale
+    beta = b.sigmoid() if spec.beta_scale == 1.0 else b.sigmoid() * spec.beta_scale
     if valid is not None:
         beta = beta * valid[..., None]
         g = g * (valid[..., None, None] if spec.kind == KDA else valid[..., None])
@@ -67,23 +65,25 @@ def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Seq
 
 
 def _mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
-    assert parameters.A_log is not None
+    assert parameters.decay_rate is not None
     assert parameters.dt_bias is not None
     assert parameters.D is not None
     heads = (spec.num_heads, spec.num_key_heads, spec.num_key_heads)
-    value, key, query = _parts(x, spec, heads, (spec.value_dim, spec.key_dim, spec.key_dim))
-    dt = softplus(gates[0].float() + parameters.dt_bias.float()).clamp(*spec.dt_limits)
+    value, key, query = _parts(x, heads, (spec.value_dim, spec.key_dim, spec.key_dim))
+    dt = softplus(gates[0].float() + parameters.dt_bias.float())
+    if spec.dt_limits != (0.0, math.inf):
+        dt = dt.clamp(*spec.dt_limits)
     if valid is not None:
         dt = dt * valid[..., None]
-    g = -parameters.A_log.float().exp() * dt
+    g = parameters.decay_rate * dt
     return Operands(query, key, value * dt[..., None], g, skip=value * parameters.D.float()[:, None])
 
 
-def _parts(x: Tensor, spec: StateSpec, heads: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+def _parts(x: Tensor, heads: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     """Split the channels [n, L, sum of heads * dims] into [n, L, heads, dims] each."""
     parts = torch.split(x, [count * dim for count, dim in zip(heads, dims, strict=True)], dim=-1)
     return [torch.unflatten(part, -1, (count, dim)) for part, count, dim in zip(parts, heads, dims, strict=True)]
 
 
 def _normed(rows: Tensor) -> Tensor:
-    return rows * (rows.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt()
+    return rows * rows.square().sum(-1, keepdim=True).add_(_NORM_EPSILON).rsqrt_()

@@ -232,7 +232,9 @@ class StepBlock:
     empty: Tensor | None
     """bool [n]: which begin with zeros; None: none, or the plan is `captured`."""
     writes: Sequence[Writes]
-    """After each of the L tokens; nothing where the plan is `captured`."""
+    """After each of the L tokens; nothing where the plan is `captured`, or states are changed in place."""
+    in_place: slice | None = None
+    """The slots, where they follow one another and every state goes back to where it came from; None: anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +283,23 @@ def plan_step(metadata: StateMetadata, room: Room, captured: bool) -> StepPlan:
     blocks = []
     for first in range(0, len(lens), room.sequences):
         rows = slice(first, min(first + room.sequences, len(lens)))
-        empty, writes = None, []
+        empty, writes, in_place = None, [], None
         if not captured:
+            in_place = _in_place(metadata, rows) if longest == 1 else None
             fresh = [kv <= query for query, kv in zip(lens[rows], step.kv_lens[rows], strict=True)]
             empty = upload(torch.tensor(fresh), device) if any(fresh) else None
-            writes = [_after_token(metadata, rows, lens, token) for token in range(longest)]
-        blocks.append(StepBlock(rows, empty, writes))
+            writes = [_after_token(metadata, rows, lens, token) for token in range(longest if in_place is None else 0)]
+        blocks.append(StepBlock(rows, empty, writes, in_place))
     return StepPlan(metadata, longest, captured, tokens, places, blocks)
+
+
+def _in_place(metadata: StateMetadata, rows: slice) -> slice | None:
+    """See `StepBlock.in_place`. On a GPU what the host knows of the slots may be a guess."""
+    if metadata.slots.device.type != "cpu":
+        return None
+    reads: list[int] = metadata.slots_cpu[rows].tolist()
+    follow = reads[0] >= 0 and reads == [*range(reads[0], reads[0] + len(reads))]
+    return slice(reads[0], reads[0] + len(reads)) if follow and reads == metadata.out_slots_cpu[rows, 0].tolist() else None
 
 
 def _after_token(metadata: StateMetadata, rows: slice, lens: Sequence[int], token: int) -> Writes:

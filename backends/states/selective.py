@@ -37,14 +37,14 @@ def selective_operands(
     parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None
 ) -> SelectiveOperands:
     """Read the input x, float32 [n, L, H], and the gates dt, B and C of `mamba1`; valid: see `operands`."""
-    assert parameters.A_log is not None
+    assert parameters.decay_rate is not None
     assert parameters.dt_bias is not None
     assert parameters.D is not None
     dt = softplus(gates[0].float() + parameters.dt_bias.float())
     if valid is not None:
         dt = dt * valid[..., None]
     return SelectiveOperands(
-        x, dt, gates[1].float(), gates[2].float(), -parameters.A_log.float().exp().T.contiguous(), parameters.D.float()
+        x, dt, gates[1].float(), gates[2].float(), parameters.decay_rate.T.contiguous(), parameters.D.float()
     )
 
 

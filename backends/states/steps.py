@@ -16,18 +16,17 @@ def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], 
 
     state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept.
     """
-    heads = inputs.v.shape[2]
+    heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
     q, k = widen(inputs.q, heads), widen(inputs.k, heads)
-    decays = inputs.g.exp() if inputs.g.dim() == 4 else inputs.g.exp()[..., None]  # [n, L, H, 1 or K]
-    # S^T k and S^T q of the decayed state, in one reading of the state: (decay k)^T S and (decay q)^T S.
-    reads = torch.stack((k, q), dim=3) * decays[..., None, :]
-    shares = (q * k).sum(-1, keepdim=True)  # what the token itself adds to its output
-    out = torch.empty_like(inputs.v)
-    for i in range(out.shape[1]):
-        known, answer = (reads[:, i] @ state).unbind(2)  # [n, H, V] each
-        value = inputs.v[:, i]
-        added = value if inputs.beta is None else (value - known) * inputs.beta[:, i, :, None]
-        out[:, i] = torch.addcmul(answer, shares[:, i], added)
-        state.mul_(decays[:, i, :, :, None]).addcmul_(k[:, i, :, :, None], added[:, :, None, :])
+    decays = inputs.g.exp()[..., None] if inputs.g.dim() == 4 else inputs.g.exp()[..., None, None]  # [n, L, H, 1 or K, 1]
+    rows = []
+    for i in range(v.shape[1]):
+        state.mul_(decays[:, i])
+        added = v[:, i, :, None]  # [n, H, 1, V]
+        if beta is not None:
+            added = (added - k[:, i, :, None] @ state) * beta[:, i, :, None, None]
+        state.addcmul_(k[:, i, :, :, None], added)
+        rows.append(q[:, i, :, None] @ state)
         after(i, state)
-    return out if inputs.skip is None else out.add_(inputs.skip)
+    out = torch.cat(rows, dim=2).transpose(1, 2) if len(rows) > 1 else rows[0].transpose(1, 2)
+    return out if inputs.skip is None else out + inputs.skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -153,9 +153,12 @@ class TorchStates(StateBackend):
         tokens, places = plan.order()
         x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
         result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty(*rows, out.shape[-1])
-        for block in plan.blocks:
-            some = block.rows
-            self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
+        if len(plan.blocks) == 1:
+            self._step_block(plan, plan.blocks[0], x, gates, parameters, cache, result)
+        else:
+            for block in plan.blocks:
+                some = block.rows
+                self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
         if places is not None:
             out.copy_(result.flatten(0, 1).index_select(0, places))
 
@@ -170,24 +173,21 @@ class TorchStates(StateBackend):
         out: Tensor,
     ) -> None:
         """Run some sequences of a step; x, gates, out: [n, L, ...]."""
-        spec, metadata = self.spec, plan.metadata
-        slots = metadata.slots[block.rows]
-        empty = block.empty if not plan.captured else metadata.step.context_lens[block.rows] == 0
-        keep = self._kept_later(plan, block) if plan.captured else self._kept(block)
+        spec, states = self.spec, _StepStates(plan, block)
         inputs = x.float()
         if spec.conv_channels:
-            history = read_slots(cache.logical_conv, slots, empty).transpose(1, 2)
+            history = states.read(cache.logical_conv).transpose(1, 2)
             joined = torch.cat((history, inputs), dim=1)
             inputs = convolve(spec, parameters, joined)
             for token in range(plan.length):
-                keep(cache.logical_conv, token, joined[:, token + 1 : token + spec.conv_width].transpose(1, 2))
+                states.keep(cache.logical_conv, token, joined[:, token + 1 : token + spec.conv_width].transpose(1, 2))
         if not spec.recurrent:
             out.copy_(inputs)
             return
-        state = read_slots(cache.logical_recurrent, slots, empty)
+        state = states.read(cache.logical_recurrent)
 
         def after(token: int, reached: Tensor) -> None:
-            keep(cache.logical_recurrent, token, _by_channel(reached) if spec.kind == MAMBA1 else reached)
+            states.keep(cache.logical_recurrent, token, _by_channel(reached) if spec.kind == MAMBA1 else reached)
 
         if spec.kind == MAMBA1:
             out.copy_(step_selective(selective_operands(parameters, inputs, gates, None), _by_element(state), after))
@@ -195,30 +195,42 @@ class TorchStates(StateBackend):
             out.copy_(step_tokens(operands(spec, parameters, inputs, gates, None), state, after).flatten(2))
 
     @staticmethod
-    def _kept(block: StepBlock) -> Callable[[Tensor, int, Tensor], None]:
-        def keep(states: Tensor, token: int, values: Tensor) -> None:
-            writes = block.writes[token]
-            if len(writes.rows):
-                rows = values if len(writes.rows) == len(values) else values.index_select(0, writes.rows)
-                write_slots(states, writes.slots, rows)
-
-        return keep
-
-    @staticmethod
-    def _kept_later(plan: StepPlan, block: StepBlock) -> Callable[[Tensor, int, Tensor], None]:
-        metadata = plan.metadata
-        columns = torch.where(metadata.slots[block.rows, None] < 0, -1, metadata.out_slots[block.rows])
-
-        def keep(states: Tensor, token: int, values: Tensor) -> None:
-            if token < columns.shape[1]:
-                write_known_later(states, columns[:, token], values)
-
-        return keep
-
-    @staticmethod
     def _write_rows(cache: StateCache, writes: Writes, state: Tensor) -> None:
         if len(writes.rows):
             write_slots(cache.logical_recurrent, writes.slots, state.index_select(0, writes.rows))
+
+
+class _StepStates:
+    """Reads and writes the states of a block of sequences that decode."""
+
+    def __init__(self, plan: StepPlan, block: StepBlock) -> None:
+        self._block, step = block, plan.metadata.step
+        self._slots, self._empty, self._columns = plan.metadata.slots[block.rows], block.empty, None
+        if plan.captured:
+            self._empty = step.context_lens[block.rows] == 0
+            self._columns = torch.where(self._slots[:, None] < 0, -1, plan.metadata.out_slots[block.rows])
+
+    def read(self, states: Tensor) -> Tensor:
+        """Return the states before the step in float32, to be overwritten. states: logical view [num_slots, ...]."""
+        if self._block.in_place is None:
+            return read_slots(states, self._slots, self._empty)
+        own = states[self._block.in_place]
+        if self._empty is not None:
+            own.masked_fill_(self._empty.view(-1, *[1] * (own.dim() - 1)), 0.0)
+        return own.float()
+
+    def keep(self, states: Tensor, token: int, values: Tensor) -> None:
+        """Write states after a token, [n, ...]."""
+        if self._columns is not None:
+            if token < self._columns.shape[1]:
+                write_known_later(states, self._columns[:, token], values)
+        elif self._block.in_place is not None:
+            own = states[self._block.in_place]
+            if own.data_ptr() != values.data_ptr():  # else the recurrence has run where the states lie
+                own.copy_(values)
+        elif len((writes := self._block.writes[token]).rows):
+            rows = values if len(writes.rows) == len(values) else values.index_select(0, writes.rows)
+            write_slots(states, writes.slots, rows)
 
 
 def _taken(rows: Tensor, segment: Segment) -> Tensor:

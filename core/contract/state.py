@@ -143,6 +143,12 @@ class StateParameters:
     """float32 [num_heads] (`kda`: [num_heads, key_dim])."""
     D: Tensor | None = None
     """float32 [num_heads] (`mamba2`, `mamba1`): the share of the input that goes straight to the output."""
+    decay_rate: Tensor | None = field(init=False, repr=False, compare=False, default=None)
+    """float32, shape of A_log: -exp(A_log), made once for all steps."""
+
+    def __post_init__(self) -> None:
+        if self.A_log is not None:
+            object.__setattr__(self, "decay_rate", -self.A_log.float().exp())
 
 
 _STATE_AXES = ("slot", "head", "key", "value")

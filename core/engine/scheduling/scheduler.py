@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from headway.core.contract.metadata import Phase
@@ -81,7 +82,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._by_priority = by_priority
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(max_num_seqs))  # a heap: rows that follow one another keep their states side by side
         self._batch = DecodeBatch()
 
     @property
@@ -256,7 +257,7 @@ class Scheduler:
         if self.offloader is not None:
             self.offloader.started(seq)
         self._insert(self.running, seq)
-        seq.status, seq.row = Status.RUNNING, self._free_rows.pop()
+        seq.status, seq.row = Status.RUNNING, heappop(self._free_rows)
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
         """Tokens that a sequence gets of what is left of a step."""
@@ -298,7 +299,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)
         if seq.row is not None:
-            self._free_rows.append(seq.row)
+            heappush(self._free_rows, seq.row)
             seq.row = None
 
     def launched(self, step: ScheduledStep) -> None:
