@@ -277,6 +277,9 @@ class EngineLoop:
             self._fail([scheduled.seq for scheduled in step], fault or error)
         else:
             self.scheduler.max_num_batched_tokens = smaller
+            if self.blocks.checkpoints is not None:
+                self.scheduler.compute_again([scheduled.seq for scheduled in step])
+                self.blocks.forget_prefixes()  # pages of what the step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
         """End the sequences of a step that has failed."""

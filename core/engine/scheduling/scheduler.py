@@ -286,15 +286,25 @@ class Scheduler:
 
     def _preempt_last(self) -> Sequence:
         """Preempt and return the last of the running sequences."""
-        seq = self.running.pop()
+        seq = self.running[-1]
+        self._preempt(seq, RECOMPUTE if self.offloader is None else self.offloader.preempt(seq))
+        return seq
+
+    def compute_again(self, seqs: list[Sequence]) -> None:
+        """Let those of the sequences that run begin anew: a step that failed half way may have moved their states on."""
+        self.dissolve_batch()
+        for seq in reversed([each for each in self.running if each in seqs]):
+            self._preempt(seq, RECOMPUTE)
+
+    def _preempt(self, seq: Sequence, kind: str) -> None:
         assert not seq.in_decode_batch
+        self.running.remove(seq)
         self.stats.num_preemptions += 1
-        self.stats.preemptions_by_kind[RECOMPUTE if self.offloader is None else self.offloader.preempt(seq)] += 1
+        self.stats.preemptions_by_kind[kind] += 1
         self._release(seq)
         seq.status, seq.draft_token_ids = Status.WAITING, []
         seq.num_preemptions += 1
         self.add_first([seq])
-        return seq
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
 from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
+from torch import Tensor
 
 from graph_backend import WalkPlugin
 from graph_stub import AsItIs
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import ConfigError, UnknownBackendError
+from headway.core.contract.model import Attention
 from headway.core.engine.engine import make_engine
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
@@ -63,6 +67,32 @@ def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registr
         engine = make_engine(model=MODELS["gated delta"], source=registry, config=config)
         for _ in range(2):
             assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
+def test_states_that_a_step_without_memory_has_moved_on_are_computed_again(registry: Registry, overlapped: bool) -> None:
+    model, sizes = copy.copy(MODELS["gated delta"]), [0]
+    called, logits = type(model).__call__, type(model).compute_logits
+
+    class Large(type(model)):  # type: ignore[misc]
+        def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+            sizes.append(len(input_ids))
+            hidden: Tensor = called(self, input_ids, positions, attention)
+            return hidden
+
+        def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+            if sizes[-1] > 5 and len(sizes) > 9:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            result: Tensor = logits(self, hidden, out)
+            return result
+
+    model.__class__ = Large
+    config = replace(CONFIG, max_num_batched_tokens=40, async_scheduling=overlapped)
+    engine = make_engine(model=model, source=registry, config=config)
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert engine.scheduler.max_num_batched_tokens <= 5
+    assert engine.stats.preemptions_by_kind["recompute"] > 2
+    engine.blocks.check_integrity([])
 
 
 def test_preempted_sequences_begin_again_from_a_checkpoint(registry: Registry) -> None:
