@@ -41,8 +41,8 @@ class Norm:
     absorbed: bool = False
     """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
-    """Of an RMSNorm in float32 on a CPU, where a torch operation costs more than what it computes: weight * sqrt(size) and
-    sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
+    """What an RMSNorm in float32 on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size)
+    and sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
 
     def __post_init__(self) -> None:
         if self.bias is None and self.weight.dtype == torch.float32 and self.weight.device.type == "cpu":

@@ -96,6 +96,7 @@ async def idle(made: AsyncLLM):  # type: ignore[no-untyped-def]
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

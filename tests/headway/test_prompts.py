@@ -96,6 +96,11 @@ def test_invalid_prompt_is_refused_with_its_index_and_type(prompts: object, word
     assert "\n" not in str(caught.value)
 
 
+@pytest.fixture(scope="module")
+def llm(tiny_model_folder: Path) -> LLM:
+    return LLM(str(tiny_model_folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**20)
+
+
 @pytest.mark.parametrize(
     ("messages", "options", "words"),
     [
@@ -107,8 +112,7 @@ def test_invalid_prompt_is_refused_with_its_index_and_type(prompts: object, word
         ("fox", {"chat_template_kwargs": 5}, "chat_template_kwargs: needs a mapping"),
     ],
 )
-def test_a_chat_without_messages_is_refused(messages: Any, options: dict[str, Any], words: str, tiny_model_folder: Path) -> None:
-    llm = LLM(str(tiny_model_folder), attn_backend="sdpa", num_threads=1, kv_cache_memory=2**20)
+def test_a_chat_without_messages_is_refused(messages: Any, options: dict[str, Any], words: str, llm: LLM) -> None:
     with pytest.raises(ConfigError, match=words):
         llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, chat_template=TEMPLATE, **options)
 

@@ -58,6 +58,7 @@ def rare(server: str, match: str) -> object:
     return pytest.param(server, match, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "match"),
     [
