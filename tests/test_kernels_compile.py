@@ -108,6 +108,8 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
     assert len(found.kernels) == 42, "the number of kernels when this was written"
 
 
+OF_TWO = [pytest.param(ADA, marks=pytest.mark.soak), HOPPER]
+"""For an older kind every kernel is compiled once; all that life chooses from is left to `make soak`."""
 OFTEN = {(8, 9), HOPPER}
 """Of each older and newer kind one: the others are compiled for in `make soak`."""
 
@@ -135,7 +137,17 @@ def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
     check(found)
 
 
-LIKE_OTHERS = {"deepseek_v2", "qwen2_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "granitemoehybrid", "minimax", "lfm2_moe"}
+LIKE_OTHERS = {
+    "deepseek_v2",
+    "qwen2_moe",
+    "qwen3_5_moe_text",
+    "kimi_linear",
+    "jamba",
+    "granitemoehybrid",
+    "minimax",
+    "lfm2_moe",
+    "mixtral",
+}
 """Families whose experts take the compiler long and differ from another family's in sizes alone: left to `make soak`."""
 MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear"}
 
@@ -151,7 +163,7 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
@@ -160,7 +172,7 @@ def test_attention_compiles(name: str, capability: Capability) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [ADA, HOPPER], ids="{0[0]}.{0[1]}".format)
+@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
 @pytest.mark.parametrize("name", STATES)
 def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
