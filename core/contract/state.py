@@ -15,7 +15,7 @@ from headway.core.contract.layout import zeros
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import DTYPE_NAMES
 
-GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS = (
+STATE_KINDS = (
     "gated_delta",
     "kda",
     "mamba2",
@@ -24,6 +24,7 @@ GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS = (
     "conv",
 )
 """Recurrences that a layer may ask for. `StateBackend.scan` has the formula of each; `conv` is a convolution without one."""
+GATED_DELTA, KDA, MAMBA2, MAMBA1, LIGHTNING, CONV = STATE_KINDS
 CHECKPOINT_TOKENS = 64
 """A checkpoint lies this many new tokens, or a multiple of them, after the first new token of its sequence in the step."""
 
