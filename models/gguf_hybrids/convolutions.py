@@ -12,7 +12,6 @@ def lfm2_config(header: Header) -> dict[str, Any]:
     """Short convolutions where a layer has no heads of keys."""
     return {
         **_config(header),
-        "intermediate_size": header.size("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,  # the file has the size that comes of it
     }
 
@@ -21,12 +20,11 @@ def lfm2_moe_config(header: Header) -> dict[str, Any]:
     """With experts behind the first layers."""
     return {
         **_config(header),
-        "intermediate_size": header.size("feed_forward_length"),
         "moe_intermediate_size": header.size("expert_feed_forward_length"),
         "num_experts": header.size("expert_count"),
         "num_experts_per_tok": header.size("expert_used_count"),
         "num_dense_layers": header.size("leading_dense_block_count", 0),
-        "use_expert_bias": any(name.endswith(".exp_probs_b.bias") for name in header.names),
+        "use_expert_bias": header.has_in_a_layer("exp_probs_b.bias"),
         "norm_topk_prob": True,
         "routed_scaling_factor": header.number("expert_weights_scale", 1.0),
     }
@@ -34,11 +32,12 @@ def lfm2_moe_config(header: Header) -> dict[str, Any]:
 
 def _config(header: Header) -> dict[str, Any]:
     return {
+        "intermediate_size": header.size("feed_forward_length"),
         "num_key_value_heads": header.size("attention.head_count_kv"),
         "norm_eps": header.number("attention.layer_norm_rms_epsilon"),
         "layer_types": ["full_attention" if kv else "conv" for kv in header.per_layer("attention.head_count_kv")],
         "conv_L_cache": header.size("shortconv.l_cache"),
-        "conv_bias": any(name.endswith(".shortconv.in_proj.bias") for name in header.names),
+        "conv_bias": header.has_in_a_layer("shortconv.in_proj.bias"),
         "rope_parameters": {"rope_type": "default", "rope_theta": header.number("rope.freq_base", 1e4)},
     }
 

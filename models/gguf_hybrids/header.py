@@ -93,6 +93,10 @@ class Header:
     def __contains__(self, name: str) -> bool:
         return self.stored(name) in self._tensors
 
+    def has_in_a_layer(self, name: str) -> bool:
+        """Whether some layer has a tensor of this name, below `blk.N.`."""
+        return any(stored.endswith(f".{name}") for stored in self._tensors)
+
     def stored(self, name: str) -> str:
         """The file's own name of a tensor: some converters leave out `.weight` where a name ends in `norm`."""
         return name if name in self._tensors else name.removesuffix(".weight")

@@ -92,9 +92,9 @@ def falcon_h1_config(header: Header) -> dict[str, Any]:
         "head_dim": header.size("attention.key_length", header.size("embedding_length") // header.size("attention.head_count")),
         "intermediate_size": header.size("feed_forward_length"),
         "mamba_d_ssm": header.size("ssm.inner_size"),
-        "mamba_rms_norm": any(name.endswith(".ssm_norm.weight") for name in header.names),
+        "mamba_rms_norm": header.has_in_a_layer("ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # llama.cpp knows no other order
-        "projectors_bias": _has(header, "ssm_out.bias"),
+        "projectors_bias": header.has_in_a_layer("ssm_out.bias"),
     }
 
 
@@ -127,10 +127,10 @@ def nemotron_h_config(header: Header) -> dict[str, Any]:
         "n_groups": header.size("ssm.group_count"),
         "ssm_state_size": header.size("ssm.state_size"),
         "conv_kernel": header.size("ssm.conv_kernel"),
-        "use_conv_bias": _has(header, "ssm_conv1d.bias"),
-        "use_bias": _has(header, "ssm_in.bias"),
-        "mlp_bias": _has(header, "ffn_up.bias"),
-        "attention_bias": _has(header, "attn_q.bias"),
+        "use_conv_bias": header.has_in_a_layer("ssm_conv1d.bias"),
+        "use_bias": header.has_in_a_layer("ssm_in.bias"),
+        "mlp_bias": header.has_in_a_layer("ffn_up.bias"),
+        "attention_bias": header.has_in_a_layer("attn_q.bias"),
     }
     return {**values, **_nemotron_experts(header)} if any(routed) else values
 
@@ -185,8 +185,8 @@ def jamba_config(header: Header) -> dict[str, Any]:
         "mamba_d_conv": header.size("ssm.conv_kernel"),
         "mamba_expand": header.size("ssm.inner_size") // hidden,
         "mamba_dt_rank": header.size("ssm.time_step_rank"),
-        "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(header, "ssm_in.bias"),
+        "mamba_conv_bias": header.has_in_a_layer("ssm_conv1d.bias"),
+        "mamba_proj_bias": header.has_in_a_layer("ssm_in.bias"),
     }
 
 
@@ -233,20 +233,16 @@ def _mamba2_sizes(header: Header) -> dict[str, Any]:
         "mamba_d_state": header.size("ssm.state_size"),
         "mamba_d_conv": header.size("ssm.conv_kernel"),
         "mamba_expand": inner // header.size("embedding_length"),
-        "mamba_conv_bias": _has(header, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(header, "ssm_in.bias"),
-        "attention_bias": _has(header, "attn_q.bias"),
-        "mlp_bias": _has(header, "ffn_up.bias"),
+        "mamba_conv_bias": header.has_in_a_layer("ssm_conv1d.bias"),
+        "mamba_proj_bias": header.has_in_a_layer("ssm_in.bias"),
+        "attention_bias": header.has_in_a_layer("attn_q.bias"),
+        "mlp_bias": header.has_in_a_layer("ffn_up.bias"),
         "rope_parameters": {"rope_type": "default", "rope_theta": header.number("rope.freq_base", 1e4)},
     }
 
 
 def _mamba_or_attention(header: Header) -> list[str]:
     return ["full_attention" if kv else "linear_attention" for kv in header.per_layer("attention.head_count_kv")]
-
-
-def _has(header: Header, name: str) -> bool:
-    return any(stored.endswith(f".{name}") for stored in header.names)
 
 
 def _plain_attention() -> list[Rule]:

@@ -112,6 +112,11 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
     )
 
 
+def live(registry: Registry, name: str, seeds: range, most_prompts: int, crowded: bool = False) -> Counter[str]:
+    """What has happened in several lives, see `run_world`."""
+    return sum((run_world(registry, name, seed, most_prompts, crowded) for seed in seeds), Counter[str]())
+
+
 def _delay(mover: Any, random: Random, broken: float) -> None:
     """Let copies take as long as may be, and fail. broken: share of those that do, half way or at their end."""
 

@@ -270,7 +270,7 @@ class _StatePlan:
             slots.num_checkpoints,
         )
         memory = StateMemory.allocate(self.layers, selector.selection.layout, slots)
-        return LayersWithState(self.layers, memory, slots, selector.scan, selector.step)
+        return LayersWithState(self.layers, memory, selector.scan, selector.step)
 
 
 def _plan_pool(

@@ -19,7 +19,7 @@ from headway.core.contract.state import StateMetadata, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateBackends
 from headway.core.contract.transfer import Packed, upload
 from headway.core.engine.forward.faults import blame
-from headway.core.engine.state.state_slots import StateMemory, StateSlots
+from headway.core.engine.state.state_slots import StateMemory
 from headway.core.engine.state.step import StepInput
 
 
@@ -35,11 +35,9 @@ class StateStepPart(NamedTuple):
 class LayersWithState:
     """Memory and backends of all layers with a state of one model. `begin` sets a step up, then each layer calls it once."""
 
-    def __init__(
-        self, layers: Sequence[StateLayer], memory: StateMemory, slots: StateSlots, scan: StateBackends, step: StateBackends
-    ) -> None:
+    def __init__(self, layers: Sequence[StateLayer], memory: StateMemory, scan: StateBackends, step: StateBackends) -> None:
         """scan: serves sequences that prefill or extend; step: those that decode."""
-        self._layers, self.memory, self.slots = layers, memory, slots
+        self._layers, self.memory, self.slots = layers, memory, memory.slots
         self._scan, self._step = scan, step
         self.kinds: list[StateSpec] = list(dict.fromkeys(layer.spec for layer in layers))
         """The distinct specs, in the order of the layers."""

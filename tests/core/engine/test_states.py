@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -24,7 +23,7 @@ from headway.registry import Registry, create_registry
 from proposer_stub import told_of
 from run_engine import Written, drain, generate
 from stateful_model import MODELS
-from stateful_worlds import run_world
+from stateful_worlds import live
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_batched_tokens=80, max_num_seqs=6)
@@ -194,11 +193,6 @@ def test_decodes_run_as_graphs_and_prompts_in_pieces() -> None:
     assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
-
-
-def live(registry: Registry, name: str, seeds: range, most_prompts: int) -> Counter[str]:
-    """What has happened in several lives."""
-    return sum((run_world(registry, name, seed, most_prompts) for seed in seeds), Counter[str]())
 
 
 @pytest.mark.parametrize("name", ["lightning", "mamba1"])

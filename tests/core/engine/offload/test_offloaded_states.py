@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -22,7 +21,7 @@ from headway.registry import Registry
 from proposer_stub import told_of
 from run_engine import generate
 from stateful_model import MODELS
-from stateful_worlds import run_world
+from stateful_worlds import live
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(
@@ -143,14 +142,9 @@ def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is
     assert kinds == {"fast": {"swap"}, "slow": {"recompute"}}
 
 
-def crowded(registry: Registry, name: str, seeds: range, most_prompts: int) -> Counter[str]:
-    """What has happened in several lives."""
-    return sum((run_world(registry, name, seed, most_prompts, crowded=True) for seed in seeds), Counter[str]())
-
-
 @pytest.mark.parametrize("name", ["lightning", "mamba1"])
 def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = crowded(registry, name, range(5), most_prompts=8)
+    happened = live(registry, name, range(5), most_prompts=8, crowded=True)
     assert happened["states_offloaded"]
 
 
@@ -159,7 +153,7 @@ def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_thousand_crowded_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = crowded(registry, name, range(1000), most_prompts=1000)
+    happened = live(registry, name, range(1000), most_prompts=1000, crowded=True)
     for what in ("states_swapped", "states_restored", "evictions", "copies_failed"):
         assert happened[what], what
 
