@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headway.core.system.folders import cache_folder
+from headway.machine import memory
 from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
@@ -52,6 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+
+
+def pytest_collection_finish() -> None:
+    """Each engine that starts has Python collect garbage, among the objects of all tests for a second: what is there now is left out.
+
+    `freeze_heap` would thaw it; what that is for is tested in a process of its own.
+    """
+    gc.collect()
+    gc.freeze()
+    memory.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)  # type: ignore[assignment]
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

@@ -102,7 +102,7 @@ def test_a_step_of_bfloat16_is_right(kind: str) -> None:
     check(replace(layer(kind), dtype=torch.bfloat16, state_dtype=torch.bfloat16), DRAFTS)
 
 
-@pytest.mark.parametrize("kind", ["gated_delta", "mamba1"])
+@pytest.mark.parametrize("kind", [rare("gated_delta"), "mamba1"])
 def test_a_captured_step_follows_its_static_tensors(kind: str) -> None:
     """A plan that is made once serves other slots, padding rows, and sequences with fewer drafts than the graph is wide."""
     result = StateKit(state_subject_of(TritonStates, torch.device("cpu"))).run(StateCell("graph", "verify", kind, heads="2/1"))

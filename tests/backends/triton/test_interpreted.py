@@ -170,7 +170,7 @@ def test_decode_that_writes_computes_every_feature(spec_name: str) -> None:
     assert error_of_writing(LAYERS[spec_name], VLLM_5D, num_splits="2") < 2e-6
 
 
-@pytest.mark.parametrize("num_splits", ["1", rare("5"), rare("32")])
+@pytest.mark.parametrize("num_splits", [rare("1"), "5", rare("32")])
 def test_decode_that_writes_takes_any_number_of_splits(num_splits: str) -> None:
     assert error_of_writing(spec(sinks=(0.3, -1.0, 2.0, 0.0)), spoiled=3e38, num_splits=num_splits) < 2e-6
 
@@ -210,8 +210,9 @@ def test_int8_cache(name: str, case_name: str, block_size: int) -> None:
     assert lse < 2e-5
 
 
-@pytest.mark.parametrize("values", [rare(1.0), 1e-3], ids="values of {}".format)
-@pytest.mark.parametrize("dtype", [rare(torch.bfloat16), torch.float16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [1.0, 1e-3], ids="values of {}".format)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_int8_cache_in_half_precision(dtype: torch.dtype, values: float) -> None:
     """Small values have small scales, which weights in float16 could not take without losing their digits."""
     lens = parse_case("1q30s300_2q1s200", 1)
@@ -227,6 +228,7 @@ def test_int8_cache_in_half_precision(dtype: torch.dtype, values: float) -> None
     assert error_of(case) < TritonAttention.tolerance[dtype]
 
 
+@pytest.mark.slow
 def test_int8_scales_are_read_by_strides_and_any_split() -> None:
     """Another order of the scales, the 5-d cache, and programs that share a sequence's keys."""
     tokens = ("block", "slot", "head")

@@ -59,7 +59,6 @@ EVERYDAY = [
     ("qwen3", 1, torch.bfloat16),
     ("tiles, gated and split", 17, torch.bfloat16),
     ("llama, head_dim 16", 5, torch.bfloat16),
-    ("gemma", 1, torch.bfloat16),
     ("gpt2, tiles", 17, torch.bfloat16),
     ("qwen3_next", 1, torch.bfloat16),
 ]
@@ -112,6 +111,7 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
     assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
 
 
+@pytest.mark.slow
 def test_a_row_does_not_know_the_others() -> None:
     """Of two numbers of rows that are cut alike, in every bit."""
     inputs = Inputs(Sizes(70, **MODELS["tiles"]), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The number of compiled products that torch and oneDNN keep is bounded."""
+"""What a start does to the memory of its process: the heap is frozen, the number of compiled products is bounded."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ for number, count in enumerate(rows):
 held.append(psutil.Process().memory_info().rss)
 print(*(each // 2**20 for each in held))
 """
+
+CYCLE = """
+import gc, weakref
+from headway.machine.memory import freeze_heap
+
+class Node: pass
+
+node = Node()
+node.itself, left = node, weakref.ref(node)
+freeze_heap()
+del node
+gc.collect()
+held = left() is not None
+freeze_heap()
+print(gc.get_freeze_count() > 1000, held, left() is None)
+"""
+
+
+def test_a_cycle_of_an_earlier_start_is_freed_by_the_next(tmp_path: Path) -> None:
+    assert run_python("-c", CYCLE, cwd=tmp_path).out.split() == ["True"] * 3
 
 
 def test_the_environment_bounds_the_kernel_caches(monkeypatch: pytest.MonkeyPatch) -> None:
