@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Each engine that starts has Python collect garbage, among the objects of all tests for a second: what is there now is left out.
+    """Each engine that starts has Python collect garbage, for a second among the objects of all tests: these are left out.
 
     `freeze_heap` would thaw it; what that is for is tested in a process of its own.
     """
