@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import ModuleType
 
 import pytest
@@ -137,6 +137,14 @@ def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
     check(found)
 
 
+def rare(names: Iterable[str], left: Container[str]) -> list[object]:
+    """Names as a test's parameters; some are left to `make soak`."""
+    return [pytest.param(name, marks=pytest.mark.soak if name in left else ()) for name in names]
+
+
+NEAR_OTHERS = {"head 128, float16", "head 128, hnd", "head 256, window", "head 64, float32", "head 64, vllm_5d"}
+STATES_NEAR_OTHERS = {"gated_delta, value_key", "kda", "mamba2, 256"}
+"""Kinds of layers whose kernels differ from another kind's in a constant or two: left to `make soak`."""
 LIKE_OTHERS = {
     "deepseek_v2",
     "qwen2_moe",
@@ -147,15 +155,14 @@ LIKE_OTHERS = {
     "minimax",
     "lfm2_moe",
     "mixtral",
+    "qwen3_moe",
 }
 """Families whose experts take the compiler long and differ from another family's in sizes alone: left to `make soak`."""
 MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", [pytest.param(each, marks=pytest.mark.soak if each in LIKE_OTHERS else ()) for each in FAMILIES]
-)
+@pytest.mark.parametrize("model", rare(FAMILIES, LIKE_OTHERS))
 def test_what_stands_between_attentions_compiles(model: str) -> None:
     with absent_gpu(HOPPER) as found:
         run_model(family(model), BF16, FEW_ROWS if model in MANY_EXPERTS else ROWS)
@@ -164,7 +171,7 @@ def test_what_stands_between_attentions_compiles(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", rare(ATTENTION, NEAR_OTHERS))
 def test_attention_compiles(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         attend(*ATTENTION[name])
@@ -173,7 +180,7 @@ def test_attention_compiles(name: str, capability: Capability) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", rare(STATES, STATES_NEAR_OTHERS))
 def test_layers_with_a_state_compile(name: str, capability: Capability) -> None:
     with absent_gpu(capability) as found:
         run_states(*STATES[name])

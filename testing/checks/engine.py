@@ -87,7 +87,7 @@ def engine(stage: Stage, cell: CheckCell) -> str:
     """Every token is the best, or as good as the best, after those before it; in float32 all are those of the baseline."""
     spec = stage.claimed.spec(cell)
     model = TinyDecoder(spec)
-    prefill, decode = stage.parts(cell.plain("engine", phase="mixed"))
+    prefill, decode = stage.parts(cell)  # prompts without a context are among the work
     prompts = _prompts(cell.block_size)
     found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):

@@ -49,8 +49,9 @@ EVERYDAY = [SETTINGS[0]]
 OFTEN = SETTINGS[::3]
 """Those of the slow tests: each backend, layout and value is among them. The others are left to `make soak`."""
 SLOW = (pytest.mark.slow,)
-FEW = 2
-"""Prompts of the everyday cases: most of the time goes into what transformers writes, one prompt at a time."""
+SOAK = (*SLOW, pytest.mark.soak)
+FEW, MANY = 2, 8
+"""Prompts of the everyday and of the slow cases: most of the time goes into what transformers writes, one prompt at a time."""
 BASE = EngineConfig(max_model_len=256, max_num_seqs=16, kv_cache_memory=512 * 1024**2)
 
 
@@ -99,7 +100,7 @@ def run(engine: EngineLoop, prompts: list[list[int]]) -> list[Written]:
     [
         *((*setting, FEW) for setting in EVERYDAY),
         *(
-            pytest.param(*setting, len(PROMPTS), marks=SLOW if setting in OFTEN else (*SLOW, pytest.mark.soak))
+            pytest.param(*setting, MANY if setting in OFTEN else len(PROMPTS), marks=SLOW if setting in OFTEN else SOAK)
             for setting in SETTINGS
         ),
     ],

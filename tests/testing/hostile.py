@@ -176,6 +176,13 @@ class DecodeOnly(AttentionBackend):
         plain.decode(q, cache, plain.plan(plan), out)
 
 
+class NoPrompts(_Plain):
+    """Serves tokens after a context alone, and leaves prompts to others."""
+
+    name = "no-prompts"
+    capabilities = replace(_Plain.capabilities, phases=frozenset({Phase.EXTEND, Phase.DECODE}), dtypes=(torch.float32,))
+
+
 class OwnLayout(_Plain):
     name = "own-layout"
     capabilities = replace(_Plain.capabilities, layouts=(SLOTS_FIRST,), dtypes=(torch.float32,))
