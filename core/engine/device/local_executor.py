@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, StateLayer, latent_layers, state_layers
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.contract.support import YES
@@ -37,7 +39,7 @@ from headway.core.engine.graphs.graph_set import capture_sizes
 from headway.core.engine.graphs.piecewise import piecewise_sizes
 from headway.core.engine.state import pool
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS, EngineConfig
-from headway.core.engine.state.executor import Capacity
+from headway.core.engine.state.executor import Capacity, ExecutorLostError
 from headway.core.engine.state.groups import PageFormat, page_format
 from headway.core.engine.state.page_mover import STAGING_BYTES, MakePageMover
 from headway.core.engine.state.pool import PoolSize
@@ -83,16 +85,18 @@ class LocalExecutor:
         max_decode_len: int = 1,
         hosts: HostRows | None = None,
         make_mover: MakePageMover | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """config: with its device's options filled in.
 
         sampling, costs, state_costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with
-        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does.
+        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does. ranks: this process's and the others, which
+        make an executor at the same time and with equal arguments: what each can hold is what the least of them can.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
         self._config, self._compile_ahead, self._max_decode_len = config, compile_ahead, max_decode_len
-        self._device = layers.device
+        self._device, self._ranks = layers.device, ranks
         self.selector = _select(model, layers, source, config, costs, compile_ahead)
         self.selection = self.selector.selection
         """Which backend serves which phase, over which layout and block size."""
@@ -100,7 +104,7 @@ class LocalExecutor:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
         states = _StatePlan.of(model, source, config, state_costs, max_decode_len)
-        size, max_model_len, slots = _plan_pool(model, layers, layouts, self.selector, states, config)
+        size, max_model_len, slots = _plan_pool(model, layers, layouts, self.selector, states, config, ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache for each layer."""
@@ -130,9 +134,10 @@ class LocalExecutor:
             max_model_len=max_model_len,
             groups=size.page_format.groups,
             hosts=self._hosts,
+            ranks=ranks,
         )
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
-        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size)
+        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, ranks)
         _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
@@ -167,7 +172,7 @@ class LocalExecutor:
             self.warmup.run()
             compiled = watch.take()
             log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
-            if not compiled:
+            if not max(_gathered(self._ranks, [len(compiled)], self._device)[0]):
                 return
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
@@ -194,6 +199,23 @@ class LocalExecutor:
         if self.mover is not None:
             self.mover.before(step)
         return self._runner.launch(step)
+
+    def failed(self, error: Exception) -> None:
+        """See `Executor`: the next step may run."""
+
+    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+        """See `Executor`: nothing of it can end alone."""
+
+    def shutdown(self) -> None:
+        """See `Executor`: nothing of it runs elsewhere."""
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What must be equal on all ranks, so that they run the same steps: memory, lengths and the choice of backends."""
+        chosen, slots = self.selection, self.capacity.states
+        served = tuple((phase.value, tuple(chosen.all_for(phase))) for phase in chosen.names)
+        num_slots = 0 if slots is None else slots.num_slots
+        return self.capacity.pool.num_pages, self.capacity.max_model_len, num_slots, chosen.block_size, chosen.layout.name, served
 
 
 def _select(
@@ -280,12 +302,17 @@ def _plan_pool(
     selector: Selector,
     states: _StatePlan | None,
     config: EngineConfig,
+    ranks: Ranks,
 ) -> tuple[PoolSize, int, StateSlots | None]:
     """The size of the pool, tokens of the longest sequence, and the slots of states, which share one memory.
+
+    All ranks get the least that one of them has room for.
 
     :raises ConfigError: memory, lengths and budgets that cannot work together.
     """
     memory = _pool_memory(model, layers, selector, states, config)
+    if memory is not None:
+        memory = min(_gathered(ranks, [memory], layers.device)[0])
     slots = None if states is None else states.slots(config, memory)
     memory = memory if memory is None or slots is None else memory - slots.num_bytes
     longest = _longest(config, model)
@@ -295,7 +322,14 @@ def _plan_pool(
     max_model_len = _max_model_len(config, pages, chunk, memory, longest)
     config.check_budget(max_model_len)
     size = pool.pool_size(pages, max_model_len, config.max_num_seqs, min(chunk, max_model_len), memory)
-    return size, max_model_len, slots
+    num_pages, max_model_len = map(min, _gathered(ranks, [size.num_pages, max_model_len], layers.device))
+    return replace(size, num_pages=num_pages), max_model_len, slots
+
+
+def _gathered(ranks: Ranks, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """For each of a rank's numbers those of all ranks."""
+    found: list[list[int]] = ranks.all_gather(torch.tensor(numbers, device=device)).T.tolist()
+    return found
 
 
 def _pool_memory(

@@ -1,0 +1,126 @@
+"""A model of a few lines cut over ranks, which attends for real and sums over ranks, and engines that run it on several."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.model import Attention
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.device.local_executor import LocalExecutor
+from headway.core.engine.engine import make_engine
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.ranks.rank_messages import RankStart
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.state.config import EngineConfig
+from headway.core.sampling.grammar import GrammarCompiler
+from headway.core.select.layer_specs import LayerSpecs
+from headway.registry import Registry, create_registry
+
+MODULE = "headway.hosting.rank_child"
+"""What the process of a rank runs."""
+HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 8, 2, 32
+
+
+class RankedModel:
+    """Two attention layers over random embeddings, cut by heads, and the head by vocabulary."""
+
+    vocab_size = 64
+    max_position_embeddings = 256
+
+    def __init__(self, ranks: Ranks = ONE_RANK) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ranks, self.num_heads = ranks, HEADS // ranks.size
+        spec = AttentionSpec(num_heads=self.num_heads, num_kv_heads=self.num_heads, head_dim=HEAD_DIM, scale=0.3)
+        self.attention_specs = [spec] * LAYERS
+        self.embed = torch.randn(self.vocab_size, HIDDEN, generator=generator)
+        self.places = torch.randn(self.max_position_embeddings, HIDDEN, generator=generator)
+        qkv = torch.randn(LAYERS, HIDDEN, 3, HEADS, HEAD_DIM, generator=generator) * 0.3
+        o = torch.randn(LAYERS, HEADS, HEAD_DIM, HIDDEN, generator=generator) * 0.3
+        own = slice(ranks.rank * self.num_heads, (ranks.rank + 1) * self.num_heads)
+        self.qkv = qkv[:, :, :, own].reshape(LAYERS, HIDDEN, -1).contiguous()
+        self.o = o[:, own].reshape(LAYERS, -1, HIDDEN).contiguous()
+        rows = self.vocab_size // ranks.size
+        self.head = self.embed[ranks.rank * rows : (ranks.rank + 1) * rows].contiguous()
+        self.before: Callable[[int], None] | None = None
+        """Called with the number of tokens before each run of the model."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        if self.before is not None:
+            self.before(len(input_ids))
+        x = self.embed[input_ids] + self.places[positions]
+        for layer in range(LAYERS):
+            q, k, v = (x @ self.qkv[layer]).view(len(x), 3, self.num_heads, HEAD_DIM).unbind(1)
+            x = x + self.ranks.all_reduce(attention(layer, q, k, v).flatten(1) @ self.o[layer])
+        return x
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        parts = self.ranks.all_gather((hidden @ self.head.T) * 0.2)
+        found = parts.permute(1, 0, 2).reshape(len(hidden), self.vocab_size)
+        return found if out is None else out.copy_(found)
+
+
+def registry() -> Registry:
+    return create_registry(policy="none")
+
+
+def make_rank(start: RankStart, config: EngineConfig, max_decode_len: int, fault: str = "") -> LocalExecutor:
+    """The executor of a rank that follows. fault: what it does in a step of 13 tokens, or at its start."""
+    if fault == "start":
+        raise RuntimeError("no part of the model here")
+    model = RankedModel(start.ranks)
+    if fault and start.ranks.rank == start.ranks.size - 1:
+        model.before = partial(_strike, fault)
+    layers = LayerSpecs.of(model, config.kv_cache_dtype)
+    return LocalExecutor(
+        model, layers, registry(), config.for_device(layers.device), max_decode_len=max_decode_len, ranks=start.ranks
+    )
+
+
+def _strike(fault: str, num_tokens: int) -> None:
+    if num_tokens != 13:
+        return
+    if fault == "raise":
+        raise RuntimeError("a kernel of this rank has failed")
+    if fault == "loop":
+        while True:
+            torch.zeros(1).item()
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[fault])
+
+
+def ranked_engine(
+    size: int,
+    config: EngineConfig,
+    *,
+    proposer: object = None,
+    grammars: GrammarCompiler | None = None,
+    fault: str = "",
+) -> EngineLoop:
+    """An engine of `size` ranks over the model; 1: in this process alone."""
+    options = {
+        "source": registry(),
+        "config": config,
+        "proposer": proposer,
+        "measured": False,
+        "hosts": HostRows(grammars, {}),
+        "eos_token_ids": frozenset[int](),
+    }
+    if size == 1:
+        return make_engine(model=RankedModel(), **options)
+    processes = RankProcesses(size, MODULE, ["cpu"] * size, num_threads=1)
+    try:
+        max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
+        ranks = processes.join(partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault))
+        return make_engine(model=RankedModel(ranks), ranks=ranks, processes=processes, **options)
+    except Exception as error:
+        try:
+            processes.fail(error)
+        finally:
+            processes.end()
