@@ -1,7 +1,7 @@
 """A ring of slots in shared memory: one process writes messages, several read every one of them, in order.
 
-A reader that waits looks again and again for a moment and then sleeps, until the writer wakes it through a pipe. The memory and the
-pipes have no names: nothing is left of them when the last process that has them ends, however it ends.
+A reader that waits looks again and again for a moment and then sleeps, until the writer wakes it through a pipe. The memory and
+the pipes have no names: nothing is left of them when the last process that has them ends, however it ends.
 """
 
 from __future__ import annotations

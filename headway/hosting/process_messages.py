@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headway.hosting.driver import EngineDriver
     from headway.hosting.host import EngineFacts
 
+
 class StartEngine(NamedTuple):
     """The parent's first message."""
 

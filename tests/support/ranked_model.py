@@ -32,7 +32,7 @@ HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 8, 2, 32
 class RankedModel:
     """Two attention layers over random embeddings, cut by heads, and the head by vocabulary."""
 
-    vocab_size = 64
+    vocab_size = 512
     max_position_embeddings = 256
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:

@@ -34,8 +34,7 @@ _BEAT: Final = 0.5
 _SPIN: Final = {"cuda": 0.005, "cpu": 0.0002}
 """Seconds that a rank looks for the next step before it sleeps, by type of device: on a CPU others need the core."""
 _AHEAD: Final = 1
-"""Steps that are launched and not yet done when another one is launched, as in the engine's loop: graphs have memory for the inputs
-of two."""
+"""Steps that are launched and not yet done when another one is launched, as in the engine's loop: graphs have memory for two."""
 
 
 def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None]) -> None:
@@ -99,7 +98,7 @@ def _make(start: StartRank, wire: Wire, progress: Progress, choices: Callable[[]
     store = find_store(start.port, size)
     wire.send(RankJoins())
     ranks = TorchRanks(store, start.rank, size, torch.device(start.device), progress)
-    executor = make(RankStart(ranks, choices))
+    executor = make(RankStart(ranks, start.device, choices))
     executor.capture()
     return executor
 

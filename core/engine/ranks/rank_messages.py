@@ -20,6 +20,8 @@ class RankStart(NamedTuple):
     """The ranks as the maker of one rank's executor sees them."""
 
     ranks: Ranks
+    device: str
+    """The rank's device, as in torch.device."""
     choices: Callable[[], Any]
     """Waits for what rank 0 has chosen for all, and returns it."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.core.engine.ranks.rank_messages import MakeRank, RankChoices, RankFailed, RankJoins, RankReady, StartRank, pickled
+from headway.core.engine.ranks.rank_messages import MakeRank, RankChoices, RankJoins, RankReady, StartRank, pickled
 from headway.core.engine.ranks.rank_watch import RankProcess, RankWatch
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.system.child import module_path, python_command
@@ -37,7 +37,7 @@ class RankProcesses:
     def __init__(self, size: int, module: str, devices: list[str], num_threads: int | None = None) -> None:
         """Start the processes.
 
-        size: ranks, rank 0 among them. module: run by each process, with three descriptors as arguments; see `rank_loop.run_rank`.
+        size: ranks, rank 0 among them. module: what each process runs, with the arguments of `rank_loop.run_rank`.
         devices: of each rank. num_threads: torch's threads of each; None: torch's own number.
 
         :raises OSError: the system starts no more processes.
@@ -132,6 +132,11 @@ class RankProcesses:
             assert isinstance(message, kind), message
             found[rank] = message
         return found
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether all ranks wait for steps."""
+        return self._watch.looks
 
     def send(self, step: bytes) -> None:
         """Hand all ranks a step.

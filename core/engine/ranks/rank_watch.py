@@ -104,7 +104,7 @@ class RankWatch:
             return ExecutorLostError("the ranks were ended")
         self._settled.wait(_GRACE if of_another else _TICK)
         if self._lost is None:
-            self._lose(_Fault(0, self._own.step_text, f"{type(error).__name__}: {error}"))
+            self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
         assert self._lost is not None, "the engine is being ended"
         return self._lost
 
@@ -152,7 +152,7 @@ class RankWatch:
         until = time.monotonic() + _GRACE
         while True:
             if isinstance(message, RankFailed):
-                fault = _Fault(rank, self._of(rank).progress.step_text, message.text, message.traceback)
+                fault = _Fault(rank, self._where(self._of(rank).progress), message.text, message.traceback)
                 if not message.of_another:
                     return fault
                 noticed.setdefault(rank, fault)
@@ -170,7 +170,10 @@ class RankWatch:
         except subprocess.TimeoutExpired:
             how = "has closed its wire"
         hint = " (dmesg says so where memory was short)" if "SIGKILL" in how else ""
-        return _Fault(rank, lost.progress.step_text, f"its process {lost.process.pid} {how}{hint}")
+        return _Fault(rank, self._where(lost.progress), f"its process {lost.process.pid} {how}{hint}")
+
+    def _where(self, progress: Progress) -> str:
+        return progress.step_text if self.looks else "at its start"
 
     def _of(self, rank: int) -> RankProcess:
         return next(each for each in self._ranks if each.rank == rank)
@@ -183,7 +186,8 @@ class RankWatch:
             text = f"rank {fault.rank} of {len(self._ranks) + 1} failed {fault.where}: {fault.cause}"
             self._lost = ExecutorLostError(f"{text}; all ranks have been ended, and the engine with them")
             tell = list(self._tell)
-        log.error("%s", text)
+        if self.looks:  # before, whoever starts the ranks tells of it
+            log.error("%s", text)
         if fault.traceback:
             log.info("rank %d raised:\n%s", fault.rank, fault.traceback)
         self._kill()
@@ -229,7 +233,7 @@ class _Silence:
             still = still + passed if each.progress.place == place < ahead else 0.0
             self._places[each.rank] = each.progress.place, still
             if silent >= SILENT_SECONDS:
-                cause = f"its process {each.process.pid} has given no sign of life for {SILENT_SECONDS:g} s (stopped, or out of memory)"
+                cause = f"process {each.process.pid} has given no sign of life for {SILENT_SECONDS:g} s (stopped, or swapped out)"
                 return _Fault(each.rank, each.progress.step_text, cause)
             if still >= SILENT_SECONDS:
                 cause = f"it has stood still for {SILENT_SECONDS:g} s while rank 0 waits for it {self._own.step_text}"

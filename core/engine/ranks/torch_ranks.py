@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 """All ranks are processes of one machine."""
 _FOREVER: Final = timedelta(days=7)
-"""The group's own limit of a call, which is none: a request's logits processor may take its time, and a rank that hangs is found by
-its signs of life."""
+"""The group's own limit of a call: none, for a logits processor may take its time, and a rank that hangs is found otherwise."""
 _JOIN: Final = timedelta(seconds=60)
 """The longest that ranks wait for one another when the group is made."""
 
