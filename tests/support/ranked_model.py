@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -19,9 +23,13 @@ from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.select.layer_specs import LayerSpecs
+from headway.hosting.assembly import Assembly
+from headway.hosting.driver import EngineDriver
+from headway.models.loader import LoadedModel
 from headway.registry import Registry, create_registry
 
 MODULE = "headway.hosting.rank_child"
@@ -124,3 +132,33 @@ def ranked_engine(
             processes.fail(error)
         finally:
             processes.end()
+
+
+def ranked_driver(size: int, fault: str = "") -> EngineDriver:
+    """An engine of `size` ranks as a host has one; token ids in and out."""
+    config = EngineConfig(block_size=8, kv_cache_memory=2**20 // size)
+    engine = ranked_engine(size, config, fault=fault)
+    model: Any = LoadedModel("ranked", Path(), RankedModel(), "a model of a test", None, frozenset())
+    return EngineDriver(Assembly(registry(), torch.device("cpu"), 1, model, engine, None))
+
+
+def pids_of(engine: EngineLoop) -> list[int]:
+    """Process ids of ranks 1 and above."""
+    assert isinstance(engine.executor, RankedExecutor)
+    return engine.executor.pids
+
+
+def assert_ended(pids: Sequence[int]) -> None:
+    """Wait for processes to end, which takes moments."""
+    until = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < until, "a process is left"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and whose parent has not asked how does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -90,8 +90,8 @@ class LocalExecutor:
         """config: with its device's options filled in.
 
         sampling, costs, state_costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with
-        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does. ranks: this one and the others, which make an
-        executor at the same time and with equal arguments: what each can hold is what the least of them can.
+        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does. ranks: this one and the others, which make
+        an executor at the same time and with equal arguments: what each can hold is what the least of them can.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """

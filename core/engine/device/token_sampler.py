@@ -91,8 +91,8 @@ class TokenSampler:
     one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
     model's launch and the sampler's, and works while the device computes the model.
 
-    Of several ranks each chooses for itself: equal logits, seeds and positions give equal tokens. Grammars and logits processors are
-    on rank 0 alone, and the others take its tokens in steps that have one.
+    Of several ranks each chooses for itself: equal logits, seeds and positions give equal tokens. Grammars and logits processors
+    are on rank 0 alone, and the others take its tokens in steps that have one.
     """
 
     def __init__(
