@@ -12,11 +12,14 @@ import torch
 from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.engine.device.local_executor import LocalExecutor
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.scheduling import deterministic
+from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.machine.memory import bound_kernel_caches
@@ -102,19 +105,23 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
 
     :raises HeadwayError: as there.
     """
-    config, registry, device = args.engine_config(), args.make_registry(), torch.device(start.device)
+    registry, device = args.make_registry(), torch.device(start.device)
+    config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
     decoder = load_part(args, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+    if config.deterministic:
+        config = deterministic.prepare(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
-    choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
+    if not config.deterministic:
+        choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
     states = dict.fromkeys(layers.states)
     return LocalExecutor(
         model=decoder,
         layers=layers,
         source=registry,
-        config=config.for_device(device),
-        sampling=fastest_sampling(device, decoder.vocab_size, ahead),
+        config=config,
+        sampling=TORCH_SAMPLING if config.deterministic else fastest_sampling(device, decoder.vocab_size, ahead),
         costs=None if choices.costs is None else dict(zip(layers.counts, choices.costs, strict=True)),
         state_costs=None if choices.state_costs is None else dict(zip(states, choices.state_costs, strict=True)),
         compile_ahead=ahead,

@@ -534,7 +534,7 @@ def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any
         {"seed": "x"},
         {"num_threads": 0},
         {"attn_backen": "sdpa"},
-        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 0},
         {"kv_cache_dtype": "fp8_e9"},
         {"model_": "x"},
     ],
@@ -550,7 +550,7 @@ def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
         "attn_backen": "did you mean attn_backend?",
         "max_model_length": "did you mean max_model_len?",
         "attention_backend": "Headway calls it attn_backend",
-        "tensor_parallel_size": "not supported yet, because",
+        "pipeline_parallel_size": "not supported: tensor_parallel_size cuts a model over GPUs",
         "frobnicate": "docs/options.md lists them",
     }.items():
         with pytest.raises(ConfigError, match=f"^{name}: needs an option of LLM, got '{name}'.*{re.escape(words)}"):

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import inspect
+import itertools
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -11,22 +16,28 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 
 import httpx
+import psutil
 import pytest
 
 from async_reading import read
-from headway import AsyncLLM, EngineDeadError, SamplingParams
+from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import ExecutorLostError
 from headway.engine_args import EngineArgs
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.rank_assembly import rank_devices
 from headway.hosting.restarting_host import RestartingEngine
 from headway.hosting.thread_host import EngineThread
+from headway.models.decoder import Decoder
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
-from ranked_model import assert_ended, is_alive, pids_of, ranked_driver
+from ranked_model import assert_ended, is_alive, pids_of, ranked_driver, ranked_engine
+from sandbox import save_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 KILLED = r"^rank 1 of 2 failed .*: its process \d+ was killed by SIGKILL"
@@ -155,11 +166,87 @@ def test_ranks_end_with_a_program_that_a_signal_ends_in_a_step(number: signal.Si
     assert_ended(pids)
 
 
+WISHES = [
+    SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1, seed=4, max_tokens=12, ignore_eos=True, n=2),
+    SamplingParams(
+        temperature=1, seed=5, top_p=0.9, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(yes|no)+")
+    ),
+]
+is_cut = pytest.mark.skipif("ranks" not in inspect.signature(Decoder.__init__).parameters, reason="needs a decoder that is cut")
+
+
+@is_cut
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"deterministic": True}], ids=str)
+def test_an_llm_of_two_ranks_writes_what_one_of_one_writes(options: dict[str, object], tmp_path: Path) -> None:
+    folder, written = save_tiny_model(tmp_path, chat=True), []
+    for size in (1, 2):
+        llm = LLM(str(folder), kv_cache_memory="8MiB", block_size=16, device="cpu", tensor_parallel_size=size, **options)
+        outputs = llm.generate(["hello there", "abc abc abc", "maybe"], WISHES, use_tqdm=False)
+        written.append([[each.token_ids for each in output.outputs] for output in outputs])
+        pids = pids_of(llm.engine) if size > 1 else []
+        del llm
+        gc.collect()
+        assert_ended(pids)
+    assert written[0] == written[1]
+
+
+@is_cut
+@pytest.mark.slow
+def test_headway_serve_with_two_ranks_ends_with_one_of_them_and_says_so(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    options = ["--port", "0", "--device", "cpu", "--kv-cache-memory", "8MiB", "--tensor-parallel-size", "2"]
+    command = [sys.executable, "-m", "headway", "serve", str(folder), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = next(line.split()[2] for line in process.stderr if line.startswith("listening on"))
+        children = psutil.Process(process.pid).children(recursive=True)
+        body = {"prompt": [3], "max_tokens": 200, "n": 16, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            (rank,) = (child for child in children if "rank_child" in " ".join(child.cmdline()))
+            rank.kill()
+            assert "was killed by SIGKILL" in "".join(lines)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, "Traceback" in said) == (1, False), said
+    assert re.search(r"the server has ended with its engine: rank 1 of 2 failed .* was killed by SIGKILL", said), said
+    assert_ended([child.pid for child in children])
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_fifty_random_ends_of_ranks_under_load_are_clean_and_so_are_the_next_starts() -> None:
+    draw, before = random.Random(0), set(os.listdir("/dev/shm"))
+    for _ in range(50):
+        engine = ranked_engine(size := draw.choice([2, 4]), EngineConfig(block_size=8, kv_cache_memory=2**20, max_num_seqs=8))
+        pids, number = pids_of(engine), itertools.count()
+        timer = Timer(draw.random(), os.kill, (draw.choice(pids), draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])))
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(ExecutorLostError, match=rf"^rank \d of {size} failed (in|after|before)"):
+            load(engine, draw, number)
+        assert time.monotonic() - began < 11
+        assert_ended(pids)
+        engine.executor.shutdown()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def load(engine: EngineLoop, draw: random.Random, number: Iterator[int]) -> None:
+    """Keep an engine busy with random requests."""
+    while True:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 12:
+            prompt = [draw.randrange(512) for _ in range(draw.randint(1, 60))]
+            params = SamplingParams(max_tokens=draw.randint(1, 30), seed=1, ignore_eos=True)
+            engine.add_request(str(next(number)), engine.limits.checked(prompt, params))
+        engine.step()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: needs a whole number of at least 1, got 0"),
-        ({"tensor_parallel_size": 2, "deterministic": True}, "tensor_parallel_size=2: needs sums over ranks in an order that"),
         (
             {"tensor_parallel_size": 2, "kv_offload_size": "1GiB"},
             "tensor_parallel_size=2: needs a cache in the ranks' own memory",

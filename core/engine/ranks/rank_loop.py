@@ -37,11 +37,11 @@ _AHEAD: Final = 1
 """Steps that are launched and not yet done when another one is launched, as in the engine's loop: graphs have memory for two."""
 
 
-def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None]) -> None:
+def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], None], stepped: Callable[[], None]) -> None:
     """Run a rank's process, until rank 0 closes the wire or ends.
 
     wire_fd, memory_fd, wake_fd: descriptors of the wire to rank 0, the ring's memory, and the pipe that wakes its reader.
-    ready: called when the executor is made.
+    ready: called when the executor is made. stepped: called after each step.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a service manager signals rank 0, too, which ends this process
@@ -53,7 +53,7 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
         start: StartRank = wire.receive()
     except (EOFError, OSError):  # rank 0 has refused an option
         return
-    log_to_stderr(start.log_level)
+    log_to_stderr(start.log_level, f"headway rank {start.rank}")
     spin = _SPIN[start.device.split(":")[0]]
     reader = RingReader(memory_fd, start.ring, start.rank - 1, wake_fd, spin)
     choices: SimpleQueue[Any] = SimpleQueue()
@@ -63,7 +63,7 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
         executor = _make(start, wire, reader.progress, choices.get)
         ready()
         wire.send(RankReady(executor.facts))
-        follow(executor, reader)
+        follow(executor, reader, stepped)
     except BaseException as error:
         with suppress(OSError):
             wire.send(_failed(error))
@@ -71,8 +71,8 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
         os._exit(1)  # threads of torch may hang in calls in which ranks meet
 
 
-def follow(executor: LocalExecutor, reader: RingReader) -> None:
-    """Run the steps that come through the ring, for ever."""
+def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], None]) -> None:
+    """Run the steps that come through the ring, for ever. stepped: called after each."""
     from headway.core.engine.ranks.step_messages import decode
 
     launched: deque[Launched] = deque()
@@ -83,6 +83,7 @@ def follow(executor: LocalExecutor, reader: RingReader) -> None:
             launched.popleft().tokens.wait()
         launched.append(executor.launch(step))
         reader.progress.end_step()
+        stepped()
 
 
 def _make(start: StartRank, wire: Wire, progress: Progress, choices: Callable[[], Any]) -> LocalExecutor:

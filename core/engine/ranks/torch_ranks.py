@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -13,12 +14,15 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.system.shared_ring import Progress
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 LOOPBACK: Final = "127.0.0.1"
 """All ranks are processes of one machine."""
 _FOREVER: Final = timedelta(days=7)
 """The group's own limit of a call: none, for a logits processor may take its time, and a rank that hangs is found otherwise."""
+_NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
+asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
 _JOIN: Final = timedelta(seconds=60)
 """The longest that ranks wait for one another when the group is made."""
 
@@ -99,14 +103,14 @@ class TorchRanks:
 
 def make_store(size: int) -> Any:
     """Make rank 0's store, at which the ranks find one another: a TCPStore on a free port of the loopback."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, 0, size, is_master=True, timeout=_JOIN, wait_for_workers=False)
 
 
 def find_store(port: int, size: int) -> Any:
     """Connect to the store of rank 0."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(LOOPBACK, port, size, is_master=False, timeout=_JOIN, wait_for_workers=False)
 
@@ -115,11 +119,13 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
     import torch.distributed as dist
 
     if device.type == "cuda":
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     gloo._timeout = _JOIN
     group = dist.ProcessGroupGloo(store, rank, size, gloo)

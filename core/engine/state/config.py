@@ -160,12 +160,8 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if self.tensor_parallel_size == 1:
             return
-        option = f"tensor_parallel_size={self.tensor_parallel_size}"
-        if self.deterministic:
-            need = "sums over ranks in an order that no batch changes"
-            raise ConfigError(option, need, "deterministic, which they do not promise", "leave one of them out")
         if self.kv_offload_size is not None:
-            need = "a cache in the ranks' own memory"
+            option, need = f"tensor_parallel_size={self.tensor_parallel_size}", "a cache in the ranks' own memory"
             raise ConfigError(option, need, "kv_offload_size, which copies blocks of one rank", "leave one of them out")
 
     def _check_capture_sizes(self) -> None:

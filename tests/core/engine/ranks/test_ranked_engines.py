@@ -27,7 +27,7 @@ from run_engine import Written, drain, generate
 
 
 def tight(size: int) -> EngineConfig:
-    """Room for fewer sequences than are asked for, and steps too small for a prompt: chunks and preemption. A rank with fewer heads
+    """Room for fewer sequences than are asked for, and steps too small for a prompt: chunks, preemption. A rank with fewer heads
     has as many pages in less memory."""
     return EngineConfig(
         block_size=8,
