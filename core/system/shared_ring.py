@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 _LINE: Final = 8
 """Numbers of 64 bits in a cache line: what one process writes shares no line with what another one does."""
 _WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
-"""Numbers of a line. The writer's: messages written. A reader's: messages read; whether it sleeps; and its `Progress`."""
+"""Numbers of a line. The writer's: messages written. A reader's: messages read; whether it sleeps; and its `LifeSigns`."""
 _HEADER: Final = 16
 """Bytes before the content of a slot: the length of the whole message, and of the part that the slot holds."""
 _PAUSE: Final = 0.0002
@@ -64,7 +64,7 @@ def shared_memory(num_bytes: int) -> int:
     return descriptor
 
 
-class Progress:
+class LifeSigns:
     """The signs of life of one reader's process, which the writer's process reads: numbers that only grow."""
 
     def __init__(self, line: NDArray[numpy.int64]) -> None:
@@ -115,9 +115,9 @@ class _Ring:
         """The writer's line, and one for each reader."""
         self._first_slot = numbers.nbytes
 
-    def progress_of(self, reader: int) -> Progress:
+    def progress_of(self, reader: int) -> LifeSigns:
         """The signs of life of a reader; -1: those of the writer itself."""
-        return Progress(self._lines[1 + reader])
+        return LifeSigns(self._lines[1 + reader])
 
     def _slot(self, message: int) -> int:
         return self._first_slot + message % self._size.num_slots * (_HEADER + self._size.slot_bytes)
@@ -173,7 +173,7 @@ class RingReader(_Ring):
         self._wake_pipe, self._spin_seconds = wake_pipe, spin_seconds
         self._read = 0
         self.progress = self.progress_of(reader)
-        """Its own signs of life."""
+        """Where this reader's process gives signs of life."""
 
     def read(self) -> bytes:
         """Wait for the next message and return it."""

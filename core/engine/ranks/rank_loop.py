@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headway.core.engine.ranks.rank_messages import MakeRank, RankChoices, RankFailed, RankJoins, RankReady, RankStart, StartRank
 from headway.core.system.logs import log_to_stderr
-from headway.core.system.shared_ring import Progress, RingReader
+from headway.core.system.shared_ring import LifeSigns, RingReader
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams, system_error_text
 from headway.core.system.wire import Wire
 
@@ -86,7 +86,7 @@ def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], No
         stepped()
 
 
-def _make(start: StartRank, wire: Wire, progress: Progress, choices: Callable[[], Any]) -> LocalExecutor:
+def _make(start: StartRank, wire: Wire, progress: LifeSigns, choices: Callable[[], Any]) -> LocalExecutor:
     """Meet the other ranks, and make this one's executor, ready for steps."""
     import torch
 
@@ -112,7 +112,7 @@ def _listen(wire: Wire, choices: SimpleQueue[Any]) -> None:
     os._exit(0)  # rank 0 has closed the wire, or has ended
 
 
-def _beat(progress: Progress, parent: int) -> None:
+def _beat(progress: LifeSigns, parent: int) -> None:
     while os.getppid() == parent:  # another process may hold rank 0's end of the wire, a child that it has forked
         progress.beat()
         time.sleep(_BEAT)

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from headway.core.engine.ranks.rank_messages import RankFailed
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.system.child import how_it_ended
-from headway.core.system.shared_ring import Progress
+from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.wire import Wire
 
 log = logging.getLogger("headway")
@@ -35,7 +35,7 @@ class RankProcess(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     wire: Wire
-    progress: Progress
+    progress: LifeSigns
 
 
 class _Fault(NamedTuple):
@@ -50,13 +50,13 @@ class _Fault(NamedTuple):
 class RankWatch:
     """Hears what ranks say and looks for their signs of life, in threads, until it is ended or a rank is lost."""
 
-    def __init__(self, ranks: list[RankProcess], own: Progress) -> None:
+    def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         """ranks: all but rank 0. own: rank 0's signs of life."""
         self._ranks, self._own = ranks, own
         self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         """(rank, message), with None for the end of a rank's wire."""
         self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        """Those of them that the start waits for; None: a rank is lost."""
+        """What of it the start waits for; None: a rank is lost."""
         self._guard = Lock()
         self._lost: ExecutorLostError | None = None
         self._settled = Event()
@@ -172,7 +172,7 @@ class RankWatch:
         hint = " (dmesg says so where memory was short)" if "SIGKILL" in how else ""
         return _Fault(rank, self._where(lost.progress), f"its process {lost.process.pid} {how}{hint}")
 
-    def _where(self, progress: Progress) -> str:
+    def _where(self, progress: LifeSigns) -> str:
         return progress.step_text if self.looks else "at its start"
 
     def _of(self, rank: int) -> RankProcess:
@@ -214,7 +214,7 @@ class _Silence:
     Time counts in ticks of the watch, so that a machine or a process that is stopped as a whole wakes with nothing counted.
     """
 
-    def __init__(self, ranks: list[RankProcess], own: Progress) -> None:
+    def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         self._ranks, self._own = ranks, own
         self._beats = {each.rank: (-1, 0.0) for each in ranks}
         self._places: dict[int, tuple[tuple[int, ...], float]] = {each.rank: ((), 0.0) for each in ranks}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.system.shared_ring import Progress
+from headway.core.system.shared_ring import LifeSigns
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class AllReduce(Protocol):
 class TorchRanks:
     """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: Progress) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
         """Join the group, and wait for all ranks to do so.
 
         store: of a `torch.distributed.TCPStore` on rank 0. device: gloo serves a CPU, NCCL a CUDA device, one for each rank.
