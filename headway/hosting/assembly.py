@@ -56,8 +56,10 @@ class Assembly(NamedTuple):
 def checked_registry(args: EngineArgs) -> Registry:
     """Make the registry that the options ask for, and look up every name in them, before anything slow begins.
 
-    :raises HeadwayError: an unknown backend, layout or proposer, or a plugin that cannot be used.
+    :raises HeadwayError: an unknown backend, layout or proposer, a plugin that cannot be used, or more ranks than devices.
     """
+    if args.tensor_parallel_size > 1:
+        rank_devices(args)
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
         log.warning("plugin left out: %s", failure)

@@ -70,7 +70,11 @@ OPTIONS = {
     "unknown flag": (["--qqq"], ("--qqq", "an option of", "--help lists them")),
     "misspelt flag": (["--attn-backen", "sdpa"], ("--attn-backen", "did you mean --attn-backend?")),
     "a flag of vLLM": (["--attention-backend", "sdpa"], ("--attention-backend", "Headway calls it attn_backend")),
-    "another flag of vLLM": (["--tensor-parallel-size", "2"], ("--tensor-parallel-size", "not supported yet, because")),
+    "another flag of vLLM": (
+        ["--pipeline-parallel-size", "2"],
+        ("--pipeline-parallel-size", "not supported: tensor_parallel_size"),
+    ),
+    "more ranks than cores": (["--tensor-parallel-size", "4096", "--device", "cpu"], ("tensor_parallel_size", "at most")),
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
 

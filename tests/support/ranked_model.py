@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Attention
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
@@ -79,7 +80,9 @@ def registry() -> Registry:
     return create_registry(policy="none")
 
 
-def make_rank(start: RankStart, config: EngineConfig, max_decode_len: int, fault: str = "") -> LocalExecutor:
+def make_rank(
+    start: RankStart, config: EngineConfig, max_decode_len: int, fault: str = "", compile_ahead: CompileAhead | None = None
+) -> LocalExecutor:
     """The executor of a rank that follows. fault: what it does in a step of 13 tokens, or at its start."""
     if fault == "start":
         raise RuntimeError("no part of the model here")
@@ -88,7 +91,13 @@ def make_rank(start: RankStart, config: EngineConfig, max_decode_len: int, fault
         model.before = partial(_strike, fault)
     layers = LayerSpecs.of(model, config.kv_cache_dtype)
     return LocalExecutor(
-        model, layers, registry(), config.for_device(layers.device), max_decode_len=max_decode_len, ranks=start.ranks
+        model,
+        layers,
+        registry(),
+        config.for_device(layers.device),
+        compile_ahead=compile_ahead,
+        max_decode_len=max_decode_len,
+        ranks=start.ranks,
     )
 
 
@@ -110,8 +119,9 @@ def ranked_engine(
     proposer: object = None,
     grammars: GrammarCompiler | None = None,
     fault: str = "",
+    compile_ahead: CompileAhead | None = None,
 ) -> EngineLoop:
-    """An engine of `size` ranks over the model; 1: in this process alone."""
+    """An engine of `size` ranks over the model; 1: in this process alone. compile_ahead: has every kind of step run at the start."""
     options = {
         "source": registry(),
         "config": config,
@@ -119,13 +129,16 @@ def ranked_engine(
         "measured": False,
         "hosts": HostRows(grammars, {}),
         "eos_token_ids": frozenset[int](),
+        "compile_ahead": compile_ahead,
     }
     if size == 1:
         return make_engine(model=RankedModel(), **options)
     processes = RankProcesses(size, MODULE, ["cpu"] * size, num_threads=1)
     try:
         max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
-        ranks = processes.join(partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault))
+        ranks = processes.join(
+            partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
+        )
         return make_engine(model=RankedModel(ranks), ranks=ranks, processes=processes, **options)
     except Exception as error:
         try:

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -163,6 +164,36 @@ def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str, text: str, size
         generate(engine, [[1] * 13], SamplingParams(temperature=0))
     assert time.monotonic() - began < 10
     assert_ended(pids)
+
+
+@pytest.mark.slow
+def test_a_warm_up_runs_on_all_ranks_and_rank_0_shows_the_logits_of_the_whole_vocabulary(engines: list[EngineLoop]) -> None:
+    found: list[list[torch.Tensor]] = []
+    for size in (1, 2):
+        engine = ranked_engine(size, tight(size), compile_ahead=nullcontext)
+        engines.append(engine)
+        found.append([])
+        engine.executor.observe(lambda rows, logits: found[-1].append(logits.clone()))
+        generate(engine, [[1, 2, 3], [4, 5]], SamplingParams(temperature=0))
+    one, two = (torch.cat(logits) for logits in found)
+    assert two.shape == (32, RankedModel.vocab_size)
+    torch.testing.assert_close(two, one, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_is_the_last(engines: list[EngineLoop]) -> None:
+    def fail(output: Sequence[int], logits: torch.Tensor) -> None:
+        raise KeyboardInterrupt  # the second Ctrl-C, which no step holds back
+
+    engine = ranked_engine(2, EngineConfig(block_size=8, kv_cache_memory=2**20))
+    engines.append(engine)
+    pids = pids_of(engine)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, [[1, 2, 3]], SamplingParams(logits_processors=[fail]))
+    assert_ended(pids)
+    engine.abort_all()
+    with pytest.raises(ExecutorLostError, match=r"^rank 0 of 2 failed in step 1: KeyboardInterrupt"):
+        generate(engine, [[1, 2, 3]], SamplingParams())
 
 
 @pytest.mark.slow
