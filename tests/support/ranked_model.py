@@ -35,7 +35,7 @@ from headway.registry import Registry, create_registry
 
 MODULE = "headway.hosting.rank_child"
 """What the process of a rank runs."""
-HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 8, 2, 32
+HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 16, 2, 32
 
 
 class RankedModel:
@@ -44,18 +44,19 @@ class RankedModel:
     vocab_size = 512
     max_position_embeddings = 256
 
-    def __init__(self, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(self, ranks: Ranks = ONE_RANK, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(0)
         self.ranks, self.num_heads = ranks, HEADS // ranks.size
-        spec = AttentionSpec(num_heads=self.num_heads, num_kv_heads=self.num_heads, head_dim=HEAD_DIM, scale=0.3)
+        place = torch.device(device)
+        spec = AttentionSpec(self.num_heads, self.num_heads, HEAD_DIM, scale=0.3, device=place)
         self.attention_specs = [spec] * LAYERS
-        self.embed = torch.randn(self.vocab_size, HIDDEN, generator=generator)
-        self.places = torch.randn(self.max_position_embeddings, HIDDEN, generator=generator)
+        self.embed = torch.randn(self.vocab_size, HIDDEN, generator=generator).to(place)
+        self.places = torch.randn(self.max_position_embeddings, HIDDEN, generator=generator).to(place)
         qkv = torch.randn(LAYERS, HIDDEN, 3, HEADS, HEAD_DIM, generator=generator) * 0.3
         o = torch.randn(LAYERS, HEADS, HEAD_DIM, HIDDEN, generator=generator) * 0.3
         own = slice(ranks.rank * self.num_heads, (ranks.rank + 1) * self.num_heads)
-        self.qkv = qkv[:, :, :, own].reshape(LAYERS, HIDDEN, -1).contiguous()
-        self.o = o[:, own].reshape(LAYERS, -1, HIDDEN).contiguous()
+        self.qkv = qkv[:, :, :, own].reshape(LAYERS, HIDDEN, -1).to(place)
+        self.o = o[:, own].reshape(LAYERS, -1, HIDDEN).to(place)
         rows = self.vocab_size // ranks.size
         self.head = self.embed[ranks.rank * rows : (ranks.rank + 1) * rows].contiguous()
         self.before: Callable[[int], None] | None = None
@@ -86,7 +87,7 @@ def make_rank(
     """The executor of a rank that follows. fault: what it does in a step of 13 tokens, or at its start."""
     if fault == "start":
         raise RuntimeError("no part of the model here")
-    model = RankedModel(start.ranks)
+    model = RankedModel(start.ranks, start.device)
     if fault and start.ranks.rank == start.ranks.size - 1:
         model.before = partial(_strike, fault)
     layers = LayerSpecs.of(model, config.kv_cache_dtype)
@@ -120,8 +121,9 @@ def ranked_engine(
     grammars: GrammarCompiler | None = None,
     fault: str = "",
     compile_ahead: CompileAhead | None = None,
+    device: str = "cpu",
 ) -> EngineLoop:
-    """An engine of `size` ranks over the model; 1: in this process alone. compile_ahead: has every kind of step run at the start."""
+    """An engine of `size` ranks over the model; 1: in this process alone. compile_ahead: runs every kind of step at the start."""
     options = {
         "source": registry(),
         "config": config,
@@ -132,14 +134,15 @@ def ranked_engine(
         "compile_ahead": compile_ahead,
     }
     if size == 1:
-        return make_engine(model=RankedModel(), **options)
-    processes = RankProcesses(size, MODULE, ["cpu"] * size, num_threads=1)
+        return make_engine(model=RankedModel(device=device), **options)
+    devices = ["cpu"] * size if device == "cpu" else [f"{device}:{number}" for number in range(size)]
+    processes = RankProcesses(size, MODULE, devices, num_threads=1)
     try:
         max_decode_len = 1 if proposer is None else config.num_speculative_tokens + 1
         ranks = processes.join(
             partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
         )
-        return make_engine(model=RankedModel(ranks), ranks=ranks, processes=processes, **options)
+        return make_engine(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options)
     except Exception as error:
         try:
             processes.fail(error)

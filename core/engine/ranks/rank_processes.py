@@ -148,8 +148,9 @@ class RankProcesses:
 
     def check(self) -> None:
         """:raises ExecutorLostError: a rank is lost."""
-        if self._watch.lost is not None:
-            raise self._watch.lost
+        lost = self._watch.lost
+        if lost is not None:
+            raise lost
 
     def fail(self, error: BaseException) -> NoReturn:
         """Rank 0 has failed: end all ranks.

@@ -28,6 +28,8 @@ _GRACE: Final = 1.0
 _END_SECONDS: Final = 2.0
 """Seconds for a rank to end by itself when its wire is closed."""
 
+_WAS_ENDED: Final = "the ranks were ended"
+
 
 class RankProcess(NamedTuple):
     """The process of one rank."""
@@ -58,7 +60,7 @@ class RankWatch:
         self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         """What of it the start waits for; None: a rank is lost."""
         self._guard = Lock()
-        self._lost: ExecutorLostError | None = None
+        self._lost: str | None = None
         self._settled = Event()
         """Set when a fault has been told, or the ranks were ended."""
         self._ended = False
@@ -73,8 +75,8 @@ class RankWatch:
 
     @property
     def lost(self) -> ExecutorLostError | None:
-        """Why no step can run any more; None while all ranks live."""
-        return self._lost
+        """Why no step can run any more; None while all ranks live. A new object each time, which holds no frames of others."""
+        return None if self._lost is None else ExecutorLostError(self._lost)
 
     def next_message(self) -> tuple[int, Any]:
         """Wait for the next message of a rank's start.
@@ -83,15 +85,14 @@ class RankWatch:
         """
         found = self._messages.get()
         if found is None:
-            assert self._lost is not None
-            raise self._lost
+            raise self.lost or ExecutorLostError(_WAS_ENDED)
         return found
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
         """Call a function, in a thread of the watch, when a rank is lost; at once if one is."""
         with self._guard:
             self._tell.append(tell)
-            lost = self._lost
+            lost = self.lost
         if lost is not None:
             tell(lost)
 
@@ -100,13 +101,9 @@ class RankWatch:
 
         of_another: `error` tells that another rank is gone, as a rule.
         """
-        if self._ended:
-            return ExecutorLostError("the ranks were ended")
-        self._settled.wait(_GRACE if of_another else _TICK)
-        if self._lost is None:
-            self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
-        assert self._lost is not None, "the engine is being ended"
-        return self._lost
+        self._settled.wait(_GRACE + _END_SECONDS if of_another else _TICK)
+        self._lose(_Fault(0, self._where(self._own), f"{type(error).__name__}: {error}"))
+        return self.lost or ExecutorLostError(_WAS_ENDED)
 
     def end(self) -> None:
         """End all ranks, and wait for that."""
@@ -184,7 +181,7 @@ class RankWatch:
             if self._ended or self._lost is not None:
                 return
             text = f"rank {fault.rank} of {len(self._ranks) + 1} failed {fault.where}: {fault.cause}"
-            self._lost = ExecutorLostError(f"{text}; all ranks have been ended, and the engine with them")
+            self._lost = f"{text}; all ranks have been ended, and the engine with them"
             tell = list(self._tell)
         if self.looks:  # before, whoever starts the ranks tells of it
             log.error("%s", text)
@@ -197,7 +194,7 @@ class RankWatch:
         self._messages.put(None)
         self._settled.set()
         for each in tell:
-            each(self._lost)
+            each(ExecutorLostError(self._lost))
 
     def _kill(self) -> None:
         for each in self._ranks:

@@ -72,6 +72,7 @@ class RankedExecutor:
                 self._processes.fail(error)
             raise
         progress.end_step()
+        launched.check = self._processes.check
         return launched
 
     def failed(self, error: Exception) -> None:

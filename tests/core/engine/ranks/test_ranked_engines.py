@@ -32,7 +32,7 @@ def tight(size: int) -> EngineConfig:
     has as many pages in less memory."""
     return EngineConfig(
         block_size=8,
-        kv_cache_memory=16 * 4096 // size,
+        kv_cache_memory=16 * 8192 // size,
         max_model_len=96,
         max_num_batched_tokens=24,
         max_num_seqs=6,
