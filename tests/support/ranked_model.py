@@ -48,12 +48,12 @@ class RankedModel:
         generator = torch.Generator().manual_seed(0)
         self.ranks, self.num_heads = ranks, HEADS // ranks.size
         place = torch.device(device)
-        spec = AttentionSpec(self.num_heads, self.num_heads, HEAD_DIM, scale=0.3, device=place)
+        spec = AttentionSpec(self.num_heads, self.num_heads, HEAD_DIM, scale=0.1, device=place)
         self.attention_specs = [spec] * LAYERS
         self.embed = torch.randn(self.vocab_size, HIDDEN, generator=generator).to(place)
         self.places = torch.randn(self.max_position_embeddings, HIDDEN, generator=generator).to(place)
         qkv = torch.randn(LAYERS, HIDDEN, 3, HEADS, HEAD_DIM, generator=generator) * 0.3
-        o = torch.randn(LAYERS, HEADS, HEAD_DIM, HIDDEN, generator=generator) * 0.3
+        o = torch.randn(LAYERS, HEADS, HEAD_DIM, HIDDEN, generator=generator) * 0.1
         own = slice(ranks.rank * self.num_heads, (ranks.rank + 1) * self.num_heads)
         self.qkv = qkv[:, :, :, own].reshape(LAYERS, HIDDEN, -1).to(place)
         self.o = o[:, own].reshape(LAYERS, -1, HIDDEN).to(place)
