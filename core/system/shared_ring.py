@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -30,6 +31,7 @@ _PAUSE: Final = 0.0002
 _NAP: Final = 0.2
 """Seconds that a reader sleeps at most before it looks again."""
 
+_let_others_run: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
 _fence_lock: Final = Lock()
 
 
@@ -197,7 +199,7 @@ class RingReader(_Ring):
         until = time.perf_counter() + self._spin_seconds
         while self._lines[0, _WRITTEN] <= self._read:
             if time.perf_counter() < until:
-                os.sched_yield()
+                _let_others_run()
                 continue
             self._line[_ASLEEP] = 1
             _fence()

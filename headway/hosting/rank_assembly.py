@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -57,6 +58,8 @@ def rank_devices(args: EngineArgs) -> list[torch.device]:
     :raises ConfigError: more ranks than devices, devices of several kinds, or a start that leaves the ranks to somebody else.
     """
     size, option = args.tensor_parallel_size, "tensor_parallel_size"
+    if sys.platform == "win32":
+        raise ConfigError(option, "1 on Windows, which hands no sockets to other processes", size)
     others = os.environ.get("WORLD_SIZE", "1")
     if others != "1":
         need = "processes that Headway starts itself, one for each rank"
