@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.ranks.rank_messages import MakeRank, RankChoices, RankJoins, RankReady, StartRank, pickled
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 log = logging.getLogger("headway")
-
-_UNSENDABLE: Final = ("PicklingError", "AttributeError", "TypeError")
 
 
 class RankProcesses:
@@ -82,9 +82,7 @@ class RankProcesses:
         """
         try:
             made = pickled(make)
-        except Exception as error:
-            if type(error).__name__ not in _UNSENDABLE:
-                raise
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
             need = "options that can be handed to another process, such as classes and functions of a module"
             raise ConfigError(f"tensor_parallel_size={self.size}", need, str(error)) from error
         try:
@@ -100,8 +98,10 @@ class RankProcesses:
 
         store = make_store(self.size)
         for number, wire in enumerate(self._wires, start=1):
-            level = max(log.getEffectiveLevel(), logging.WARNING if not log.isEnabledFor(logging.DEBUG) else logging.DEBUG)
-            wire.send(StartRank(made, number, self._shape, store.port, self._devices[number], self._num_threads, level))
+            level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else max(log.getEffectiveLevel(), logging.WARNING)
+            start = StartRank(made, number, self._shape, store.port, self._devices[number], self._num_threads, level)
+            with suppress(OSError):  # it has ended, which the watch tells of
+                wire.send(start)
         self._await(RankJoins)
         ranks: TorchRanks = TorchRanks(store, 0, self.size, torch.device(self._devices[0]), self.progress)
         self._watch.abort = ranks.abort
@@ -110,7 +110,8 @@ class RankProcesses:
     def choose(self, choices: object) -> None:
         """Hand the ranks what rank 0 has chosen for all."""
         for wire in self._wires:
-            wire.send(RankChoices(choices))
+            with suppress(OSError):  # as above
+                wire.send(RankChoices(choices))
 
     def wait_ready(self, facts: object) -> None:
         """Wait until every rank waits for steps, and begin to look for signs of life.
