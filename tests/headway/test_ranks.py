@@ -24,7 +24,7 @@ import pytest
 
 from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutputsParams
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.executor import ExecutorLostError
@@ -80,6 +80,13 @@ def test_ranks_end_with_their_host(made: AsyncLLM) -> None:
     made.shutdown()
     assert_ended(pids)
     assert not made.errored
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_at_its_start_fails_the_start_in_one_line() -> None:
+    with pytest.raises(HeadwayError) as raised:
+        EngineProcess(partial(ranked_driver, 2, fault="start"))
+    assert re.fullmatch("rank 1 of 2 failed at its start: RuntimeError: no part of the model here; .*", str(raised.value))
 
 
 @pytest.mark.slow

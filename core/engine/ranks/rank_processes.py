@@ -123,7 +123,7 @@ class RankProcesses:
         for rank, ready in self._await(RankReady).items():
             if ready.facts != facts:
                 raise HeadwayError(f"rank {rank} differs from rank 0: {ready.facts}, not {facts}; this is a fault of Headway")
-        self._watch.looks = True
+        self._watch.ready = True
 
     def _await(self, kind: type[Any]) -> dict[int, Any]:
         """Wait for a message of each rank, and return the messages by rank."""
@@ -137,7 +137,7 @@ class RankProcesses:
     @property
     def are_ready(self) -> bool:
         """Whether all ranks wait for steps."""
-        return self._watch.looks
+        return self._watch.ready
 
     def send(self, step: bytes) -> None:
         """Hand all ranks a step.

@@ -21,6 +21,8 @@ log = logging.getLogger("headway")
 
 SILENT_SECONDS: Final = 6.0
 """Seconds without a sign of life, or at one place while rank 0 waits, after which a rank counts as stuck."""
+START_SILENT_SECONDS: Final = 60.0
+"""Seconds without a sign of life after which a rank that starts counts as stuck: a library may keep Python's lock for long."""
 _TICK: Final = 0.25
 """Seconds between two looks at the signs of life."""
 _GRACE: Final = 1.0
@@ -29,6 +31,7 @@ _END_SECONDS: Final = 2.0
 """Seconds for a rank to end by itself when its wire is closed."""
 
 _WAS_ENDED: Final = "the ranks were ended"
+_AT_START: Final = "at its start"
 
 
 class RankProcess(NamedTuple):
@@ -67,8 +70,8 @@ class RankWatch:
         self._tell: list[Callable[[ExecutorLostError], None]] = []
         self.abort: Callable[[], None] | None = None
         """Makes rank 0's calls fail that wait for the others."""
-        self.looks = False
-        """Whether signs of life are looked for: once the ranks wait for steps. Before, a rank may import or compile for long."""
+        self.ready = False
+        """Whether the ranks wait for steps, so that rank 0 and the others should never be apart for long."""
         for each in ranks:
             Thread(target=self._listen, args=(each,), name=f"headway-rank-{each.rank}", daemon=True).start()
         Thread(target=self._watch, name="headway-ranks", daemon=True).start()
@@ -132,7 +135,7 @@ class RankWatch:
             try:
                 rank, message = self._heard.get(timeout=_TICK)
             except Empty:
-                stuck = silence.look() if self.looks else None
+                stuck = silence.look(ready=self.ready)
                 if stuck is not None:
                     self._lose(stuck)
                 continue
@@ -170,7 +173,7 @@ class RankWatch:
         return _Fault(rank, self._where(lost.progress), f"its process {lost.process.pid} {how}{hint}")
 
     def _where(self, progress: LifeSigns) -> str:
-        return progress.step_text if self.looks else "at its start"
+        return progress.step_text if self.ready else _AT_START
 
     def _of(self, rank: int) -> RankProcess:
         return next(each for each in self._ranks if each.rank == rank)
@@ -183,7 +186,7 @@ class RankWatch:
             text = f"rank {fault.rank} of {len(self._ranks) + 1} failed {fault.where}: {fault.cause}"
             self._lost = f"{text}; all ranks have been ended, and the engine with them"
             tell = list(self._tell)
-        if self.looks:  # before, whoever starts the ranks tells of it
+        if self.ready:  # before, whoever starts the ranks tells of it
             log.error("%s", text)
         if fault.traceback:
             log.info("rank %d raised:\n%s", fault.rank, fault.traceback)
@@ -217,8 +220,9 @@ class _Silence:
         self._places: dict[int, tuple[tuple[int, ...], float]] = {each.rank: ((), 0.0) for each in ranks}
         self._looked = time.monotonic()
 
-    def look(self) -> _Fault | None:
-        """The fault of a rank that is stuck."""
+    def look(self, ready: bool) -> _Fault | None:
+        """The fault of a rank that is stuck. ready: whether all ranks wait for steps."""
+        limit = SILENT_SECONDS if ready else START_SILENT_SECONDS
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * _TICK), now
         ahead = self._own.place
@@ -227,11 +231,11 @@ class _Silence:
             silent = silent + passed if each.progress.beats == beats else 0.0
             self._beats[each.rank] = each.progress.beats, silent
             place, still = self._places[each.rank]
-            still = still + passed if each.progress.place == place < ahead else 0.0
+            still = still + passed if each.progress.place == place < ahead and ready else 0.0
             self._places[each.rank] = each.progress.place, still
-            if silent >= SILENT_SECONDS:
-                cause = f"process {each.process.pid} has given no sign of life for {SILENT_SECONDS:g} s (stopped, or swapped out)"
-                return _Fault(each.rank, each.progress.step_text, cause)
+            if silent >= limit:
+                cause = f"process {each.process.pid} has given no sign of life for {limit:g} s (stopped, or swapped out)"
+                return _Fault(each.rank, each.progress.step_text if ready else _AT_START, cause)
             if still >= SILENT_SECONDS:
                 cause = f"it has stood still for {SILENT_SECONDS:g} s while rank 0 waits for it {self._own.step_text}"
                 return _Fault(each.rank, each.progress.step_text, cause)
