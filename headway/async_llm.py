@@ -71,7 +71,7 @@ class AsyncLLM:
     @classmethod
     def from_llm(cls, llm: LLM) -> Self:
         """Make an AsyncLLM over the engine of an LLM, which stays usable: the requests of both share the batch."""
-        return cls.over(EngineThread(llm.driver))
+        return cls.over(EngineThread(llm.driver, owned=False))
 
     def _start(self, host: EngineHost) -> None:
         self.host = host

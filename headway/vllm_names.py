@@ -27,10 +27,11 @@ LLM_OPTIONS: Final = {
     "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
     "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
     **_each(
-        "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel distributed_executor_backend "
-        "disable_custom_all_reduce",
-        "not supported yet, because Headway runs a model on one device",
+        "pipeline_parallel_size data_parallel_size enable_expert_parallel",
+        "not supported: tensor_parallel_size cuts a model over GPUs; docs/replicas.md has several engines",
     ),
+    "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
+    "disable_custom_all_reduce": "leave it out: NCCL sums over ranks",
     **_each(
         "max_seq_len_to_capture max_context_len_to_capture compilation_config",
         "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
@@ -69,7 +70,7 @@ LLM_OPTIONS: Final = {
 """Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
 
 NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
     **dict.fromkeys(("swap_space", "cpu_offload_gb"), (0,)),
     **dict.fromkeys(("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)),
     "convert": ("auto", "none"),

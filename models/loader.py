@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.system_errors import is_rust_panic
@@ -59,14 +60,16 @@ def load_model(
     batch_invariant: bool = False,
     model_impl: str = "auto",
     torch_compile: bool | None = False,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
-    """Find and load a model.
+    """Find and load a model, or of several ranks the part of one.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
     batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
+    ranks: this rank and the others, each of which calls this function with equal arguments, but for the device.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl.
@@ -86,7 +89,11 @@ def load_model(
             DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
         )
         with torch.inference_mode():
-            decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
+            cut = {} if ranks.size == 1 else {"ranks": ranks}
+            decoder, implementation = Decoder(native, weights, batch_invariant, **cut), "Headway's decoder"
+    elif ranks.size > 1:
+        need, hint = "a model that Headway's decoder computes", "transformers' code is not cut"
+        raise ConfigError(f"tensor_parallel_size={ranks.size}", need, name, hint)
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"
         raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)

@@ -96,7 +96,7 @@ def test_imports_only_go_down(module: str) -> None:
     assert not above, f"{module} ({ROOMS[rank]}) imports {sorted(above)}"
 
 
-ENGINE_ORDERS = ("state", "cache", "offload", "scheduling"), ("state", "forward", "graphs", "device")
+ENGINE_ORDERS = ("state", "cache", "offload", "scheduling"), ("state", "forward", "graphs", "device", "ranks")
 """The rooms of core/engine from the bottom up: those of the host decide, and those of the device run what was decided. The two
 meet in core/engine/*.py alone."""
 

@@ -1,4 +1,4 @@
-"""Puts an engine together: loop, scheduler and executor for one model in one process."""
+"""Puts an engine together: loop, scheduler and executor for one model, in one process or with other ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.model import Model, state_layers
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
@@ -14,10 +15,13 @@ from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.local_executor import EngineSource, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.engine.scheduling import deterministic
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import Executor
 from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
@@ -40,6 +44,8 @@ def make_engine(
     compile_ahead: CompileAhead | None = None,
     hosts: HostRows | None = None,
     weights: str = "",
+    ranks: Ranks = ONE_RANK,
+    processes: RankProcesses | None = None,
 ) -> EngineLoop:
     """Make the loop of one model in this process, with its executor, ready for requests.
 
@@ -49,7 +55,8 @@ def make_engine(
     which change no output, only the speed. measured: verify guesses where they pay by the times of the steps; else whatever they
     cost. compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
     hosts: serves grammars and named logits processors; None: there are neither. weights: what tells these weights from all
-    others, for blocks that are kept on disk.
+    others, for blocks that are kept on disk. ranks, processes: those that hold the model's other parts, of which this process is
+    rank 0; each makes a `LocalExecutor` with equal arguments at the same time.
 
     :raises HeadwayError: options that cannot work together, with what would.
     """
@@ -58,7 +65,7 @@ def make_engine(
     config = config.for_device(layers.device)
     if config.deterministic:
         config = deterministic.prepare(source, layers, state_layers(model), config)
-    executor = LocalExecutor(
+    local = LocalExecutor(
         model=model,
         layers=layers,
         source=source,
@@ -70,8 +77,10 @@ def make_engine(
         max_decode_len=1 if proposer is None else config.num_speculative_tokens + 1,
         hosts=hosts,
         make_mover=partial(PageCopier, config=config, weights=weights) if config.offload_bytes[0] else None,
+        ranks=ranks,
     )
-    drafting = None if proposer is None else _drafting(proposer, model, config, executor if measured else None)
+    executor: Executor = local if processes is None else RankedExecutor(local, processes)
+    drafting = None if proposer is None else _drafting(proposer, model, config, local if measured else None)
     limits = RequestLimits.of(config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
     scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
     engine = EngineLoop(executor, config, limits, eos_token_ids, scheduler, drafting)

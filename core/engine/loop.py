@@ -171,6 +171,8 @@ class EngineLoop:
 
         Returns what it added to completions that got a token or failed. A backend that raises ends the completions of its step
         with finish_reason "error" and the reason in `error`; the others go on.
+
+        :raises ExecutorLostError: no step can run any more.
         """
         self.clock.begin_step()
         drafting = self._drafting  # which guesses from tokens that have been read
@@ -221,6 +223,7 @@ class EngineLoop:
         try:
             handle = self.executor.launch(step)
         except Exception as error:  # whatever a backend raises
+            self.executor.failed(error)
             return error
         self._in_flight.append(_LaunchedStep(handle, scheduled.seqs, scheduled.sampling))
         self.scheduler.launched(scheduled)
@@ -252,6 +255,7 @@ class EngineLoop:
         try:
             sampled = step.handle.wait()
         except Exception as error:  # a kernel's fault shows when the host waits for it
+            self.executor.failed(error)
             lost = [seq for each in self._in_flight for seq in each.seqs]  # later steps have read what the fault has left
             while len(self._in_flight) > 1:
                 self._in_flight.pop()

@@ -23,10 +23,10 @@ class LogFormatter(logging.Formatter):
         return harmless(super().format(record), keep="\n\t")
 
 
-def log_to_stderr(level: int) -> None:
-    """Write messages of this level and above to stderr."""
+def log_to_stderr(level: int, name: str = "headway") -> None:
+    """Write messages of this level and above to stderr, each after the name of the program."""
     handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter("headway: %(message)s"))
+    handler.setFormatter(LogFormatter(f"{name}: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
     for library in _QUIET:
         logging.getLogger(library).setLevel(logging.ERROR)

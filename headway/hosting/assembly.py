@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.ranks.torch_ranks import MeetingError
+from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.startup import check_names
+from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
-from headway.models.loader import LoadedModel, identity_of, load_model
+from headway.models.loader import LoadedModel, identity_of
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
@@ -51,8 +56,10 @@ class Assembly(NamedTuple):
 def checked_registry(args: EngineArgs) -> Registry:
     """Make the registry that the options ask for, and look up every name in them, before anything slow begins.
 
-    :raises HeadwayError: an unknown backend, layout or proposer, or a plugin that cannot be used.
+    :raises HeadwayError: an unknown backend, layout or proposer, a plugin that cannot be used, or more ranks than devices.
     """
+    if args.tensor_parallel_size > 1:
+        rank_devices(args)
     config, registry = args.engine_config(), args.make_registry()
     for failure in registry.failures:
         log.warning("plugin left out: %s", failure)
@@ -63,20 +70,39 @@ def checked_registry(args: EngineArgs) -> Registry:
 
 
 def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
-    """Load a model and make its engine. registry: of `checked_registry`, where that was asked for before.
+    """Load a model and make its engine, with all its ranks. registry: of `checked_registry`, where that was asked for before.
 
-    :raises HeadwayError: a mistake that the caller can put right, in one line.
+    :raises HeadwayError: a mistake that the caller can put right, in one line; or a rank that has failed at its start.
     """
-    config, deterministic = args.engine_config(), args.deterministic
+    if args.tensor_parallel_size == 1:
+        device = resolve_device(args.device)
+        return _assemble(args, checked_registry(args) if registry is None else registry, device, ONE_RANK, None)
+    devices = rank_devices(args)
     registry = checked_registry(args) if registry is None else registry
+    processes = start_ranks(args, devices)
+    try:
+        return _assemble(args, registry, devices[0], join_ranks(processes, args), processes)
+    except ExecutorLostError:
+        raise
+    except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
+        processes.fail(error)
+    finally:
+        if not processes.are_ready:
+            processes.end()
+
+
+def _assemble(
+    args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks, processes: RankProcesses | None
+) -> Assembly:
+    """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none."""
+    config, deterministic = args.engine_config(), args.deterministic
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
-    device = resolve_device(args.device)
     ahead = compile_ahead(device)
     num_threads = None
     if device.type == "cpu":
         bound_kernel_caches()
-        num_threads = set_threads(args.num_threads)
-    model = _load(args, device)
+        num_threads = set_threads(args.num_threads, ranks.size)
+    model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
@@ -85,13 +111,12 @@ def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
         costs = costs_for(layers, registry, config.backend_request, table, ahead)
         state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
+    if processes is not None:
+        processes.choose(EngineChoices.of(costs, state_costs))
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
     sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
     eos = model.eos_token_ids
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
-    hosts = HostRows(grammars, registry.logits_processors)
-    proposer = None if speculate is None else speculate.make(ProposerOptions())
-    weights = "" if config.kv_offload_dir is None else identity_of(model, args.load_format)
     engine = make_engine(
         model=decoder,
         source=registry,
@@ -101,24 +126,13 @@ def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
         sampling=sampling,
         costs=costs,
         state_costs=state_costs,
-        proposer=proposer,
+        proposer=None if speculate is None else speculate.make(ProposerOptions()),
         compile_ahead=ahead,
-        hosts=hosts,
-        weights=weights,
+        hosts=HostRows(grammars, registry.logits_processors),
+        weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
+        ranks=ranks,
+        processes=processes,
     )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     return Assembly(registry, device, num_threads, model, engine, stats_log)
-
-
-def _load(args: EngineArgs, device: torch.device) -> LoadedModel:
-    return load_model(
-        args.model,
-        dtype=args.dtype,
-        device=device,
-        load_format=args.load_format,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        batch_invariant=args.deterministic,
-        model_impl=args.model_impl,
-        torch_compile=args.compiles_on(device.type),
-    )

@@ -21,8 +21,9 @@ from typing import Any
 from headway.core.engine.state.step import OutputDelta
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams
+from headway.core.system.wire import Wire
 from headway.hosting.host import EngineDeadError
-from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult, Wire
+from headway.hosting.process_messages import EngineFault, EngineReady, Failed, RunTask, StartEngine, StepOutputs, TaskResult
 from headway.hosting.thread_host import EngineThread
 from headway.machine.threads import SWITCH_INTERVAL
 

@@ -1,4 +1,4 @@
-"""The messages between an engine's process and its parent, the wire that carries them, and the start of the process.
+"""The messages between an engine's process and its parent, and the start of the process.
 
 This module imports little: the child is started before the parent imports what it needs itself, so that both import at once.
 """
@@ -9,11 +9,10 @@ import os
 import pickle
 import socket
 import subprocess
-from contextlib import suppress
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.core.system.child import module_path, python_command
+from headway.core.system.wire import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +21,6 @@ if TYPE_CHECKING:
     from headway.core.engine.state.step import OutputDelta
     from headway.hosting.driver import EngineDriver
     from headway.hosting.host import EngineFacts
-
-_BUFFER: Final = 4 * 2**20
-"""Bytes that the system may buffer, so that a step's outputs need not wait until the other side has read the last ones."""
 
 
 class StartEngine(NamedTuple):
@@ -108,46 +104,6 @@ class EngineFault(NamedTuple):
 
     message: str
     cause: str
-
-
-class Wire:
-    """One end of a pair of sockets that carries objects between two processes that trust each other.
-
-    Any thread may send; one receives.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        with suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        self._socket = sock
-        self._file = sock.makefile("rb", buffering=2**20)
-        self._guard = Lock()
-
-    def send(self, message: object) -> None:
-        """Send an object.
-
-        :raises pickle.PicklingError, AttributeError, TypeError: the object cannot be pickled; nothing is sent.
-        :raises OSError: the other end is closed.
-        """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._guard:
-            self._socket.sendall(data)
-
-    def receive(self) -> Any:
-        """Wait for the next object.
-
-        :raises EOFError, OSError: the other end is closed.
-        """
-        try:
-            return pickle.load(self._file)
-        except pickle.UnpicklingError as error:  # the sender was killed in the middle of a message
-            raise EOFError(str(error)) from error
-
-    def close(self) -> None:
-        """Close this end; a thread that waits in `receive` gets an EOFError."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 class SpawnedEngine(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from headway.core.engine.state.executor import ExecutorLostError
 from headway.hosting.driver import EngineDriver, Listener
 from headway.hosting.host import EngineDeadError, EngineFacts, Task
 from headway.machine.memory import give_back
@@ -29,8 +30,9 @@ class EngineThread:
     """Steps an engine in a thread of this process; an `EngineHost`. Tasks are queued, so that nobody waits for a step to hand one
     in."""
 
-    def __init__(self, driver: EngineDriver) -> None:
-        self.driver = driver
+    def __init__(self, driver: EngineDriver, *, owned: bool = True) -> None:
+        """owned: the engine ends with this host; else another one, or an LLM, has it too."""
+        self.driver, self._owned = driver, owned
         self.model, self.validator, self.names = driver.assembly.model, driver.validator, driver.names
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
@@ -43,6 +45,7 @@ class EngineThread:
         self._concurrent = ThreadPoolExecutor(1, "headway-concurrent")
         self.thread = Thread(target=self._run, name="headway-engine", daemon=True)
         self.thread.start()
+        driver.engine.executor.call_when_lost(self._lost)
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -105,6 +108,8 @@ class EngineThread:
         self._concurrent.shutdown(wait=False, cancel_futures=True)
         if current_thread() is not self.thread:
             self.thread.join(timeout)
+            if self._owned:
+                self.driver.engine.executor.shutdown()
             if self.driver.on_cpu:
                 give_back()  # the thread's own compiled products were freed with it
 
@@ -147,13 +152,21 @@ class EngineThread:
             calls.append(call)
             wait = False
 
+    def _lost(self, fault: ExecutorLostError) -> None:
+        """Called in another thread when the engine can run no step any more, while its own may wait for work, or for a device."""
+        self._end_by(fault)
+        self._calls.put(None)
+
     def _end_by(self, fault: BaseException) -> None:
-        log.exception("the engine's thread has ended", exc_info=fault)
-        error = EngineDeadError(f"the engine's thread has ended: {type(fault).__name__}: {fault}")
+        lost = isinstance(fault, ExecutorLostError)  # which names all that there is to know, and may have been told by `_lost`
+        error = EngineDeadError(str(fault) if lost else f"the engine's thread has ended: {type(fault).__name__}: {fault}")
         error.__cause__ = fault
         with self._guard:
+            if self._error is not None:
+                return
             self._error = error
             calls, _ = self._next_calls(wait=False)
+        log.error("%s", error, exc_info=None if lost else fault)
         for _, future in calls:
             future.set_exception(error)
         for died in self._died:

@@ -27,12 +27,16 @@ def free_cores() -> int:
     return max(1, sum(loads[core] < _BUSY_PERCENT for core in allowed if core < len(loads)))
 
 
-def set_threads(num_threads: int | None = None) -> int:
-    """Set and return the number of torch's threads: `num_threads`, else $OMP_NUM_THREADS, else the number of free cores."""
+def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
+    """Set and return the number of torch's threads: `num_threads`, else $OMP_NUM_THREADS, else the number of free cores.
+
+    num_ranks: processes that share this number, each of which has one at least.
+    """
     if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
-        return int(torch.get_num_threads())
+        num_threads = int(torch.get_num_threads())
     if num_threads is not None and num_threads < 1:
         raise ConfigError("num_threads", "a whole number of at least 1", num_threads)
     count = num_threads if num_threads is not None else min(free_cores(), int(torch.get_num_threads()))
+    count = max(1, count // num_ranks)
     torch.set_num_threads(count)
     return count

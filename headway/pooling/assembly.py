@@ -37,6 +37,7 @@ _GENERATING = {
     "kv_offload_size": None,
     "model_impl": ("auto", "headway"),
     "speculate": None,
+    "tensor_parallel_size": 1,
 }
 """Options that ask for what only a model that generates text has -> the values that ask for nothing."""
 

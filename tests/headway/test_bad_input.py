@@ -70,7 +70,11 @@ OPTIONS = {
     "unknown flag": (["--qqq"], ("--qqq", "an option of", "--help lists them")),
     "misspelt flag": (["--attn-backen", "sdpa"], ("--attn-backen", "did you mean --attn-backend?")),
     "a flag of vLLM": (["--attention-backend", "sdpa"], ("--attention-backend", "Headway calls it attn_backend")),
-    "another flag of vLLM": (["--tensor-parallel-size", "2"], ("--tensor-parallel-size", "not supported yet, because")),
+    "another flag of vLLM": (
+        ["--pipeline-parallel-size", "2"],
+        ("--pipeline-parallel-size", "not supported: tensor_parallel_size"),
+    ),
+    "more ranks than cores": (["--tensor-parallel-size", "4096", "--device", "cpu"], ("tensor_parallel_size", "at most")),
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
 
@@ -534,7 +538,7 @@ def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any
         {"seed": "x"},
         {"num_threads": 0},
         {"attn_backen": "sdpa"},
-        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 0},
         {"kv_cache_dtype": "fp8_e9"},
         {"model_": "x"},
     ],
@@ -550,7 +554,7 @@ def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
         "attn_backen": "did you mean attn_backend?",
         "max_model_length": "did you mean max_model_len?",
         "attention_backend": "Headway calls it attn_backend",
-        "tensor_parallel_size": "not supported yet, because",
+        "pipeline_parallel_size": "not supported: tensor_parallel_size cuts a model over GPUs",
         "frobnicate": "docs/options.md lists them",
     }.items():
         with pytest.raises(ConfigError, match=f"^{name}: needs an option of LLM, got '{name}'.*{re.escape(words)}"):

@@ -126,6 +126,9 @@ class FakeDevice:
     def capture(self) -> None:
         """There is nothing to capture."""
 
+    def failed(self, error: Exception) -> None:
+        """The next step runs."""
+
     def prepare(self, params: SamplingParams) -> Future[None] | None:
         ready: Future[None] = Future()
         if params.seed is None or not self.histories[params.seed].refused:

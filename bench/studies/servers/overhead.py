@@ -53,6 +53,7 @@ class PacedEngine:
         self.capacity = SimpleNamespace(pool=pool, max_num_seqs=4096)
         self.scheduler = SimpleNamespace(waiting=[], running=[])
         self.selection = "a stand-in"
+        self.executor = SimpleNamespace(call_when_lost=lambda tell: None, shutdown=lambda: None)
         self.stats = EngineStats()
         self.clock = StepClock(self.stats)
         self.step_seconds, self._work, self._prompt = step_seconds, work_seconds, prompt_seconds

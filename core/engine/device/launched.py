@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy
@@ -124,6 +124,8 @@ class Launched:
     waited_for: tuple[str, ...] = ()
     wait_seconds: float = 0.0
     extras: DeviceExtras | None = None
+    check: Callable[[], None] | None = None
+    """Raises where what the step has left is void, though the device reports no fault: another rank has been lost."""
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
@@ -134,6 +136,8 @@ class Launched:
 
     def _read(self) -> Sampled:
         tokens = self.tokens.wait()
+        if self.check is not None:
+            self.check()
         if tokens.ndim == 2:
             tokens, counts = tokens[:, :-1], tokens[:, -1]
         else:

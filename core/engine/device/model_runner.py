@@ -14,6 +14,7 @@ from torch import Tensor
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.transfer import upload
 from headway.core.engine.device.compilation import CompilationWatch
 from headway.core.engine.device.host_rows import HostRows
@@ -73,8 +74,12 @@ class ModelRunner:
         max_model_len: int,
         groups: Sequence[CacheGroup],
         hosts: HostRows | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
-        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any."""
+        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any.
+
+        ranks: this one and the others that run the same steps.
+        """
         self._model = model
         self._attention = attention
         self._selector = selector
@@ -87,11 +92,12 @@ class ModelRunner:
         self._max_model_len = max_model_len
         self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
         self._hosts = hosts or HostRows(None, {})
-        self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts)
+        self._ranks = ranks
+        self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts, ranks)
         self._prompt_scorer = PromptScorer(model, self._device)
         self._results = HostResults(max_num_seqs, self._device)
         self._graphs: GraphSet | None = None
-        self._piecewise = PiecewiseGraphs(model, attention, self._device)
+        self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Function that every step calls with the rows that sample and their logits, which the next step overwrites."""
@@ -112,6 +118,7 @@ class ModelRunner:
             block_size=self._block_size,
             max_model_len=self._max_model_len,
             num_blocks=self._num_blocks,
+            ranks=self._ranks,
         )
         graphs = GraphSet(step, self._selector)
         graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.transfer import upload
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.launched import PromptScores
@@ -89,13 +90,22 @@ class TokenSampler:
     What depends on a row's own numbers and on tokens that the device knows is done there, so that a step is launched before the
     one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
     model's launch and the sampler's, and works while the device computes the model.
+
+    Of several ranks each chooses for itself: equal logits, seeds and positions give equal tokens. Grammars and logits processors
+    are on rank 0 alone, and the others take its tokens in steps that have one.
     """
 
     def __init__(
-        self, ops: SamplingOps, max_num_seqs: int, vocab_size: int, device: torch.device, hosts: HostRows | None = None
+        self,
+        ops: SamplingOps,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        hosts: HostRows | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self._ops, self._vocab_size, self._device = ops, vocab_size, device
-        self._hosts = hosts or HostRows(None, {})
+        self._hosts, self._ranks = hosts or HostRows(None, {}), ranks
         self._shaper = LogitsShaper(vocab_size, device)
         self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
         self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
@@ -108,6 +118,11 @@ class TokenSampler:
         """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
         self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
 
+    @property
+    def _follows(self) -> bool:
+        """Whether rank 0 is another one, which has what requests need on the host."""
+        return self._ranks.rank > 0
+
     def update(self, started: Sequence[StartedRow]) -> None:
         """Sequences begin in rows. One whose parameters cannot be taken in ends alone, with its first token."""
         for each in started:
@@ -118,7 +133,8 @@ class TokenSampler:
                 self._needs[each.row] = Need.PROCESSOR
                 self._filters[:, each.row] = NO_FILTER
                 self._shaper.start_plain(each.row)  # what it holds of a row that never began is read like any other's
-                self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
+                if not self._follows:
+                    self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
 
     def _start(self, each: StartedRow) -> None:
         row, params = each.row, each.params
@@ -129,7 +145,8 @@ class TokenSampler:
         self._filters[:, row] = TokenFilter.of(params, scale_of(params), self._vocab_size) if need & FILTERING else NO_FILTER
         if need & SHAPING & ~self._served:
             self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
-        self._hosts.start(each, bool(need & ON_HOST))
+        if not self._follows:
+            self._hosts.start(each, bool(need & ON_HOST))
 
     def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
         """A graph's choice of tokens at these positions; a row whose logits change first is greedy there, at lower cost."""
@@ -195,6 +212,8 @@ class TokenSampler:
             shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
             changed, waited, errors = self._shape(logits, shaped, drafts or {})
             tokens = self._choose(changed, tokens, shaped)
+            if needed & ON_HOST:
+                tokens = self._ranks.broadcast(tokens)
         noted = numpy.flatnonzero(needs & OF_HISTORY)
         if len(noted):
             some = tokens if len(noted) == len(tokens) else tokens.index_select(0, self._up(noted))
@@ -213,7 +232,7 @@ class TokenSampler:
     def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
         """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
         hosted = shaped.having(ON_HOST)
-        if not len(hosted):
+        if not len(hosted) or self._follows:
             return self._shaper.shape(logits, shaped, None, None), 0.0, {}
         began = time.perf_counter()
         self._hosts.catch_up()

@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.core.contract.backend import Backends, Lengths, StepLimits, fits, powers
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions, Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.device.launched import Launched
 from headway.core.engine.device.model_runner import ModelRunner
@@ -48,11 +49,18 @@ class WarmUp:
     """
 
     def __init__(
-        self, runner: ModelRunner, model: Model, attention: PagedAttention, selector: Selector, limits: StepLimits, size: PoolSize
+        self,
+        runner: ModelRunner,
+        model: Model,
+        attention: PagedAttention,
+        selector: Selector,
+        limits: StepLimits,
+        size: PoolSize,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
         self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
-        self._device = attention.specs[0].device
+        self._device, self._ranks = attention.specs[0].device, ranks
         self._num_pages = size.num_pages
         self._failed: set[str] = set()
         self._in_flight: Launched | None = None
@@ -184,7 +192,10 @@ class WarmUp:
             self._note("step", error)
 
     def _note(self, where: str, error: Exception) -> None:
-        """Log what failed, once; no request is there that could end with the error."""
+        """Log what failed, once; no request is there that could end with the error. With several ranks it is raised: the others
+        are in the middle of the step."""
+        if self._ranks.size > 1:
+            raise error
         if where not in self._failed:
             self._failed.add(where)
             log.warning("warm-up: %s; a request that needs this will end with the same error", error)

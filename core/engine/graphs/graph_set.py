@@ -12,6 +12,7 @@ import torch
 
 from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import Phase
+from headway.core.contract.ranks import Ranks
 from headway.core.engine.graphs.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph, name_of
 from headway.core.engine.graphs.cuda_graph import GraphRecorder
 from headway.core.engine.graphs.static_inputs import (
@@ -123,7 +124,7 @@ class DecodeGraphs:
                     refused.add(name)
                     self._explain(backends)
                     continue
-                graph = _captured(recorder, DecodeGraph, self._step, inputs, size, backends)
+                graph = _captured(recorder, self._step.ranks, DecodeGraph, self._step, inputs, size, backends)
                 if graph is None:
                     too_large.append(size)
                 else:
@@ -212,7 +213,7 @@ class PrefillGraphs:
             if not all(backend.captures(size) and not spec.batch_invariant for spec, backend in fastest.items()):
                 refused.add(name)
                 continue
-            graph = _captured(recorder, PrefillGraph, step, inputs, size, fastest, positions)
+            graph = _captured(recorder, step.ranks, PrefillGraph, step, inputs, size, fastest, positions)
             if graph is None:
                 log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
             else:
@@ -270,7 +271,7 @@ class VerifyGraphs:
                     log.warning("CUDA graphs: verification with %s is launched in pieces: %s", name_of(fastest), refusal.brief)
                 self._refused = name_of(fastest)
                 continue
-            graph = _captured(recorder, VerifyGraph, step, inputs, size, width, fastest, logits)
+            graph = _captured(recorder, step.ranks, VerifyGraph, step, inputs, size, width, fastest, logits)
             if graph is None:
                 log.warning("CUDA graphs: no memory for verification by %d sequences of %d tokens", size, width)
             else:
@@ -296,13 +297,19 @@ class VerifyGraphs:
 
 
 def _captured(
-    recorder: GraphRecorder, kind: Callable[Arguments, Graph], *arguments: Arguments.args, **options: Arguments.kwargs
+    recorder: GraphRecorder,
+    ranks: Ranks,
+    kind: Callable[Arguments, Graph],
+    *arguments: Arguments.args,
+    **options: Arguments.kwargs,
 ) -> Graph | None:
     """A step that has been made and captured; None where memory does not suffice."""
     try:
         graph = kind(*arguments, **options)
         graph.capture(recorder)
     except torch.OutOfMemoryError:
+        if ranks.size > 1:  # the others have the graph, and wait in it for this one
+            raise
         torch.cuda.empty_cache()
         return None
     return graph

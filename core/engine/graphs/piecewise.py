@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.model import AttentionFunctions, Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.graphs.cuda_graph import GraphRecorder, borrowed, explain_failure
 
@@ -86,8 +87,8 @@ class _PiecewiseGraph:
 class PiecewiseGraphs:
     """Piecewise graphs by number of tokens; a step takes the smallest that holds it."""
 
-    def __init__(self, model: Model, attention: PagedAttention, device: torch.device) -> None:
-        self._model, self._attention, self._device = model, attention, device
+    def __init__(self, model: Model, attention: PagedAttention, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
+        self._model, self._attention, self._device, self._ranks = model, attention, device, ranks
         self._by_size: list[_PiecewiseGraph] = []
         """The smallest first."""
         self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)
@@ -110,6 +111,8 @@ class PiecewiseGraphs:
             try:
                 self._by_size.insert(0, self._record(size, recorder))
             except torch.OutOfMemoryError:
+                if self._ranks.size > 1:  # the others have the graph, and wait in it for this one
+                    raise
                 torch.cuda.empty_cache()
                 too_large.append(size)
         if too_large:

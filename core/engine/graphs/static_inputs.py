@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.forward.block_tables import HostBlockTables, MirroredTables
 from headway.core.engine.state.step import StepInput
@@ -36,6 +37,7 @@ class ModelStep:
     max_model_len: int
     num_blocks: Sequence[int]
     """Blocks of the pool, for each cache group."""
+    ranks: Ranks = ONE_RANK
     logits: Tensor | None = None
     """[largest batch, vocab_size]: every graph computes its own logits into its first rows."""
 

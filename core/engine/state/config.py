@@ -53,6 +53,7 @@ class EngineConfig:
         int | None, "Most tokens of one step; longer prompts go in chunks. Default: 16,384 on a GPU, 2,048 on a CPU."
     ] = None
     max_num_seqs: Annotated[int, "Most sequences of one step."] = 256
+    tensor_parallel_size: Annotated[int, "Ranks that hold the model together, each a process with a GPU of its own."] = 1
     scheduling_policy: Annotated[
         str, "Who is served first: fcfs (first come, first served), or priority (the lower number, then first come)."
     ] = "fcfs"
@@ -108,7 +109,7 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             self._set("kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
         self._check_offload()
-        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs"):
+        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, "a whole number of at least 1", repr(value))
@@ -119,6 +120,7 @@ class EngineConfig:
         if self.max_logprobs < -1:
             raise ConfigError("max_logprobs", "a whole number of at least -1", repr(self.max_logprobs))
         self._check_capture_sizes()
+        self._check_ranks()
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError("scheduling_policy", "fcfs or priority", repr(self.scheduling_policy))
         Workload.parse(self.workload)
@@ -154,6 +156,13 @@ class EngineConfig:
         if self.deterministic or not self.enable_prefix_caching:
             why = "deterministic, which has none" if self.deterministic else "enable_prefix_caching=False"
             raise ConfigError("kv_offload_size", "the prefix cache, by whose names blocks are found again", why)
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        if self.kv_offload_size is not None:
+            option, need = f"tensor_parallel_size={self.tensor_parallel_size}", "a cache in the ranks' own memory"
+            raise ConfigError(option, need, "kv_offload_size, which copies blocks of one rank", "leave one of them out")
 
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes

@@ -1,4 +1,4 @@
-"""The seam between the engine's loop and what runs its steps: one process today, several ranks later."""
+"""The seam between the engine's loop and what runs its steps: one process, or several ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.errors import HeadwayError
 from headway.core.engine.state.page_mover import PageMover
 from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.state_slots import StateSlots
@@ -18,6 +19,10 @@ from headway.core.engine.state.step import Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
+
+
+class ExecutorLostError(HeadwayError):
+    """No step can run any more; the text says which rank failed, in which step, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +125,15 @@ class Executor(Protocol):
 
     def launch(self, step: StepInput) -> InFlight:
         """Start a step. Whatever a backend raises comes through; what the step says about its rows holds even then."""
+
+    def failed(self, error: Exception) -> None:
+        """Told of what a step has raised, at its launch or at the wait for it. Where this returns, other steps may run.
+
+        :raises ExecutorLostError: none can.
+        """
+
+    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+        """Call a bound method when no step can run any more, in another thread and perhaps while none runs."""
+
+    def shutdown(self) -> None:
+        """End what runs beside this process; no step may be launched afterwards."""

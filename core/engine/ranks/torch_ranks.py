@@ -1,0 +1,133 @@
+"""Ranks over a process group of torch: gloo on CPUs, NCCL on CUDA devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import HeadwayError
+from headway.core.system.shared_ring import LifeSigns
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+LOOPBACK: Final = "127.0.0.1"
+"""All ranks are processes of one machine."""
+_FOREVER: Final = timedelta(days=7)
+"""The group's own limit of a call: none, for a logits processor may take its time, and a rank that hangs is found otherwise."""
+_NCCL: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Environment variables unless they are set: torch leaves it to the engine to end a process whose other ranks are gone, and NCCL
+asks for no multicast of NVLink, which not every machine's fabric lets a process have."""
+_JOIN: Final = timedelta(seconds=60)
+"""The longest that ranks wait for one another when the group is made."""
+
+
+class MeetingError(HeadwayError):
+    """A call in which all ranks meet has failed: as a rule another rank has ended."""
+
+
+class AllReduce(Protocol):
+    """A way of summing a tensor over all ranks."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sum, the same bits on each rank; see `Ranks.all_reduce`."""
+
+
+class TorchRanks:
+    """`Ranks` over a process group that is this engine's own: another group of the process, or another engine, is left alone."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, progress: LifeSigns) -> None:
+        """Join the group, and wait for all ranks to do so.
+
+        store: of a `torch.distributed.TCPStore` on rank 0. device: gloo serves a CPU, NCCL a CUDA device, one for each rank.
+        progress: where this rank counts the calls in which ranks meet.
+
+        :raises RuntimeError: a rank has not come.
+        """
+        self._rank, self._size, self._device, self._progress = rank, size, device, progress
+        self._group = _joined(store, rank, size, device)
+        self.sum: AllReduce = self._sum_by_group
+        """How tensors are summed."""
+
+    @property
+    def rank(self) -> int:
+        """See `Ranks`."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """See `Ranks`."""
+        return self._size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Ranks`; x is overwritten."""
+        self._progress.call()
+        return self.sum(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        self._progress.call()
+        out = x.new_empty((self._size, *x.shape))
+        self._meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
+        return out
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See `Ranks`."""
+        from torch.distributed import BroadcastOptions
+
+        self._progress.call()
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._meet(lambda: self._group.broadcast([x], options))
+        return x
+
+    def abort(self) -> None:
+        """Have calls that wait for other ranks fail; any thread may do so."""
+        self._group.abort()
+
+    def _sum_by_group(self, x: Tensor) -> Tensor:
+        self._meet(lambda: self._group.allreduce([x]))
+        return x
+
+    def _meet(self, call: Callable[[], Any]) -> None:
+        try:
+            call().wait()
+        except RuntimeError as error:
+            raise MeetingError(f"ranks: {' '.join(str(error).split())}") from error
+
+
+def make_store(size: int) -> Any:
+    """Make rank 0's store, at which the ranks find one another: a TCPStore on a free port of the loopback."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(LOOPBACK, 0, size, is_master=True, timeout=_JOIN, wait_for_workers=False)
+
+
+def find_store(port: int, size: int) -> Any:
+    """Connect to the store of rank 0."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(LOOPBACK, port, size, is_master=False, timeout=_JOIN, wait_for_workers=False)
+
+
+def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
+        torch.cuda.set_device(device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = _FOREVER
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    gloo._timeout = _JOIN
+    group = dist.ProcessGroupGloo(store, rank, size, gloo)
+    group._set_default_timeout(_FOREVER)
+    return group

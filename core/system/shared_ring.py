@@ -1,0 +1,211 @@
+"""A ring of slots in shared memory: one process writes messages, several read every one of them, in order.
+
+A reader that waits looks again and again for a moment and then sleeps, until the writer wakes it through a pipe. The memory and
+the pipes have no names: nothing is left of them when the last process that has them ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from threading import Lock
+from typing import Final, NamedTuple
+
+import numpy
+from numpy.typing import NDArray
+
+_LINE: Final = 8
+"""Numbers of 64 bits in a cache line: what one process writes shares no line with what another one does."""
+_WRITTEN, _READ, _ASLEEP, _BEATS, _STEPS, _DONE, _CALLS = range(7)
+"""Numbers of a line. The writer's: messages written. A reader's: messages read; whether it sleeps; and its `LifeSigns`."""
+_HEADER: Final = 16
+"""Bytes before the content of a slot: the length of the whole message, and of the part that the slot holds."""
+_PAUSE: Final = 0.0002
+"""Seconds between two looks of a writer that waits for a slot."""
+_NAP: Final = 0.2
+"""Seconds that a reader sleeps at most before it looks again."""
+
+_let_others_run: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
+_fence_lock: Final = Lock()
+
+
+def _fence() -> None:
+    """Order what was written to memory before with what comes after: a lock is the one fence that Python has."""
+    with _fence_lock:
+        pass
+
+
+class RingSize(NamedTuple):
+    """The shape of a ring, which all its processes must know."""
+
+    num_readers: int
+    num_slots: int = 8
+    slot_bytes: int = 64 * 1024
+    """Bytes of a message that one slot holds; a longer one goes through several."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole memory."""
+        return (1 + self.num_readers) * _LINE * 8 + self.num_slots * (_HEADER + self.slot_bytes)
+
+
+def shared_memory(num_bytes: int) -> int:
+    """Make memory without a name that other processes may be handed; return its file descriptor, which the caller closes."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("headway-ring")
+    else:
+        with tempfile.TemporaryFile() as file:  # it has no name, either
+            descriptor = os.dup(file.fileno())
+    os.truncate(descriptor, num_bytes)
+    return descriptor
+
+
+class LifeSigns:
+    """The signs of life of one reader's process, which the writer's process reads: numbers that only grow."""
+
+    def __init__(self, line: NDArray[numpy.int64]) -> None:
+        self._line = line
+
+    def beat(self) -> None:
+        """Say that the process lives; called by a thread of its own."""
+        self._line[_BEATS] += 1
+
+    def begin_step(self) -> None:
+        """Say that a step begins."""
+        self._line[_STEPS] += 1
+
+    def end_step(self) -> None:
+        """Say that the step has been launched."""
+        self._line[_DONE] += 1
+
+    def call(self) -> None:
+        """Say that the process enters a call in which all ranks meet."""
+        self._line[_CALLS] += 1
+
+    @property
+    def beats(self) -> int:
+        """Signs of life so far."""
+        return int(self._line[_BEATS])
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """How far the process is: steps begun, steps launched, and calls in which all ranks meet."""
+        steps, done, calls = self._line[_STEPS : _CALLS + 1].tolist()
+        return steps, done, calls
+
+    @property
+    def step_text(self) -> str:
+        """The step that the process is in, or has run last, in words."""
+        steps, done, _ = self.place
+        return f"in step {steps}" if steps > done else f"after step {steps}" if steps else "before the first step"
+
+
+class _Ring:
+    """The memory of a ring as numbers and slots."""
+
+    def __init__(self, descriptor: int, size: RingSize) -> None:
+        self._size = size
+        self._memory = mmap.mmap(descriptor, size.num_bytes)
+        numbers = numpy.frombuffer(self._memory, dtype=numpy.int64, count=(1 + size.num_readers) * _LINE)
+        self._lines = numbers.reshape(1 + size.num_readers, _LINE)
+        """The writer's line, and one for each reader."""
+        self._first_slot = numbers.nbytes
+
+    def progress_of(self, reader: int) -> LifeSigns:
+        """The signs of life of a reader; -1: those of the writer itself."""
+        return LifeSigns(self._lines[1 + reader])
+
+    def _slot(self, message: int) -> int:
+        return self._first_slot + message % self._size.num_slots * (_HEADER + self._size.slot_bytes)
+
+
+class RingWriter(_Ring):
+    """The one writer of a ring."""
+
+    def __init__(self, descriptor: int, size: RingSize, wake_pipes: list[int]) -> None:
+        """descriptor: of `shared_memory`. wake_pipes: for each reader the descriptor of a pipe's end that wakes it."""
+        super().__init__(descriptor, size)
+        self._wake_pipes = wake_pipes
+        self._reads = self._lines[1:, _READ]
+        self._asleep = self._lines[1:, _ASLEEP]
+        self._written = 0
+
+    def write(self, message: bytes, check: Callable[[], None]) -> None:
+        """Write a message; waits where a reader has not read the message that the slot holds.
+
+        check: called again and again while the writer waits; may raise, and then the message is not written whole.
+        """
+        view = memoryview(message)
+        for start in range(0, max(len(message), 1), self._size.slot_bytes):
+            self._write_part(len(message), view[start : start + self._size.slot_bytes], check)
+
+    def _write_part(self, total: int, part: memoryview, check: Callable[[], None]) -> None:
+        while self._written - int(self._reads.min()) >= self._size.num_slots:
+            check()
+            time.sleep(_PAUSE)
+        slot = self._slot(self._written)
+        self._memory[slot : slot + _HEADER] = total.to_bytes(8, "little") + len(part).to_bytes(8, "little")
+        self._memory[slot + _HEADER : slot + _HEADER + len(part)] = part
+        _fence()
+        self._written += 1
+        self._lines[0, _WRITTEN] = self._written
+        _fence()
+        if self._asleep.any():
+            for reader in numpy.flatnonzero(self._asleep):
+                with suppress(OSError):  # a full pipe wakes it as well, and one without a reader is not the writer's concern
+                    os.write(self._wake_pipes[reader], b"!")
+
+
+class RingReader(_Ring):
+    """One of the readers of a ring."""
+
+    def __init__(self, descriptor: int, size: RingSize, reader: int, wake_pipe: int, spin_seconds: float) -> None:
+        """reader: its number, from 0. wake_pipe: the end of its pipe that is read.
+
+        spin_seconds: how long the reader looks without a pause for the next message, before it sleeps.
+        """
+        super().__init__(descriptor, size)
+        self._line = self._lines[1 + reader]
+        self._wake_pipe, self._spin_seconds = wake_pipe, spin_seconds
+        self._read = 0
+        self.progress = self.progress_of(reader)
+        """Where this reader's process gives signs of life."""
+
+    def read(self) -> bytes:
+        """Wait for the next message and return it."""
+        total, message = self._read_part()
+        while len(message) < total:
+            message += self._read_part()[1]
+        return message
+
+    def _read_part(self) -> tuple[int, bytes]:
+        self._wait()
+        slot = self._slot(self._read)
+        header = self._memory[slot : slot + _HEADER]
+        total, length = int.from_bytes(header[:8], "little"), int.from_bytes(header[8:], "little")
+        part = self._memory[slot + _HEADER : slot + _HEADER + length]
+        _fence()
+        self._read += 1
+        self._line[_READ] = self._read
+        return total, part
+
+    def _wait(self) -> None:
+        until = time.perf_counter() + self._spin_seconds
+        while self._lines[0, _WRITTEN] <= self._read:
+            if time.perf_counter() < until:
+                _let_others_run()
+                continue
+            self._line[_ASLEEP] = 1
+            _fence()
+            if self._lines[0, _WRITTEN] <= self._read:
+                ready, _, _ = select.select([self._wake_pipe], [], [], _NAP)
+                if ready:
+                    os.read(self._wake_pipe, 4096)
+            self._line[_ASLEEP] = 0
+        _fence()

@@ -1,0 +1,148 @@
+"""The start of an engine's other ranks: which devices they take, their processes, and what each of these makes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from headway.backends.compile_ahead import compile_ahead
+from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.model import state_layers
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
+from headway.core.engine.device.local_executor import LocalExecutor
+from headway.core.engine.ranks.rank_messages import RankStart
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.scheduling import deterministic
+from headway.core.sampling.sampler import TORCH_SAMPLING
+from headway.core.select.costs import CostTable
+from headway.core.select.layer_specs import LayerSpecs
+from headway.machine.memory import bound_kernel_caches
+from headway.machine.threads import set_threads
+from headway.models.loader import LoadedModel, load_model
+from headway.tuning.measure.device import resolve_device
+from headway.tuning.measure.experts import choose_experts
+
+if TYPE_CHECKING:
+    from headway.core.contract.ranks import Ranks
+    from headway.engine_args import EngineArgs
+
+_MODULE: Final = "headway.hosting.rank_child"
+
+
+class EngineChoices(NamedTuple):
+    """What rank 0 has chosen by measuring, for all ranks: lists in the order of a model's layers, whose specs name the device."""
+
+    costs: Sequence[CostTable] | None
+    """For each of `LayerSpecs.counts`."""
+    state_costs: Sequence[CostTable] | None
+    """For each distinct one of `LayerSpecs.states`."""
+
+    @classmethod
+    def of(
+        cls, costs: Mapping[AttentionSpec, CostTable] | None, state_costs: Mapping[StateSpec, CostTable] | None
+    ) -> EngineChoices:
+        """Take rank 0's tables, which are in that order."""
+        return cls(None if costs is None else [*costs.values()], None if state_costs is None else [*state_costs.values()])
+
+
+def rank_devices(args: EngineArgs) -> list[torch.device]:
+    """Return the device of each rank, before anything is started.
+
+    :raises ConfigError: more ranks than devices, devices of several kinds, or a start that leaves the ranks to somebody else.
+    """
+    size, option = args.tensor_parallel_size, "tensor_parallel_size"
+    if sys.platform == "win32":
+        raise ConfigError(option, "1 on Windows, which hands no sockets to other processes", size)
+    others = os.environ.get("WORLD_SIZE", "1")
+    if others != "1":
+        need = "processes that Headway starts itself, one for each rank"
+        hint = "start it without torchrun; a rank needs no start of its own"
+        raise ConfigError(f"{option}={size}", need, f"a process that torchrun has started (WORLD_SIZE={others})", hint)
+    if args.registry is not None:
+        need = "plugins or backends by name or file, which each rank can load"
+        raise ConfigError(f"{option}={size}", need, "a registry of this process", "leave registry out")
+    if ":" in args.device:
+        hint = "device='cuda'; CUDA_VISIBLE_DEVICES says which GPUs there are"
+        raise ConfigError("device", f"a kind of device where {option} is {size}", args.device, hint)
+    device = resolve_device(args.device)
+    if device.type == "cpu":
+        _check_count(size, os.cpu_count() or size, "the machine's cores")
+        return [device] * size
+    _check_count(size, torch.cuda.device_count(), "the GPUs that torch sees")
+    names = [torch.cuda.get_device_name(number) for number in range(size)]
+    if len(set(names)) > 1:
+        hint = "CUDA_VISIBLE_DEVICES says which GPUs there are"
+        raise ConfigError(f"{option}={size}", "GPUs of one kind", ", ".join(names), hint)
+    return [torch.device("cuda", number) for number in range(size)]
+
+
+def _check_count(size: int, count: int, what: str) -> None:
+    if size > count:
+        nearest = 2 ** (count.bit_length() - 1)
+        raise ConfigError("tensor_parallel_size", f"at most {count}, {what}", size, f"tensor_parallel_size={nearest}")
+
+
+def start_ranks(args: EngineArgs, devices: Sequence[torch.device]) -> RankProcesses:
+    """Start the processes of the other ranks. On a CPU all ranks share its threads, and this process's number is set, too."""
+    size, num_threads = len(devices), None
+    if devices[0].type == "cpu":
+        bound_kernel_caches()
+        num_threads = set_threads(args.num_threads, size)
+    return RankProcesses(size, _MODULE, [str(device) for device in devices], num_threads)
+
+
+def join_ranks(processes: RankProcesses, args: EngineArgs) -> Ranks:
+    """Have each process load its part of the model; this one does the same next."""
+    return processes.join(partial(make_rank, args=args))
+
+
+def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
+    """Make the executor of a rank that follows: what `assemble` makes on rank 0, with rank 0's choices.
+
+    :raises HeadwayError: as there.
+    """
+    registry, device = args.make_registry(), torch.device(start.device)
+    config = args.engine_config().for_device(device)
+    ahead = compile_ahead(device)
+    decoder = load_part(args, device, start.ranks).decoder
+    layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+    if config.deterministic:
+        config = deterministic.prepare(registry, layers, state_layers(decoder), config)
+    choices: EngineChoices = start.choices()
+    if not config.deterministic:
+        choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
+    states = dict.fromkeys(layers.states)
+    return LocalExecutor(
+        model=decoder,
+        layers=layers,
+        source=registry,
+        config=config,
+        sampling=TORCH_SAMPLING if config.deterministic else fastest_sampling(device, decoder.vocab_size, ahead),
+        costs=None if choices.costs is None else dict(zip(layers.counts, choices.costs, strict=True)),
+        state_costs=None if choices.state_costs is None else dict(zip(states, choices.state_costs, strict=True)),
+        compile_ahead=ahead,
+        max_decode_len=1 if config.speculate is None else config.num_speculative_tokens + 1,
+        ranks=start.ranks,
+    )
+
+
+def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedModel:
+    """Load the part of a model that a rank holds; rank 0 alone has the tokenizer."""
+    return load_model(
+        args.model,
+        dtype=args.dtype,
+        device=device,
+        load_format=args.load_format,
+        skip_tokenizer_init=args.skip_tokenizer_init or ranks.rank > 0,
+        batch_invariant=args.deterministic,
+        model_impl=args.model_impl,
+        torch_compile=args.compiles_on(device.type),
+        ranks=ranks,
+    )

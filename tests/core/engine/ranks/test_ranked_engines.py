@@ -1,0 +1,215 @@
+"""Several ranks on a CPU, over gloo: the tokens of one rank, whatever requests want and however the work is cut."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy
+import psutil
+import pytest
+import torch
+
+from headway.core.contract.errors import HeadwayError
+from headway.core.engine.loop import EngineLoop
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.structured import StructuredOutputsParams
+from proposer_stub import told_of
+from ranked_model import RankedModel, assert_ended, pids_of, ranked_engine
+from run_engine import Written, drain, generate
+
+
+def tight(size: int) -> EngineConfig:
+    """Room for fewer sequences than are asked for, and steps too small for a prompt: chunks, preemption. A rank with fewer heads
+    has as many pages in less memory."""
+    return EngineConfig(
+        block_size=8,
+        kv_cache_memory=16 * 8192 // size,
+        max_model_len=96,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+        async_scheduling=True,
+    )
+
+
+def next_is_odd(output: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Odd after even, even after odd: rank 0 alone calls it."""
+    logits[(output[-1] if output else 0) % 2 :: 2] = -torch.inf
+    return logits
+
+
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7, "logprobs": 2},
+    {"logit_bias": {3: 2.0, 9: -100.0}, "bad_words_token_ids": [[4], [2, 3]]},
+    {"logits_processors": [next_is_odd], "repetition_penalty": 1.2, "logprobs": 0},
+    {"min_tokens": 9, "stop_token_ids": list(range(0, 512, 2))},
+    {"prompt_logprobs": 3, "logprobs": 4},
+    {"n": 3, "temperature": 0.7},
+]
+
+
+def write_all(engine: EngineLoop) -> dict[tuple[str, int], Written]:
+    """What requests of all kinds write whose prompts begin alike, some of them after others have ended."""
+    draw, written = Random(0), dict[tuple[str, int], Written]()
+    prompts = [[7] * 16 + [draw.randrange(512) for _ in range(draw.randrange(1, 40))] for _ in WISHES]
+    for round_number in range(2):
+        for number, (prompt, wish) in enumerate(zip(prompts, WISHES, strict=True)):
+            params = SamplingParams(max_tokens=draw.randint(3, 20), seed=number, ignore_eos=True, **wish)
+            engine.add_request(f"{round_number}.{number}", engine.limits.checked(prompt, params))
+        drain(engine, written)
+    return written
+
+
+def compare(one: dict[tuple[str, int], Written], several: dict[tuple[str, int], Written]) -> None:
+    assert several.keys() == one.keys()
+    for key, expected in one.items():
+        found = several[key]
+        assert found.token_ids == expected.token_ids, key
+        assert (found.finish_reason, found.error) == (expected.finish_reason, expected.error)
+        assert found.num_cached_tokens == expected.num_cached_tokens
+        for mine, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            numpy.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[EngineLoop]]:
+    """Engines whose ranks are ended with the test."""
+    made: list[EngineLoop] = []
+    yield made
+    for engine in made:
+        engine.executor.shutdown()
+
+
+def test_two_ranks_write_what_one_writes_and_a_killed_one_ends_the_engine(engines: list[EngineLoop]) -> None:
+    alone = ranked_engine(1, tight(1))
+    expected = write_all(alone)
+    assert alone.stats.num_preemptions > 0
+    engine = ranked_engine(2, tight(2))
+    engines.append(engine)
+    compare(expected, write_all(engine))
+    assert engine.stats.num_preemptions > 0
+    pids = pids_of(engine)
+    psutil.Process(pids[0]).kill()
+    began = time.monotonic()
+    with pytest.raises(ExecutorLostError, match=r"^rank 1 of 2 failed after step \d+: its process \d+ was killed by SIGKILL"):
+        write_all(engine)
+    assert time.monotonic() - began < 10
+    engine.abort_all()
+    with pytest.raises(ExecutorLostError, match="was killed by SIGKILL"):
+        generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))
+    assert_ended(pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path, engines: list[EngineLoop]) -> None:
+    pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
+    from transformers import AutoTokenizer
+
+    from headway.core.sampling.grammar import GrammarCompiler
+    from sandbox import save_tiny_model
+
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path))
+    grammars = GrammarCompiler(tokenizer, RankedModel.vocab_size, [tokenizer.eos_token_id])
+    texts = [[*prompt, *range(60)] for prompt in ([5, 6], [9])]
+    proposer = told_of(texts, wrong_every=7)
+    for engine_size in (1, size):
+        engines.append(ranked_engine(engine_size, tight(engine_size), proposer=proposer, grammars=grammars))
+    form = StructuredOutputsParams(regex="(yes|no|perhaps)+")
+    wishes = [
+        SamplingParams(temperature=0, max_tokens=12),
+        SamplingParams(temperature=1, seed=3, max_tokens=12, structured_outputs=form, repetition_penalty=1.1),
+        SamplingParams(temperature=1, top_p=0.9, seed=4, max_tokens=12, structured_outputs=form),
+        SamplingParams(temperature=0, max_tokens=30),
+    ]
+    prompts = [[5, 6], [5, 6], [9], [9]]
+    one, several = ([each.token_ids for each in generate(engine, prompts, wishes)] for engine in engines)
+    assert several == one
+    first, second = engines
+    compare(write_all(first), write_all(second))
+    assert second.stats.num_accepted_tokens == first.stats.num_accepted_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("kill", r"in step \d+: its process \d+ was killed by SIGKILL"),
+        ("raise", r"in step \d+: RuntimeError: a kernel of this rank has failed"),
+        ("stop", r"in step \d+: process \d+ has given no sign of life for 6 s"),
+        ("loop", r"in step \d+: it has stood still for 6 s while rank 0 waits for it in step \d+"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str, text: str, size: int, engines: list[EngineLoop]) -> None:
+    config = EngineConfig(block_size=8, kv_cache_memory=2**20)
+    engine = ranked_engine(size, config, fault=fault)
+    engines.append(engine)
+    pids = pids_of(engine)
+    generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))
+    began = time.monotonic()
+    with pytest.raises(ExecutorLostError, match=rf"^rank {size - 1} of {size} failed {text}.*; all ranks have been ended"):
+        generate(engine, [[1] * 13], SamplingParams(temperature=0))
+    assert time.monotonic() - began < 10
+    assert_ended(pids)
+
+
+@pytest.mark.slow
+def test_a_warm_up_runs_on_all_ranks_and_rank_0_shows_the_logits_of_the_whole_vocabulary(engines: list[EngineLoop]) -> None:
+    found: list[list[torch.Tensor]] = []
+    for size in (1, 2):
+        engine = ranked_engine(size, tight(size), compile_ahead=nullcontext)
+        engines.append(engine)
+        found.append([])
+        engine.executor.observe(lambda rows, logits: found[-1].append(logits.clone()))
+        generate(engine, [[1, 2, 3], [4, 5]], SamplingParams(temperature=0))
+    one, two = (torch.cat(logits) for logits in found)
+    assert two.shape == (32, RankedModel.vocab_size)
+    torch.testing.assert_close(two, one, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_on_rank_0_is_the_last(engines: list[EngineLoop]) -> None:
+    def fail(output: Sequence[int], logits: torch.Tensor) -> None:
+        raise KeyboardInterrupt  # the second Ctrl-C, which no step holds back
+
+    engine = ranked_engine(2, EngineConfig(block_size=8, kv_cache_memory=2**20))
+    engines.append(engine)
+    pids = pids_of(engine)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, [[1, 2, 3]], SamplingParams(logits_processors=[fail]))
+    assert_ended(pids)
+    engine.abort_all()
+    with pytest.raises(ExecutorLostError, match=r"^rank 0 of 2 failed in step 1: KeyboardInterrupt"):
+        generate(engine, [[1, 2, 3]], SamplingParams())
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_at_its_start_is_told_of_in_one_line() -> None:
+    with pytest.raises(HeadwayError, match=r"^rank 1 of 2 failed at its start: RuntimeError: no part of the model here; .*$"):
+        ranked_engine(2, EngineConfig(kv_cache_memory=2**20), fault="start")
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_engine_and_leave_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    engine = ranked_engine(2, EngineConfig(block_size=8, kv_cache_memory=2**20))
+    generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))
+    pids, descriptors = pids_of(engine), len(os.listdir("/proc/self/fd"))
+    del engine
+    gc.collect()
+    assert_ended(pids)
+    assert len(os.listdir("/proc/self/fd")) < descriptors
+    assert set(os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else ()) <= before

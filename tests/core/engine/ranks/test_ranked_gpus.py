@@ -1,0 +1,47 @@
+"""Two ranks on two GPUs, over NCCL: the tokens of one rank, with graphs and without, and an end for a rank that fails."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.sampling.params import SamplingParams
+from ranked_model import assert_ended, pids_of, ranked_engine
+from run_engine import generate
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+CONFIG = {"block_size": 16, "kv_cache_memory": 2**22, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_gpus_write_what_one_writes(enforce_eager: bool) -> None:
+    config = EngineConfig(**CONFIG, enforce_eager=enforce_eager)
+    prompts = [[7] * 16 + [number, 3] for number in range(12)]
+    wishes = [SamplingParams(temperature=number % 3 / 2, top_p=0.95, seed=number, max_tokens=30) for number in range(12)]
+    written = []
+    for size in (1, 2):
+        engine = ranked_engine(size, config, device="cuda")
+        written.append([each.token_ids for each in generate(engine, prompts, wishes)])
+        assert enforce_eager or engine.stats.num_graph_steps > 0
+        engine.executor.shutdown()
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "stop", "loop"])
+def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str) -> None:
+    engine = ranked_engine(2, EngineConfig(**CONFIG, enforce_eager=True), device="cuda", fault=fault)
+    pids = pids_of(engine)
+    generate(engine, [[1, 2, 3]], SamplingParams(temperature=0))
+    began = time.monotonic()
+    with pytest.raises(ExecutorLostError, match=r"^rank 1 of 2 failed in step \d+"):
+        generate(engine, [[1] * 13], SamplingParams(temperature=0))
+    assert time.monotonic() - began < 10
+    assert_ended(pids)
+    engine.executor.shutdown()
