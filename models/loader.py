@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.system_errors import is_rust_panic
@@ -59,6 +60,7 @@ def load_model(
     batch_invariant: bool = False,
     model_impl: str = "auto",
     torch_compile: bool | None = False,
+    ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -67,9 +69,10 @@ def load_model(
     batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
+    ranks: of several, this one's part of the model is loaded alone; every rank calls.
 
     :raises ModelError: unknown, unreadable or unsupported model.
-    :raises ConfigError: unknown dtype, load_format or model_impl.
+    :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
     """
     check_load_options(dtype, load_format)
     if model_impl not in MODEL_IMPLS:
@@ -86,10 +89,15 @@ def load_model(
             DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
         )
         with torch.inference_mode():
-            decoder, implementation = Decoder(native, weights, batch_invariant), "Headway's decoder"
+            decoder, implementation = Decoder(native, weights, batch_invariant, ranks), "Headway's decoder"
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"
         raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)
+    elif ranks.size > 1:
+        hint = "transformers' code runs on one rank; model_impl='headway' says what Headway's decoder lacks"
+        raise ConfigError(
+            "tensor_parallel_size", "1, or a model that Headway's decoder computes", f"{ranks.size} with {name}", hint
+        )
     else:
         from headway.models.transformers_adapter.load import load_adapted
 

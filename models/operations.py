@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,6 +19,7 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
+from headway.models.norm_share import NormShare
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -40,12 +41,15 @@ class Norm:
     """[size]"""
     absorbed: bool = False
     """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
+    share: NormShare | None = None
+    """Of an RMSNorm over elements that several ranks hold, among them those of the weight; None: they are all here."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
     """What an RMSNorm in float32 on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size)
     and sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
 
     def __post_init__(self) -> None:
-        if self.bias is None and self.weight.dtype == torch.float32 and self.weight.device.type == "cpu":
+        in_float32 = self.weight.dtype == torch.float32 and self.weight.device.type == "cpu"
+        if self.bias is None and self.share is None and in_float32:
             size = self.weight.shape[0]
             object.__setattr__(self, "by_length", (self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)))
 
@@ -60,6 +64,8 @@ class Embedding:
     """Multiplies a token's row."""
     positions: Tensor | None = None
     """[positions, hidden_size], learned: the row of its position is added to each token."""
+    tokens: range | None = None
+    """Ids of the tokens whose rows the table has, where other ranks have the others': its last row, zeros, stands for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,9 @@ class Heads:
     @property
     def whole_norm(self) -> bool:
         """Whether all heads of q are normed as one, and all of k."""
-        return self.q_norm is not None and self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
+        if self.q_norm is None:
+            return False
+        return self.q_norm.share is not None or self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,9 @@ class Operations(Protocol):
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
 
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """residual + products of several x and their Linear, as `add_product`."""
+
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
@@ -184,9 +195,21 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid, "none": lambda by: by}
 
 
+def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+    """Add products to the residual, as `Operations.add_products` says, one after the other."""
+    for x, linear in terms:
+        residual = ops.add_product(residual, x, linear)
+    return residual
+
+
 def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
     """RMSNorm over the last axis of x, float32; the others are of `Norm.by_length`."""
     return torch.div(x, torch.linalg.vector_norm(x, 2, -1, True).hypot_(least)).mul_(weight)
+
+
+def shared_norm(x: Tensor, norm: Norm, share: NormShare) -> Tensor:
+    """RMSNorm over the rows of x [rows, size] and of the other ranks' together."""
+    return (share.normed(x.float(), norm.eps) * norm.weight.float()).to(x.dtype)
 
 
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
@@ -200,8 +223,8 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     if gate.norm.by_length is not None and len(gate.norm.weight) == gate.size:
         y = norm_by_length(y, *gate.norm.by_length).flatten(1)
     else:
-        weight = gate.norm.weight.float()
-        y = rms_norm(y, (gate.size,), eps=gate.norm.eps)
+        weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
+        y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(y.flatten(1), eps).view_as(y)
         y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
@@ -233,6 +256,8 @@ class TorchOperations:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
+        if norm.share is not None:
+            return shared_norm(x, norm, norm.share)
         if norm.by_length is not None and x.dtype == torch.float32:
             return norm_by_length(x, *norm.by_length)
         weight = norm.weight
@@ -297,6 +322,10 @@ class TorchOperations:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """See Operations."""
+        return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""

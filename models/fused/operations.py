@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import triton
@@ -19,7 +19,18 @@ from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, Embedding, Gate, Heads, Norm, Rope, apply_gate, softcap
+from headway.models.operations import (
+    ACTIVATE,
+    Embedding,
+    Gate,
+    Heads,
+    Norm,
+    Rope,
+    add_one_by_one,
+    apply_gate,
+    shared_norm,
+    softcap,
+)
 
 
 class Fused:
@@ -74,8 +85,8 @@ class Fused:
         return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """One launch."""
-        return self._norm(x, norm, None)
+        """One launch; several, of torch's, where ranks share the elements."""
+        return self._norm(x, norm, None) if norm.share is None else shared_norm(x, norm, norm.share)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         """One launch, in place."""
@@ -203,6 +214,10 @@ class Fused:
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """As many launches as products."""
+        return add_one_by_one(self, residual, terms)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None

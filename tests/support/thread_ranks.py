@@ -1,0 +1,65 @@
+"""Ranks that are threads of this process: no process starts, and whatever one of them raises is raised here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.ranks import Ranks
+
+Result = TypeVar("Result")
+WAIT = 60.0
+"""Seconds after which a rank that waits for another gives up."""
+
+
+class ThreadRanks:
+    """One thread's view of all of them. Counts its sums."""
+
+    def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier) -> None:
+        """given: room for every rank's tensor."""
+        self.rank, self.size, self.sums = rank, len(given), 0
+        self._given, self._barrier = given, barrier
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        self._given[self.rank] = x
+        self._barrier.wait()
+        assert {(each.shape, each.dtype) for each in self._given} == {(x.shape, x.dtype)}
+        gathered = torch.stack(self._given)
+        self._barrier.wait()
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        total = self.all_gather(x).sum(0)
+        x.fill_(torch.nan if x.is_floating_point() else -1)  # it may be overwritten
+        return total
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x.copy_(self.all_gather(x)[0])
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Result]) -> list[Result]:
+    """Do the same work on each of so many ranks, at once, without gradients; the results by rank."""
+    barrier, given = threading.Barrier(size, timeout=WAIT), [torch.empty(0)] * size
+
+    def of_rank(rank: int) -> Result:
+        try:
+            with torch.inference_mode():
+                return work(ThreadRanks(rank, given, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(of_rank, rank) for rank in range(size)]
+        errors = [future.exception() for future in futures]
+    own = [error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)]
+    for error in [*own, *(error for error in errors if error is not None)]:
+        raise error
+    return [future.result() for future in futures]
