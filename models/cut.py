@@ -129,8 +129,8 @@ class StateCut:
         self.key_heads = division.repeated(spec.num_key_heads) if spec.recurrent else Axis.all(0)
         self.out = self.values if spec.recurrent else division.even(spec.conv_channels)
         """Channels of the output."""
-        heads = {"num_heads": self.heads.size, "num_key_heads": self.key_heads.size}
-        own = replace(spec, **heads, conv_channels=self._conv_channels)
+        heads, key_heads = self.heads.size, self.key_heads.size
+        own = replace(spec, num_heads=heads, num_key_heads=key_heads, conv_channels=self._conv_channels)
         self.own = replace(config, spec=own, norm_size=min(config.norm_size, self.out.size))
         """The rank's part."""
         self.norms = self.out.whole // (config.norm_size or self.out.whole)
@@ -161,6 +161,10 @@ class StateCut:
         return 2 * self.keys.size + self.values.size
 
 
+_MOST = 1024
+"""Ranks up to which numbers of them are proposed."""
+
+
 def check_divides(config: DecoderConfig, size: int) -> None:
     """Check that a model's sizes divide among so many ranks.
 
@@ -168,8 +172,7 @@ def check_divides(config: DecoderConfig, size: int) -> None:
     """
     needs = [*_needs(config, size)]
     if needs:
-        most = 2 * max(size, config.num_heads)
-        fitting = [other for other in range(1, most) if not [*_needs(config, other)]]
+        fitting = [other for other in range(1, _MOST + 1) if not [*_needs(config, other)]]
         near = [*[other for other in fitting if other < size][-1:], *[other for other in fitting if other > size][:1]]
         hint = f"nearest that {'works' if len(near) == 1 else 'work'}: {' and '.join(map(str, near))}"
         raise ConfigError("tensor_parallel_size", ", ".join(needs), size, hint)
