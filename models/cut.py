@@ -24,12 +24,12 @@ from headway.models.experts.cut import needs as needs_of_experts
 class ModelCut:
     """The axes of a model's tensors as one rank holds them, and the configuration of what it computes."""
 
-    def __init__(self, config: DecoderConfig, rank: int = 0, size: int = 1) -> None:
-        """Take sizes alone: nothing is read before they are known to divide.
+    def __init__(self, config: DecoderConfig, rank: int = 0, size: int = 1, by_expert: bool = True) -> None:
+        """Take sizes alone: nothing is read before they are known to divide. by_expert: see `check_divides`.
 
         :raises ConfigError: they do not, with the numbers of ranks nearest to this one that would suit them.
         """
-        check_divides(config, size)
+        check_divides(config, size, by_expert)
         self._config, self._division = config, Division(rank, size)
 
     @cached_property
@@ -125,7 +125,7 @@ class StateCut:
     def __init__(self, config: StateConfig, division: Division) -> None:
         self._spec, spec = config.spec, config.spec
         self.heads = division.even(spec.num_heads)
-        """Of `mamba1`, its channels."""
+        """Heads of the state; `mamba1` has a channel in their place."""
         self.key_heads = division.repeated(spec.num_key_heads) if spec.recurrent else Axis.all(0)
         self.out = self.values if spec.recurrent else division.even(spec.conv_channels)
         """Channels of the output."""
@@ -165,20 +165,22 @@ _MOST = 1024
 """Ranks up to which numbers of them are proposed."""
 
 
-def check_divides(config: DecoderConfig, size: int) -> None:
+def check_divides(config: DecoderConfig, size: int, by_expert: bool = True) -> None:
     """Check that a model's sizes divide among so many ranks.
+
+    by_expert: whether experts may be divided by expert, which the kernels of a GPU do not compute.
 
     :raises ConfigError: they do not; the error has all of their numbers, and which numbers of ranks would do.
     """
-    needs = [*_needs(config, size)]
+    needs = [*_needs(config, size, by_expert)]
     if needs:
-        fitting = [other for other in range(1, _MOST + 1) if not [*_needs(config, other)]]
+        fitting = [other for other in range(1, _MOST + 1) if not [*_needs(config, other, by_expert)]]
         near = [*[other for other in fitting if other < size][-1:], *[other for other in fitting if other > size][:1]]
         hint = f"nearest that {'works' if len(near) == 1 else 'work'}: {' and '.join(map(str, near))}"
         raise ConfigError("tensor_parallel_size", ", ".join(needs), size, hint)
 
 
-def _needs(config: DecoderConfig, size: int) -> Iterator[str]:
+def _needs(config: DecoderConfig, size: int, by_expert: bool) -> Iterator[str]:
     """What a number of ranks would have to be, where it is not."""
     even, either = {}, {}
     if any(layer.attention for layer in config.layers):
@@ -200,4 +202,4 @@ def _needs(config: DecoderConfig, size: int) -> Iterator[str]:
         if count % size and size % count:
             yield f"a divisor or a multiple of the {count} {name}"
     if config.experts is not None:
-        yield from needs_of_experts(config.experts, size)
+        yield from needs_of_experts(config.experts, size, by_expert)

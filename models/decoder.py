@@ -65,7 +65,8 @@ class Decoder:
         :raises ConfigError: the model does not divide among so many ranks.
         """
         self.config, names = config, config.names
-        cut, ranks = ModelCut(config, ranks.rank, ranks.size), SumsInOrder(ranks) if batch_invariant else ranks
+        cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
+        ranks = SumsInOrder(ranks) if batch_invariant else ranks
         tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
         table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
         positions = cut.once(_positions(config, tensors))

@@ -89,7 +89,8 @@ def load_model(
             DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
         )
         with torch.inference_mode():
-            decoder, implementation = Decoder(native, weights, batch_invariant, ranks), "Headway's decoder"
+            decoder = Decoder(native, weights, batch_invariant, ranks)
+        implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"
         raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)

@@ -42,7 +42,7 @@ class Norm:
     absorbed: bool = False
     """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
     share: NormShare | None = None
-    """Of an RMSNorm over elements that several ranks hold, among them those of the weight; None: they are all here."""
+    """What ranks share, where the elements of an RMSNorm lie on several of them; None: they are all here."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
     """What an RMSNorm in float32 on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size)
     and sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""

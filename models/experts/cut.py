@@ -26,7 +26,7 @@ class ExpertsCut:
         self.inner = division.even(config.intermediate_size) if by_columns else Axis.all(config.intermediate_size)
         """Columns of a routed expert's last product."""
         self.shared = division.even(config.shared_intermediate_size)
-        """Those of the shared experts' together."""
+        """Columns of the shared experts' last products together."""
         self.own = replace(
             config,
             intermediate_size=self.inner.size,
@@ -36,12 +36,13 @@ class ExpertsCut:
         """The rank's layer."""
 
 
-def needs(config: ExpertsConfig, size: int) -> list[str]:
+def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
     """Say what the number of ranks would have to be where it does not suit a layer of experts."""
     inner, experts, shared = config.intermediate_size, config.num_experts, config.shared_intermediate_size
     found = []
-    if inner % size and experts % size:
-        found.append(f"a divisor of the experts' inner size {inner} or of their number {experts}")
+    if inner % size and (experts % size or not by_expert):
+        also = f" or of their number {experts}" if by_expert else " (on a GPU they are not divided by expert)"
+        found.append(f"a divisor of the experts' inner size {inner}{also}")
     if shared % size:
         found.append(f"a divisor of the shared experts' inner size {shared}")
     return found

@@ -22,7 +22,7 @@ from headway.models.families import FAMILIES, read_decoder_config
 from headway.models.loader import load_model
 from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
-from thread_ranks import ThreadRanks, on_ranks
+from thread_ranks import alone, on_ranks
 from transformers_release import needs
 
 UNEVEN = {**SMALL, "hidden_act": "silu", "moe_intermediate_size": 42, "num_experts": 12, "num_experts_per_tok": 3}
@@ -106,7 +106,7 @@ def test_a_rank_reads_its_part_of_the_files_alone(tmp_path: Path, monkeypatch: p
     counted: list[int] = []
     monkeypatch.setattr(weights_module, "safe_open", lambda *given, **options: Counting(counted, *given, **options))
     read = []
-    for ranks in (ONE_RANK, *(ThreadRanks(rank, [torch.empty(0)] * 4, None) for rank in range(4))):  # type: ignore[arg-type]
+    for ranks in (ONE_RANK, *(alone(rank, 4) for rank in range(4))):
         counted.clear()
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True, ranks=ranks)
         read.append(sum(counted))
@@ -177,8 +177,8 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
             found.append(model.compute_logits(hidden[before:]))
         return found
 
-    for alone, beside in on_ranks(4, both):
-        assert torch.equal(alone, beside)
+    for by_itself, beside in on_ranks(4, both):
+        assert torch.equal(by_itself, beside)
 
 
 def changed(name: str, **values: Any) -> PretrainedConfig:
@@ -208,13 +208,11 @@ def test_sizes_that_do_not_divide_are_named_with_what_does(name: str, values: di
 
 def test_they_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     PLAIN["llama"].save_pretrained(tmp_path)
-    ranks = ThreadRanks(0, [torch.empty(0)] * 3, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tensor_parallel_size: .* got 3"):
-        load_model(str(tmp_path), load_format="dummy", ranks=ranks)
+        load_model(str(tmp_path), load_format="dummy", ranks=alone(0, 3))
 
 
 def test_transformers_code_is_refused_with_more_than_one_rank(tmp_path: Path) -> None:
     PLAIN["llama"].save_pretrained(tmp_path)
-    ranks = ThreadRanks(0, [torch.empty(0)] * 2, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="needs 1, or a model that Headway's decoder computes, got 2 .*model_impl='headway'"):
-        load_model(str(tmp_path), load_format="dummy", model_impl="transformers", ranks=ranks)
+        load_model(str(tmp_path), load_format="dummy", model_impl="transformers", ranks=alone(0, 2))

@@ -20,18 +20,25 @@ WAIT = 60.0
 class ThreadRanks:
     """One thread's view of all of them. Counts its sums, which begin with another rank in each part, as a ring's do."""
 
-    def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier) -> None:
-        """given: room for every rank's tensor."""
+    def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier, turn: threading.Lock) -> None:
+        """given: room for every rank's tensor; turn: held by the one that computes, for Triton's interpreter is one thread's."""
         self.rank, self.size, self.sums = rank, len(given), 0
-        self._given, self._barrier = given, barrier
+        self._given, self._barrier, self._turn = given, barrier, turn
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
 
     def all_gather(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
         self._given[self.rank] = x
-        self._barrier.wait()
+        self._wait()
         assert {(each.shape, each.dtype) for each in self._given} == {(x.shape, x.dtype)}
         gathered = torch.stack(self._given)
-        self._barrier.wait()
+        self._wait()
         return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -46,14 +53,19 @@ class ThreadRanks:
         return x.copy_(self.all_gather(x)[0])
 
 
+def alone(rank: int, size: int) -> Ranks:
+    """One rank of several that are not there: enough for what no rank has to be asked about."""
+    return ThreadRanks(rank, [torch.empty(0)] * size, threading.Barrier(1), threading.Lock())
+
+
 def on_ranks(size: int, work: Callable[[Ranks], Result]) -> list[Result]:
     """Do the same work on each of so many ranks, at once, without gradients; the results by rank."""
-    barrier, given = threading.Barrier(size, timeout=WAIT), [torch.empty(0)] * size
+    barrier, given, turn = threading.Barrier(size, timeout=WAIT), [torch.empty(0)] * size, threading.Lock()
 
     def of_rank(rank: int) -> Result:
         try:
-            with torch.inference_mode():
-                return work(ThreadRanks(rank, given, barrier))
+            with torch.inference_mode(), turn:
+                return work(ThreadRanks(rank, given, barrier, turn))
         except BaseException:
             barrier.abort()
             raise
