@@ -18,10 +18,14 @@ class NormShare:
     groups: int = 1
     """Groups of elements, each normed by itself and held by equally many ranks that follow one another."""
 
-    def normed(self, x: Tensor, eps: float) -> Tensor:
-        """RMSNorm without a weight. x: float32 [rows, size], the rank's elements."""
+    def normed(self, eps: float, *parts: Tensor) -> list[Tensor]:
+        """RMSNorm without a weight, of each part by itself, with one sum over ranks.
+
+        parts: float32 [rows, size], the rank's elements.
+        """
         group = self.ranks.rank * self.groups // self.ranks.size
-        squares = x.new_zeros(x.shape[0], self.groups)
-        squares[:, group] = x.square().sum(dim=1)
-        mean = self.ranks.all_reduce(squares)[:, group, None] * (self.groups / (x.shape[1] * self.ranks.size))
-        return x * torch.rsqrt(mean + eps)
+        squares = parts[0].new_zeros(parts[0].shape[0], self.groups, len(parts))
+        squares[:, group] = torch.stack([part.square().sum(dim=1) for part in parts], dim=1)
+        sums = self.ranks.all_reduce(squares)[:, group]
+        share = self.groups / self.ranks.size
+        return [part * torch.rsqrt(sums[:, place, None] * (share / part.shape[1]) + eps) for place, part in enumerate(parts)]

@@ -207,9 +207,15 @@ def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
     return torch.div(x, torch.linalg.vector_norm(x, 2, -1, True).hypot_(least)).mul_(weight)
 
 
-def shared_norm(x: Tensor, norm: Norm, share: NormShare) -> Tensor:
-    """RMSNorm over the rows of x [rows, size] and of the other ranks' together."""
-    return (share.normed(x.float(), norm.eps) * norm.weight.float()).to(x.dtype)
+def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm q and k, each [rows, size of its norm]: heads by themselves, or all heads of a token as one, perhaps over ranks."""
+    assert heads.q_norm is not None
+    assert heads.k_norm is not None
+    share = heads.q_norm.share
+    if share is None:
+        return ops.norm(q, heads.q_norm), ops.norm(k, heads.k_norm)
+    whole_q, whole_k = share.normed(heads.q_norm.eps, q.float(), k.float())
+    return (whole_q * heads.q_norm.weight.float()).to(q.dtype), (whole_k * heads.k_norm.weight.float()).to(k.dtype)
 
 
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
@@ -224,7 +230,7 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         y = norm_by_length(y, *gate.norm.by_length).flatten(1)
     else:
         weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
-        y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(y.flatten(1), eps).view_as(y)
+        y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(eps, y.flatten(1))[0].view_as(y)
         y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
@@ -256,8 +262,6 @@ class TorchOperations:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
-        if norm.share is not None:
-            return shared_norm(x, norm, norm.share)
         if norm.by_length is not None and x.dtype == torch.float32:
             return norm_by_length(x, *norm.by_length)
         weight = norm.weight
@@ -295,7 +299,8 @@ class TorchOperations:
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]
             if heads.whole_norm:
-                q, k = (self.norm(part.flatten(1), of).view_as(part) for part, of in ((q, heads.q_norm), (k, heads.k_norm)))
+                normed = norm_heads(self, q.flatten(1), k.flatten(1), heads)
+                q, k = normed[0].view_as(q), normed[1].view_as(k)
             else:
                 q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
             qk = torch.cat([q, k], dim=1)

@@ -28,7 +28,7 @@ from headway.models.operations import (
     Rope,
     add_one_by_one,
     apply_gate,
-    shared_norm,
+    norm_heads,
     softcap,
 )
 
@@ -85,8 +85,8 @@ class Fused:
         return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """One launch; several, of torch's, where ranks share the elements."""
-        return self._norm(x, norm, None) if norm.share is None else shared_norm(x, norm, norm.share)
+        """One launch."""
+        return self._norm(x, norm, None)
 
     def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
         """One launch, in place."""
@@ -146,8 +146,10 @@ class Fused:
         assert heads.q_norm is not None
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        for part, norm in ((qkv[:, :q_size], heads.q_norm), (qkv[:, q_size : q_size + k_size], heads.k_norm)):
-            part.copy_(self.norm(part.contiguous().view(-1, norm.weight.shape[0]), norm).view_as(part))
+        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        rows = [part.contiguous().view(-1, norm.weight.shape[0]) for part, norm in ((q, heads.q_norm), (k, heads.k_norm))]
+        for part, normed in zip((q, k), norm_heads(self, *rows, heads), strict=True):
+            part.copy_(normed.view_as(part))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:

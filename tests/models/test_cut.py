@@ -146,7 +146,9 @@ class CountingSlice:
 weights_module_safe_open = weights_module.safe_open
 
 
-@pytest.mark.parametrize(("name", "sums"), [("llama", 1 + 3 * 2), ("falcon_h1", 1 + 4 * 2), ("qwen3_moe", 1 + 3 * 2)])
+@pytest.mark.parametrize(
+    ("name", "sums"), [("llama", 1 + 3 * 2), ("falcon_h1", 1 + 4 * 2), ("qwen3_moe", 1 + 3 * 2), ("olmo2", 1 + 3 * 3)]
+)
 def test_there_is_one_sum_over_ranks_for_each_part(tmp_path: Path, name: str, sums: int) -> None:
     ROWS[name].save_pretrained(tmp_path)
 
