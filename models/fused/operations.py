@@ -147,8 +147,9 @@ class Fused:
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
-        rows = [part.contiguous().view(-1, norm.weight.shape[0]) for part, norm in ((q, heads.q_norm), (k, heads.k_norm))]
-        for part, normed in zip((q, k), norm_heads(self, *rows, heads), strict=True):
+        q_rows = q.contiguous().view(-1, heads.q_norm.weight.shape[0])
+        k_rows = k.contiguous().view(-1, heads.k_norm.weight.shape[0])
+        for part, normed in zip((q, k), norm_heads(self, q_rows, k_rows, heads), strict=True):
             part.copy_(normed.view_as(part))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
