@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
+from headway.models.cut import ModelCut
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
 from headway.models.layers.kda import KimiDelta
@@ -26,6 +28,7 @@ from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
 from headway.models.linear import Linear
 from headway.models.operations import Embedding, Norm, Operations, Rope, TorchOperations
+from headway.models.ranked import SumsInOrder, over_ranks
 from headway.models.rope import rope_tables
 from headway.models.weights import WeightSource
 
@@ -50,34 +53,45 @@ def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
 class Decoder:
     """A decoder over the packed tokens of all sequences of a step, one row per token; rows meet in attention alone."""
 
-    def __init__(self, config: DecoderConfig, weights: WeightSource, batch_invariant: bool = False) -> None:
-        """Take the layers' tensors from `weights`. batch_invariant: a row's bits do not depend on the other rows; slower.
+    def __init__(
+        self, config: DecoderConfig, weights: WeightSource, batch_invariant: bool = False, ranks: Ranks = ONE_RANK
+    ) -> None:
+        """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
+
+        batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
+        layers' specs are those of this rank's own heads, and every rank gets the same logits.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
+        :raises ConfigError: the model does not divide among so many ranks.
         """
         self.config, names = config, config.names
-        tensors = LayerTensors(config, weights)
-        table = tensors.take(f"{names.embed}.weight", config.vocab_size, config.hidden_size)
-        self.embed = Embedding(table, _rounded(config.embedding_scale, table), _positions(config, tensors))
+        cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
+        ranks = SumsInOrder(ranks) if batch_invariant else ranks
+        tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
+        table = vocabulary.table(tensors.take(f"{names.embed}.weight", vocabulary.axis, config.hidden_size))
+        positions = cut.once(_positions(config, tensors))
+        self.embed = Embedding(table, _rounded(config.embedding_scale, table), positions, vocabulary.tokens)
         self.attention_specs: list[AttentionSpec] = []
         self.state_layers: list[StateLayer] = []
         self.layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             places = len(self.attention_specs), len(self.state_layers)
-            layer = DecoderLayer(config, index, places, weights, batch_invariant)
+            layer = DecoderLayer(cut.own, index, places, tensors, batch_invariant)
             self.layers.append(layer)
             self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
             self.state_layers += [] if layer.state is None else layer.state.state_layers
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
         head = f"{names.head}.weight"
         tied = config.tie_word_embeddings and head not in weights
-        self.lm_head = Linear(table if tied else tensors.take(head, config.vocab_size, config.hidden_size))
+        rows = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
+        self.lm_head = Linear(vocabulary.head(rows), joined=vocabulary.joined)
         weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
         self.operations = operations_for(*ropes)
         if batch_invariant:
             self.operations = invariant_operations(self.operations, linears, weights.device)
+        self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
         parts = [layer.attention for layer in self.layers if layer.attention is not None]
@@ -120,12 +134,13 @@ class DecoderLayer:
     """Attention, a part with a state or both, and then an MLP or experts: those that LayerConfig names."""
 
     def __init__(
-        self, config: DecoderConfig, index: int, places: tuple[int, int], weights: WeightSource, batch_invariant: bool
+        self, config: DecoderConfig, index: int, places: tuple[int, int], tensors: LayerTensors, batch_invariant: bool
     ) -> None:
-        """places: how many layers of attention and how many with a state the model has before this one."""
+        """config: of what this rank computes; places: how many layers of attention and how many with a state the model has before
+        this one; tensors: the model's."""
         layer = config.layers[index]
         config = config if layer.names is None else replace(config, names=layer.names)
-        tensors = LayerTensors(config, weights, config.names.layer.format(index))
+        tensors = tensors.below(config.names.layer.format(index), config)
         self._rope = layer.rope
         self.attention: AttentionPart | None = None
         self.state: StatefulPart | None = None

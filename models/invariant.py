@@ -14,7 +14,7 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, softcap
+from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
@@ -75,6 +75,10 @@ class InvariantOperations:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return residual + self.product(x, linear)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """See Operations."""
+        return add_one_by_one(self, residual, terms)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """See Operations. On a GPU the kernels, whose rows do not depend on each other, all in one tiling."""

@@ -62,17 +62,17 @@ def load_model(
     torch_compile: bool | None = False,
     ranks: Ranks = ONE_RANK,
 ) -> LoadedModel:
-    """Find and load a model, or of several ranks the part of one.
+    """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
     batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
-    ranks: this rank and the others, each of which calls this function with equal arguments, but for the device.
+    ranks: of several, this one's part of the model is loaded alone; every rank calls.
 
     :raises ModelError: unknown, unreadable or unsupported model.
-    :raises ConfigError: unknown dtype, load_format or model_impl.
+    :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
     """
     check_load_options(dtype, load_format)
     if model_impl not in MODEL_IMPLS:
@@ -89,14 +89,16 @@ def load_model(
             DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
         )
         with torch.inference_mode():
-            cut = {} if ranks.size == 1 else {"ranks": ranks}
-            decoder, implementation = Decoder(native, weights, batch_invariant, **cut), "Headway's decoder"
-    elif ranks.size > 1:
-        need, hint = "a model that Headway's decoder computes", "transformers' code is not cut"
-        raise ConfigError(f"tensor_parallel_size={ranks.size}", need, name, hint)
+            decoder = Decoder(native, weights, batch_invariant, ranks)
+        implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"
         raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)
+    elif ranks.size > 1:
+        hint = "transformers' code runs on one rank; model_impl='headway' says what Headway's decoder lacks"
+        raise ConfigError(
+            "tensor_parallel_size", "1, or a model that Headway's decoder computes", f"{ranks.size} with {name}", hint
+        )
     else:
         from headway.models.transformers_adapter.load import load_adapted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,6 +19,8 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
+from headway.models.norm_share import NormShare
+from headway.models.plain_latent import PlainLatentLayer
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -40,12 +42,15 @@ class Norm:
     """[size]"""
     absorbed: bool = False
     """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
+    share: NormShare | None = None
+    """What ranks share, where the elements of an RMSNorm lie on several of them; None: they are all here."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
     """What an RMSNorm in float32 on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size)
     and sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
 
     def __post_init__(self) -> None:
-        if self.bias is None and self.weight.dtype == torch.float32 and self.weight.device.type == "cpu":
+        in_float32 = self.weight.dtype == torch.float32 and self.weight.device.type == "cpu"
+        if self.bias is None and self.share is None and in_float32:
             size = self.weight.shape[0]
             object.__setattr__(self, "by_length", (self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)))
 
@@ -60,6 +65,8 @@ class Embedding:
     """Multiplies a token's row."""
     positions: Tensor | None = None
     """[positions, hidden_size], learned: the row of its position is added to each token."""
+    tokens: range | None = None
+    """Ids of the tokens whose rows the table has, where other ranks have the others': its last row, zeros, stands for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,9 @@ class Heads:
     @property
     def whole_norm(self) -> bool:
         """Whether all heads of q are normed as one, and all of k."""
-        return self.q_norm is not None and self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
+        if self.q_norm is None:
+            return False
+        return self.q_norm.share is not None or self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +165,9 @@ class Operations(Protocol):
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
 
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """residual + products of several x and their Linear, as `add_product`."""
+
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
@@ -184,9 +196,27 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
 GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid, "none": lambda by: by}
 
 
+def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+    """Add products to the residual, as `Operations.add_products` says, one after the other."""
+    for x, linear in terms:
+        residual = ops.add_product(residual, x, linear)
+    return residual
+
+
 def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
     """RMSNorm over the last axis of x, float32; the others are of `Norm.by_length`."""
     return torch.div(x, torch.linalg.vector_norm(x, 2, -1, True).hypot_(least)).mul_(weight)
+
+
+def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm q and k, each [rows, size of its norm]: heads by themselves, or all heads of a token as one, perhaps over ranks."""
+    assert heads.q_norm is not None
+    assert heads.k_norm is not None
+    share = heads.q_norm.share
+    if share is None:
+        return ops.norm(q, heads.q_norm), ops.norm(k, heads.k_norm)
+    whole_q, whole_k = share.normed(heads.q_norm.eps, q.float(), k.float())
+    return (whole_q * heads.q_norm.weight.float()).to(q.dtype), (whole_k * heads.k_norm.weight.float()).to(k.dtype)
 
 
 def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
@@ -200,8 +230,8 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     if gate.norm.by_length is not None and len(gate.norm.weight) == gate.size:
         y = norm_by_length(y, *gate.norm.by_length).flatten(1)
     else:
-        weight = gate.norm.weight.float()
-        y = rms_norm(y, (gate.size,), eps=gate.norm.eps)
+        weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
+        y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(eps, y.flatten(1))[0].view_as(y)
         y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
@@ -270,7 +300,8 @@ class TorchOperations:
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]
             if heads.whole_norm:
-                q, k = (self.norm(part.flatten(1), of).view_as(part) for part, of in ((q, heads.q_norm), (k, heads.k_norm)))
+                normed = norm_heads(self, q.flatten(1), k.flatten(1), heads)
+                q, k = normed[0].view_as(q), normed[1].view_as(k)
             else:
                 q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
             qk = torch.cat([q, k], dim=1)
@@ -297,6 +328,10 @@ class TorchOperations:
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """See Operations."""
         return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """See Operations."""
+        return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""
@@ -332,37 +367,3 @@ def _rotated(x: Tensor, rope: Rope) -> Tensor:
     """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `TorchOperations.embed` makes them."""
     cos, sin = rope
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
-
-
-class PlainLatentLayer:
-    """Absorbs queries, expands latents, projects what was attended; one weight serves all three, read as it lies."""
-
-    def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
-        """kv_b: see Operations.latent_layer."""
-        self.expanded = expanded
-        self._nope_dim, self._rank = config.qk_nope_head_dim, config.kv_lora_rank
-        of_heads = kv_b.view(expanded.num_heads, -1, self._rank)
-        self._to_key = of_heads[:, : self._nope_dim]
-        """[num_heads, nope_dim, rank]"""
-        self._to_value = of_heads[:, self._nope_dim :].transpose(1, 2)
-        """[num_heads, rank, v_head_dim]"""
-        self._both = Linear(kv_b)
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """See LatentLayer."""
-        still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
-        out = q.new_empty(*q.shape[:2], self._rank + turned.shape[-1])
-        torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
-        out[..., self._rank :] = turned
-        return out
-
-    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """See LatentLayer. v is a view of the product."""
-        rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
-        both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
-        still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
-        return torch.cat([still, turned.expand(*still.shape[:2], -1)], dim=-1), v
-
-    def project(self, attended: Tensor, out: Tensor) -> None:
-        """See LatentLayer."""
-        torch.bmm(attended.transpose(0, 1), self._to_value, out=out.transpose(0, 1))

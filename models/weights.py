@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Container, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
+from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
 """Suffixes of tensors that some checkpoints carry and nobody needs: what is computed instead, scales of what is not quantised."""
@@ -32,14 +34,17 @@ class WeightSource(Protocol):
     def __contains__(self, name: str) -> bool:
         """Whether the checkpoint brings a tensor of its own by this name."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor of this shape."""
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """One tensor of this shape: of a rank, what it holds of the tensor's axes."""
 
-    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
-    def take_into(self, target: Tensor, name: str) -> None:
-        """One tensor of the target's shape, converted to its dtype, into memory that is there already."""
+    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
+        """One tensor, converted to the target's dtype, into memory that is there already.
+
+        shape: None: the target's, which is the whole tensor's.
+        """
 
     def take_number(self, name: str) -> float:
         """A tensor of one element, whatever its shape."""
@@ -74,55 +79,62 @@ class Weights:
         others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
         return next((known for known in (name, name.partition(".")[2], *others) if known in self._file_of), name)
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Read one tensor.
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """Read one tensor; of one whose axes are cut, nothing but the rank's part.
 
         :raises ModelError: it is missing, or its shape is not the configuration's.
         """
-        return self._read(name, shape).to(self.dtype)
+        return self._read(name, axes_of(shape)).to(self.dtype)
 
-    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Read tensors of shape [size, *rest] into one of all their rows, which is allocated once: no part lies twice.
 
         sizes: name -> rows.
 
         :raises ModelError: one is missing, or its shape is not the configuration's.
         """
-        merged = torch.empty(sum(sizes.values()), *rest, dtype=self.dtype, device=self.device)
+        rows = [Axis.of(size) for size in sizes.values()]
+        merged = torch.empty(sum(axis.size for axis in rows), *held_sizes(rest), dtype=self.dtype, device=self.device)
         row = 0
-        for name, size in sizes.items():
-            self.take_into(merged[row : row + size], name)
-            row += size
+        for name, axis in zip(sizes, rows, strict=True):
+            self.take_into(merged[row : row + axis.size], name, (axis, *rest))
+            row += axis.size
         return merged
 
-    def take_into(self, target: Tensor, name: str) -> None:
-        """Read one tensor into a part of another that was allocated for several.
+    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
+        """Read one tensor into a part of another that was allocated for several. shape: None: the target's.
 
-        :raises ModelError: it is missing, or its shape is not the target's.
+        :raises ModelError: it is missing, or its shape is not that.
         """
-        target.copy_(self._read(name, tuple(target.shape)))
+        target.copy_(self._read(name, axes_of(target.shape if shape is None else shape)))
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._tensor(name)
+    def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
+        stored = self._found(name)
+        file, whole = self._file_of[stored], list(whole_sizes(axes))
+        lazy = file.get_slice(stored)
+        shape = lazy.get_shape()
+        cut = shape == whole and not all(axis.is_whole for axis in axes)
+        tensor: Tensor = _sliced(lazy, axes) if cut else file.get_tensor(stored)
         _check_elements(name, tensor.dtype)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"weights: {name} needs shape {list(shape)} by config.json, got {list(tensor.shape)}")
+        if shape != whole:
+            raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
         return tensor
 
-    def _tensor(self, name: str) -> Tensor:
+    def _found(self, name: str) -> str:
+        """The checkpoint's own name of a tensor that is taken now."""
         stored = self._stored(name)
         if stored not in self._file_of:
             raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
         self._left.discard(stored)
-        tensor: Tensor = self._file_of[stored].get_tensor(stored)
-        return tensor
+        return stored
 
     def take_number(self, name: str) -> float:
         """Read a tensor of one element, whatever its shape.
 
         :raises ModelError: it is missing, or has more elements.
         """
-        tensor = self._tensor(name)
+        stored = self._found(name)
+        tensor: Tensor = self._file_of[stored].get_tensor(stored)
         if tensor.numel() != 1:
             raise ModelError(f"weights: {name} needs one element, got shape {list(tensor.shape)}")
         return float(tensor)
@@ -138,6 +150,18 @@ class Weights:
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
         self._file_of.clear()
+
+
+def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
+    """What a rank holds of a tensor in a file. stored: safetensors' slice, which reads what it is asked for alone."""
+    several = next((place for place, axis in enumerate(axes) if len(axis.held) > 1), None)
+    if several is None:
+        ranges = [axis.held[0] if axis.held else range(0) for axis in axes]
+        part: Tensor = stored[tuple(slice(each.start, each.stop) for each in ranges)]
+        return part
+    before, axis, after = axes[:several], axes[several], axes[several + 1 :]
+    pieces = [_sliced(stored, (*before, Axis(axis.whole, (each,)), *after)) for each in axis.held]
+    return torch.cat(pieces, dim=several)
 
 
 def check_files(folder: Path) -> None:
@@ -238,20 +262,25 @@ class DummyWeights:
     def __contains__(self, name: str) -> bool:
         return False  # nothing beyond what the configuration implies, so tied embeddings stay tied
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Draw one tensor."""
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Draw one whole tensor."""
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         is_norm = len(shape) == 1 and name.endswith(".weight")
         std = 1.0 if name in self._unit else STD
         return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self._generator)
 
-    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
-        """Draw all rows at once."""
-        return self.take(next(iter(sizes)), (sum(sizes.values()), *rest))
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """Draw one tensor whole, so that all ranks draw alike, and cut it."""
+        return held_part(self.draw(name, whole_sizes(shape)), shape)
 
-    def take_into(self, target: Tensor, name: str) -> None:
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
+        """Draw all rows at once."""
+        rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
+        return self.take(next(iter(sizes)), (rows, *rest))
+
+    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Draw one tensor in place."""
-        target.copy_(self.take(name, tuple(target.shape)))
+        target.copy_(self.take(name, tuple(target.shape) if shape is None else shape))
 
     def take_number(self, name: str) -> float:
         """No scale is drawn."""

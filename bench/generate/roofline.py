@@ -10,6 +10,7 @@ import torch
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.state.stats import EngineStats
 from headway.models.config import DecoderConfig
+from headway.models.cut import ModelCut
 from headway.models.decoder import STATE_PARTS
 from headway.tuning.measure.timing import Timer
 
@@ -50,8 +51,8 @@ class Roofline:
         rows = sum(layer.attention for layer in layers) * attention + num_dense * inner
         if config.state is not None:
             spec = config.state.spec
-            sections = STATE_PARTS[spec.kind].sections(spec)
-            rows += sum(layer.state for layer in layers) * (sum(sections.values()) + spec.out_channels)
+            sections = STATE_PARTS[spec.kind].sections(ModelCut(config).state)
+            rows += sum(layer.state for layer in layers) * (sum(axis.size for axis in sections.values()) + spec.out_channels)
         self._config = config
         self._expert_params = 0
         """One routed expert's in every layer that has experts."""

@@ -48,6 +48,8 @@ class ExpertsConfig:
     """The gate is gate * sigmoid(alpha * gate); 1: SiLU."""
     swiglu_limit: float | None = None
     """The gate is at most this, and the other half within plus and minus this and then raised by 1 (gpt-oss); None: neither."""
+    held: range | None = None
+    """Numbers of the routed experts whose weights this rank holds; None: all. The router chooses from all of them anyway."""
 
     def __post_init__(self) -> None:
         """:raises ModelError: numbers that contradict each other, by the names of config.json."""
@@ -88,8 +90,13 @@ class ExpertsConfig:
 
     @property
     def num_all(self) -> int:
-        """Experts whose weights are held: routed, then shared."""
+        """Experts that a token may pass: routed, then shared."""
         return self.num_experts + self.num_shared
+
+    @property
+    def num_held(self) -> int:
+        """Routed experts whose weights are held; those of the shared ones stand behind them."""
+        return self.num_experts if self.held is None else len(self.held)
 
     @property
     def num_slots(self) -> int:

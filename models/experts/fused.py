@@ -18,6 +18,7 @@ class FusedExperts:
 
     def __init__(self, config: ExpertsConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
         """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number."""
+        assert config.held is None, "the kernels read the weights of every expert"
         self.config, self.dtype, self.device = config, dtype, device
         router = Router(config, device, batch_invariant)
         if batch_invariant:

@@ -28,15 +28,15 @@ class PlainExperts:
         router_bias = None if weights.router_bias is None else weights.router_bias.to(weights.router)
         self.router = Linear(weights.router, router_bias)
         gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
+        held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
         self.gate_up, self.down = (
-            [Linear(weight, None if biases is None else biases[number]) for number, weight in enumerate(stacked)]
+            {
+                number: Linear(weight, None if biases is None else biases[place])
+                for place, (number, weight) in enumerate(zip(held, stacked, strict=True))
+            }
             for stacked, biases in ((weights.gate_up, gate_up_bias), (weights.down, down_bias))
         )
-
-    @property
-    def linears(self) -> list[Linear]:
-        """One of each kind of its products."""
-        return [self.router, self.gate_up[0], self.down[0]]
+        """The products of each expert that is held, by its number."""
 
     def __call__(self, x: Tensor, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:
         """x: [num_tokens, hidden_size], normed. Returns what the experts add to the residual stream. gate: SiLU of a matrix."""
@@ -51,11 +51,11 @@ class PlainExperts:
         sums = x.new_zeros(x.shape, dtype=weights.dtype)
         start = 0
         for number, end in enumerate(order.ends.tolist()):
-            if end > start:
+            if end > start and number in self.gate_up:
                 at = tokens[start:end]
                 hidden = activate(product(x[at], self.gate_up[number]), self.config, gate)
                 sums.index_add_(0, at, product(hidden, self.down[number]) * weights[start:end])
-                start = end
+            start = end
         return sums.to(x.dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.cut import ExpertsCut
 from headway.models.names import ExpertNames
 from headway.models.weights import WeightSource
 
@@ -23,23 +24,48 @@ class ExpertWeights:
     correction_bias: Tensor | None
     """float32 [num_experts]"""
     gate_up: Tensor
-    """[num_all, up_size, hidden_size], gate over up, or up alone"""
+    """[num_held + num_shared, up_size, hidden_size], gate over up, or up alone"""
     gate_up_bias: Tensor | None
-    """[num_all, up_size]"""
+    """[num_held + num_shared, up_size]"""
     down: Tensor
-    """[num_all, hidden_size, intermediate_size]"""
+    """[num_held + num_shared, hidden_size, intermediate_size]"""
     down_bias: Tensor | None
-    """[num_all, hidden_size]"""
+    """[num_held + num_shared, hidden_size]"""
 
 
 def take_experts(
-    config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
+    cut: ExpertsCut, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str, scale: float = 1.0
 ) -> ExpertWeights:
     """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
 
     Memory for all experts is allocated once, and every tensor is copied to its place in it.
     """
-    routed, shared = config.num_experts, config.num_shared
+    config = cut.own
+    router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
+    if names.interleaved:
+        assert scale == 1.0
+        return ExpertWeights(router, router_bias, correction, *_take_interleaved(cut, names, hidden_size, weights, at))
+    inner, held = config.intermediate_size, config.num_held
+    gate_up = _empty(weights, held + config.num_shared, config.up_size, hidden_size)
+    down = _empty(weights, held + config.num_shared, hidden_size, inner)
+    if at + names.stacked_gate_up in weights:
+        rows = cut.inner + cut.inner if config.gated else cut.inner
+        weights.take_into(gate_up[:held], at + names.stacked_gate_up, (cut.experts, rows, hidden_size))
+        weights.take_into(down[:held], at + names.stacked_down, (cut.experts, hidden_size, cut.inner))
+    else:
+        _take_single(cut, names, weights, at, gate_up[:held], down[:held])
+    if config.num_shared:
+        _take_shared(cut, names, weights, at + names.shared, gate_up[held:], down[held:])
+    if scale != 1.0:
+        down *= scale
+    return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
+
+
+def _take_router(
+    config: ExpertsConfig, names: ExpertNames, hidden_size: int, weights: WeightSource, at: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The router's weight, its bias, and the correction of the choice."""
+    routed = config.num_experts
     router = _empty(weights, config.num_logits, hidden_size)
     weights.take_into(router[:routed], f"{at}{names.router}.weight")
     if config.shared_gate:
@@ -51,37 +77,30 @@ def take_experts(
     if config.correction_bias:
         correction = _empty_float(weights, routed)
         weights.take_into(correction, at + names.correction_bias)
-    if names.interleaved:
-        assert scale == 1.0
-        return ExpertWeights(router, router_bias, correction, *_take_interleaved(config, names, hidden_size, weights, at))
-    inner = config.intermediate_size
-    gate_up = _empty(weights, config.num_all, config.up_size, hidden_size)
-    down = _empty(weights, config.num_all, hidden_size, inner)
-    stacked = at + names.stacked_gate_up in weights
-    if stacked:
-        weights.take_into(gate_up[:routed], at + names.stacked_gate_up)
-        weights.take_into(down[:routed], at + names.stacked_down)
-    for number in [] if stacked else range(routed):
-        if config.gated:
-            weights.take_into(gate_up[number, :inner], f"{at}{names.gate.format(number)}.weight")
-        weights.take_into(gate_up[number, -inner:], f"{at}{names.up.format(number)}.weight")
-        weights.take_into(down[number], f"{at}{names.down.format(number)}.weight")
-    if shared:
-        _take_shared(config, names, weights, at + names.shared, gate_up[routed:], down[routed:])
-    if scale != 1.0:
-        down *= scale
-    return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
+    return router, router_bias, correction
 
 
-def _take_shared(
-    config: ExpertsConfig, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor
-) -> None:
+def _take_single(cut: ExpertsCut, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
+    """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
+    hidden, inner = down.shape[1], cut.own.intermediate_size
+    place_of = {number: place for place, number in enumerate(cut.experts.pick(range(cut.experts.whole)))}
+    for number in range(cut.experts.whole):
+        place = place_of.get(number)
+        columns = cut.inner.none if place is None else cut.inner
+        up, out = (gate_up[0, :0], down[0, :, :0]) if place is None else (gate_up[place], down[place])
+        if cut.own.gated:
+            weights.take_into(up[:inner], f"{at}{names.gate.format(number)}.weight", (columns, hidden))
+        weights.take_into(up[-inner:], f"{at}{names.up.format(number)}.weight", (columns, hidden))
+        weights.take_into(out, f"{at}{names.down.format(number)}.weight", (hidden, columns))
+
+
+def _take_shared(cut: ExpertsCut, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
     """Cut the shared experts' MLP into pieces along its intermediate axis; the last is filled up with zeros."""
-    hidden, inner, size = down.shape[1], config.intermediate_size, config.shared_intermediate_size
-    halves = config.up_size // inner
-    rows = halves * size // len(names.shared_up)
+    hidden, inner, size = down.shape[1], cut.own.intermediate_size, cut.shared.size
+    halves = cut.own.up_size // inner
+    rows = cut.shared if len(names.shared_up) == halves else cut.shared + cut.shared
     merged = weights.take_merged({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden).chunk(halves)
-    out = weights.take(f"{at}.{names.shared_down}.weight", (hidden, size))
+    out = weights.take(f"{at}.{names.shared_down}.weight", (hidden, cut.shared))
     for number, first in enumerate(range(0, size, inner)):
         count = min(inner, size - first)
         gate_up[number].zero_()
@@ -92,19 +111,22 @@ def _take_shared(
 
 
 def _take_interleaved(
-    config: ExpertsConfig, names: ExpertNames, hidden: int, weights: WeightSource, at: str
+    cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
-    inner, routed = config.intermediate_size, config.num_experts
-    gate_up = _empty(weights, routed, 2 * inner, hidden)
-    down = _empty(weights, routed, hidden, inner)
-    in_turn = weights.take(at + names.stacked_gate_up, (routed, hidden, 2 * inner))
+    inner, held = cut.own.intermediate_size, cut.own.num_held
+    gate_up = _empty(weights, held, 2 * inner, hidden)
+    down = _empty(weights, held, hidden, inner)
+    in_turn = weights.take(at + names.stacked_gate_up, (cut.experts, hidden, cut.inner * 2))
     gate_up[:, :inner], gate_up[:, inner:] = in_turn[:, :, ::2].mT, in_turn[:, :, 1::2].mT
     del in_turn
-    down.copy_(weights.take(at + names.stacked_down, (routed, inner, hidden)).mT)
-    in_turn = weights.take(f"{at}{names.stacked_gate_up}_bias", (routed, 2 * inner))
+    down.copy_(weights.take(at + names.stacked_down, (cut.experts, cut.inner, hidden)).mT)
+    in_turn = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))
     gate_up_bias = torch.cat([in_turn[:, ::2], in_turn[:, 1::2]], dim=1)
-    return gate_up, gate_up_bias, down, weights.take(f"{at}{names.stacked_down}_bias", (routed, hidden))
+    down_bias = weights.take(f"{at}{names.stacked_down}_bias", (cut.experts, hidden))
+    if not (cut.first or cut.own.held):  # added once, where all ranks hold columns of one expert
+        down_bias.zero_()
+    return gate_up, gate_up_bias, down, down_bias
 
 
 def _empty_float(weights: WeightSource, size: int) -> Tensor:

@@ -15,7 +15,8 @@ from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import LatentConfig
 from headway.models.fused.latent_kernels import absorb_queries, project_latents, turn_latent
-from headway.models.operations import Norm, PlainLatentLayer, Rope
+from headway.models.operations import Norm, Rope
+from headway.models.plain_latent import PlainLatentLayer
 
 MAX_ROWS = 256
 """Rows up to which our kernels absorb and project; from there on cuBLAS's batched product has enough to do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import triton
@@ -19,7 +19,18 @@ from headway.models.fused.products import FewRows
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, Embedding, Gate, Heads, Norm, Rope, apply_gate, softcap
+from headway.models.operations import (
+    ACTIVATE,
+    Embedding,
+    Gate,
+    Heads,
+    Norm,
+    Rope,
+    add_one_by_one,
+    apply_gate,
+    norm_heads,
+    softcap,
+)
 
 
 class Fused:
@@ -135,8 +146,11 @@ class Fused:
         assert heads.q_norm is not None
         assert heads.k_norm is not None
         q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        for part, norm in ((qkv[:, :q_size], heads.q_norm), (qkv[:, q_size : q_size + k_size], heads.k_norm)):
-            part.copy_(self.norm(part.contiguous().view(-1, norm.weight.shape[0]), norm).view_as(part))
+        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        q_rows = q.contiguous().view(-1, heads.q_norm.weight.shape[0])
+        k_rows = k.contiguous().view(-1, heads.k_norm.weight.shape[0])
+        for part, normed in zip((q, k), norm_heads(self, q_rows, k_rows, heads), strict=True):
+            part.copy_(normed.view_as(part))
         return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
 
     def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
@@ -203,6 +217,10 @@ class Fused:
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, add_to=residual)
         return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """As many launches as products."""
+        return add_one_by_one(self, residual, terms)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None

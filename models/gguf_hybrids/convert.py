@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.models.axes import Axis, Shape, held_sizes, whole_sizes
 from headway.models.checkpoint import check_sizes
 from headway.models.config import DecoderConfig
 from headway.models.decoder import Decoder
@@ -115,18 +116,18 @@ class _Names:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: Shape) -> Tensor:
         """Note one tensor."""
-        self.shapes[name] = shape
-        return torch.empty(shape, device=self.device)
+        self.shapes[name] = whole_sizes(shape)
+        return torch.empty(held_sizes(shape), device=self.device)
 
-    def take_merged(self, sizes: Mapping[str, int], *rest: int) -> Tensor:
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
-    def take_into(self, target: Tensor, name: str) -> None:
-        """Note one tensor of the target's shape."""
-        self.take(name, tuple(target.shape))
+    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
+        """Note one tensor."""
+        self.take(name, tuple(target.shape) if shape is None else shape)
 
     def take_number(self, name: str) -> float:
         """Note a number, which no family of this table has."""

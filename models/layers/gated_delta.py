@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.core.contract.state import StateSpec
+from headway.models.axes import Axis
+from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
 from headway.models.operations import Operations, Rope
 
@@ -16,10 +17,9 @@ class GatedDelta(StatePart):
     """One product gives q, k, v, both gates of the recurrence and that of its output."""
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """q, k, v; a, of which the decay is made, and b, of which beta is; z, the gate of the output."""
-        keys, values, heads = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim, spec.num_heads
-        return {"q": keys, "k": keys, "v": values, "a": heads, "b": heads, "z": values}
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""

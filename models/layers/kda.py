@@ -8,8 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
-from headway.core.contract.state import StateSpec
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig, StateConfig
+from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -23,22 +24,21 @@ class KimiDelta(StatePart):
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
         """See StatePart."""
         super().__init__(config, place, tensors, batch_invariant)
-        spec, (decay, gate) = self.spec, config.names.state.low_rank
-        self.decay_proj = tensors.linear({decay: spec.num_heads * spec.key_dim}, spec.value_dim, False)
-        self.gate_proj = tensors.linear({gate: spec.out_channels}, spec.value_dim, False)
+        cut, (decay, gate) = tensors.cut.state, config.names.state.low_rank
+        self.decay_proj = tensors.linear({decay: cut.keys}, cut.low_rank, False)
+        self.gate_proj = tensors.linear({gate: cut.out}, cut.low_rank, False)
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """q, k, v; b, of which beta is made; f and g, of rank value_dim: of the decay and of the gate."""
-        keys, values, rank = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim, spec.value_dim
-        return {"q": keys, "k": keys, "v": values, "b": spec.num_heads, "f": rank, "g": rank}
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "b": cut.heads, "f": cut.low_rank, "g": cut.low_rank}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """A_log has axes of size 1 in checkpoints, and dt_bias a single one for heads and channels."""
-        heads, channels = self.spec.num_heads, self.spec.key_dim
+        cut, channels = tensors.cut.state, self.spec.key_dim
         (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
-        A_log = tensors.take_float(names.A_log, 1, 1, heads, 1).view(heads)
-        dt_bias = tensors.take_float(names.dt_bias, heads * channels).view(heads, channels)
+        A_log = tensors.take_float(names.A_log, 1, 1, cut.heads, 1).flatten()
+        dt_bias = tensors.take_float(names.dt_bias, cut.keys).view(-1, channels)
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log, dt_bias=dt_bias))]
 
     @property

@@ -7,6 +7,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, LatentLayer
 from headway.models.attention_specs import cached_spec, expanded_spec
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig, LatentConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -32,23 +33,23 @@ class LatentAttention:
         if config.qkv_bias and latent.q_lora_rank is None:
             raise ModelError("attention_bias: needs false where q_lora_rank is null, got true")
         self._place, self._latent, heads, rank = place, latent, config.num_heads, latent.q_lora_rank
-        q_size = heads * latent.q_dim
-        name, size = (names.q, q_size) if rank is None else (names.q_a, rank)
+        q_rows = tensors.cut.heads * latent.q_dim
+        name, first = (names.q, q_rows) if rank is None else (names.q_a, Axis.all(rank))
         rows = _turned(latent, heads) if rank is None else [*range(rank)]
-        rows += [size + row for row in _order(latent, latent.kv_lora_rank)]
+        rows += [first.size + row for row in _order(latent, latent.kv_lora_rank)]
         self.norm = tensors.norm_if_any(config.names.attention_norm, hidden)
-        self.first_proj = tensors.linear({name: size, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
+        self.first_proj = tensors.linear({name: first, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
         """To queries or to latents of theirs, and to the latents of keys and values."""
-        self._first_size = size
+        self._first_size = first.size
         self.q_norm, self.q_proj = None, None
         if rank is not None:
             self.q_norm = Norm(tensors.take(f"{names.q_a_norm}.weight", rank), _EPS)
-            self.q_proj = tensors.linear({names.q_b: q_size}, rank, False, _turned(latent, heads))
+            self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _turned(latent, heads))
         self.kv_norm = Norm(tensors.take(f"{names.kv_a_norm}.weight", latent.kv_lora_rank), _EPS)
-        expanding = heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank
-        self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", *expanding)
-        out = heads * latent.v_head_dim
-        self.o_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
+        expanded = tensors.cut.heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        self._kv_b: Tensor | None = tensors.take(f"{names.kv_b}.weight", expanded, latent.kv_lora_rank)
+        out = tensors.cut.heads * latent.v_head_dim
+        self.out_proj = tensors.linear({config.names.o: hidden}, out, config.o_bias, scale=config.residual_scale)
         self.spec = cached_spec(config, layer, tensors.weights.dtype, tensors.weights.device)
         self._expanded = expanded_spec(config, latent, self.spec)
         self.layer: LatentLayer | None = None
@@ -57,7 +58,7 @@ class LatentAttention:
     @property
     def linears(self) -> list[Linear]:
         """Products of the layer."""
-        return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.o_proj]
+        return [self.first_proj, *([] if self.q_proj is None else [self.q_proj]), self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
         """Hand the product that expands latents to what computes the layer."""
@@ -80,7 +81,7 @@ class LatentAttention:
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
         """See MixerPart."""
-        return ops.add_product(x, mixed, self.o_proj)
+        return ops.add_product(x, mixed, self.out_proj)
 
 
 def _order(latent: LatentConfig, still: int) -> list[int]:

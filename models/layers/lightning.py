@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from headway.core.contract.model import Attention, StateLayer
-from headway.core.contract.state import StateSpec
+from headway.models.axes import Axis
 from headway.models.config import StateConfig
+from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors
 from headway.models.names import StateNames
@@ -22,15 +23,14 @@ class Lightning(StatePart):
     """One product gives q, k, v, which are activated, and the gate of the normed output."""
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """q, k, v, and z, the gate of the output."""
-        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-        return {"q": keys, "k": keys, "v": values, "z": values}
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "z": cut.values}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """The slopes follow from the layer's number."""
         (layer,) = super()._layers(state, names, tensors)
-        A_log = torch.tensor(state.slopes, dtype=torch.float32, device=tensors.weights.device).log()
+        A_log = torch.tensor(tensors.cut.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device).log()
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:

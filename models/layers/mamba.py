@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
-from headway.core.contract.state import StateParameters, StateSpec
+from headway.core.contract.state import StateParameters
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig, StateConfig
+from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
@@ -21,10 +23,9 @@ class Mamba2(StatePart):
     """One product gives x, B, C, dt and the gate of the output."""
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """x, B and C, which go through the convolution; dt; z, the gate of the output."""
-        inner, groups = spec.num_heads * spec.value_dim, spec.num_key_heads * spec.key_dim
-        return {"x": inner, "B": groups, "C": groups, "dt": spec.num_heads, "z": inner}
+        return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""
@@ -39,21 +40,21 @@ class Mamba1(StatePart):
         """See StatePart."""
         super().__init__(config, place, tensors, batch_invariant)
         assert config.state is not None
-        names, spec, rank = config.names.state, self.spec, config.state.dt_rank
+        names, spec, rank, cut = config.names.state, self.spec, config.state.dt_rank, tensors.cut.state
         self._sizes = [rank, spec.key_dim, spec.key_dim]
-        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, spec.num_heads, False)
+        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, cut.heads, False)
         self.norms = [tensors.norm(name, size) for name, size in zip(names.from_conv_norms, self._sizes, strict=True)]
-        self.dt_proj = tensors.linear({names.low_rank[0]: spec.num_heads}, rank, False)
+        self.dt_proj = tensors.linear({names.low_rank[0]: cut.heads}, rank, False)
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """x, which goes through the convolution; z, the gate of the output."""
-        return {"x": spec.num_heads, "z": spec.num_heads}
+        return {"x": cut.heads, "z": cut.heads}
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """The convolution, and the recurrence behind it."""
-        spec, heads = self.spec, self.spec.num_heads
-        weight, bias = tensors.take_conv({names.conv[0]: spec.conv_channels}, spec.conv_width, state.conv_bias)
+        spec, heads = self.spec, tensors.cut.state.heads
+        weight, bias = tensors.take_conv({names.conv[0]: heads}, spec.conv_width, state.conv_bias)
         recurrence = StateParameters(
             A_log=tensors.take_float(names.A_log, heads, spec.key_dim),
             dt_bias=tensors.take_float(names.dt_bias, heads),

@@ -22,12 +22,12 @@ class MLP:
     """Up, activation, down; gated (SwiGLU and its kin, Shazeer 2020) or plain."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
-        names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
+        names, hidden, inner = config.names, config.hidden_size, tensors.cut.inner
         self._gated, self._activation = config.gated, config.activation
-        rows = inner * (2 if config.gated else 1) // len(names.up)
+        rows = inner + inner if config.gated and len(names.up) == 1 else inner
         self.norm = tensors.norm_if_any(names.mlp_norm, hidden)
         by = config.multipliers
-        scales = [by.gate] * inner + [1.0] * inner if by.gate != 1.0 else 1.0
+        scales = [by.gate] * inner.size + [1.0] * inner.size if by.gate != 1.0 else 1.0
         self.up_proj = tensors.linear(dict.fromkeys(names.up, rows), hidden, config.mlp_bias, scale=scales)
         scale = config.residual_scale * by.mlp
         self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias, scale=scale)
@@ -69,7 +69,7 @@ class ExpertsMLP:
         self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)
         self._config = config.experts
         self._weights: ExpertWeights | None = take_experts(
-            config.experts,
+            tensors.cut.experts,
             names.experts,
             config.hidden_size,
             tensors.weights,

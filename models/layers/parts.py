@@ -32,6 +32,10 @@ class MixerPart(Part, Protocol):
         x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
         """
 
+    @property
+    def out_proj(self) -> Linear:
+        """The last product."""
+
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """Return what the part's last product is applied to. x: as above, left as it is."""
 
@@ -80,7 +84,7 @@ class SideBySide:
     """Attention and a part with a state that read one normed input; both outputs are added to the residual stream (Falcon-H1)."""
 
     def __init__(self, norm: Norm, attention: AttentionPart, state: StatefulPart) -> None:
-        """attention, state: without norms of their own."""
+        """attention, state: without norms of their own, before them or after."""
         self.norm, self._attention, self._state = norm, attention, state
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
@@ -88,4 +92,4 @@ class SideBySide:
         normed = ops.norm(x, self.norm)
         attended = self._attention.mix(normed, rope, ops, attention)
         moved = self._state.mix(normed, rope, ops, attention)
-        return self._state.add(self._attention.add(x, attended, ops), moved, ops)
+        return ops.add_products(x, [(attended, self._attention.out_proj), (moved, self._state.out_proj)])

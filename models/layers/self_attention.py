@@ -8,9 +8,11 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention
 from headway.models.attention_specs import cached_spec
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig, LayerConfig
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
+from headway.models.norm_share import NormShare
 from headway.models.operations import Gate, Heads, Norm, Operations, Rope
 from headway.models.rope import rotary_order
 
@@ -24,28 +26,26 @@ class SelfAttention:
         """place: index among the model's layers of attention; batch_invariant: what the layer asks of its backend."""
         self._place, names = place, config.names
         hidden, dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+        heads, kv_heads = tensors.cut.heads, tensors.cut.kv_heads
+        q, kv = heads * (2 * dim if config.output_gate else dim), kv_heads * dim
         order = None if layer.rope is None else _order(config, config.ropes[layer.rope].rotary_dim)
-        gate_size = q_size if config.output_gate else 0
-        sizes = {names.qkv[0]: q_size + gate_size + 2 * kv_size}
-        if len(names.qkv) > 1:
-            sizes = dict(zip(names.qkv, (q_size + gate_size, kv_size, kv_size), strict=True))
+        sizes = {names.qkv[0]: q + kv + kv} if len(names.qkv) == 1 else dict(zip(names.qkv, (q, kv, kv), strict=True))
         self.norm = tensors.norm_if_any(names.attention_norm, hidden)
         self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order), _scales(config))
         self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors, order))
         scale = config.residual_scale * config.multipliers.attention
-        self.o_proj = tensors.linear({names.o: hidden}, q_size, config.o_bias, scale=scale)
+        self.out_proj = tensors.linear({names.o: hidden}, heads * dim, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)
         self.gate = Gate("sigmoid") if config.output_gate else None
         self._can_absorb = layer.rope is not None and not self.heads.whole_norm
-        sinks = tuple(tensors.take(names.sinks, config.num_heads).tolist()) if config.sinks else None
+        sinks = tuple(tensors.take(names.sinks, heads).tolist()) if config.sinks else None
         weights = tensors.weights
         self.spec = cached_spec(config, layer, weights.dtype, weights.device, sinks=sinks, batch_invariant=batch_invariant)
 
     @property
     def linears(self) -> list[Linear]:
         """Products of the layer."""
-        return [self.qkv_proj, self.o_proj]
+        return [self.qkv_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:
         """Let the operations prepare the layer's norm and the product after the norm."""
@@ -67,8 +67,8 @@ class SelfAttention:
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
         """See MixerPart."""
         if self.post_norm is None:
-            return ops.add_product(x, mixed, self.o_proj)
-        return ops.add_norm(x, ops.product(mixed, self.o_proj), self.post_norm)
+            return ops.add_product(x, mixed, self.out_proj)
+        return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)
 
 
 def _order(config: DecoderConfig, rotary_dim: int) -> list[int] | None:
@@ -103,13 +103,18 @@ def _head_norms(config: DecoderConfig, tensors: LayerTensors, order: list[int] |
     """Return the norms of q and of k, whose heads' elements are in `order`."""
     if config.qk_norm is None:
         return None, None
-    counts = (1, 1) if config.qk_norm == "head" else (config.num_heads, config.num_kv_heads)
+    of_all = config.qk_norm == "whole"
+    counts = (tensors.cut.heads, tensors.cut.kv_heads) if of_all else (Axis.all(1), Axis.all(1))
+    share = None if all(count.is_whole for count in counts) else NormShare(tensors.ranks)
     modules = config.names.q_norm, config.names.k_norm
-    q_norm, k_norm = (tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True))
-    if order is None:
-        return q_norm, k_norm
+    norms = [tensors.norm(module, count * config.head_dim) for module, count in zip(modules, counts, strict=True)]
     q_norm, k_norm = (
-        replace(norm, weight=norm.weight.view(count, -1)[:, order].flatten())
-        for norm, count in zip((q_norm, k_norm), counts, strict=True)
+        replace(norm, weight=_ordered(norm.weight, count.size, order), share=share)
+        for norm, count in zip(norms, counts, strict=True)
     )
     return q_norm, k_norm
+
+
+def _ordered(weight: Tensor, count: int, order: list[int] | None) -> Tensor:
+    """A norm's weight with the elements of each of its heads in `order`."""
+    return weight if order is None else weight.view(count, -1)[:, order].flatten()

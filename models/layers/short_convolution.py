@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.core.contract.state import StateSpec
+from headway.models.axes import Axis
+from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
 from headway.models.operations import Gate, Operations, Rope
 
@@ -16,9 +17,9 @@ class ShortConvolution(StatePart):
     """The input is multiplied by one gate before the convolution, and its result by another."""
 
     @staticmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """x, and its gates before and behind the convolution."""
-        return {"x": spec.conv_channels, "B": spec.conv_channels, "C": spec.conv_channels}
+        return {"x": cut.out, "B": cut.out, "C": cut.out}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""

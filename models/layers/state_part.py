@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, StateLayer
-from headway.core.contract.state import StateParameters, StateSpec
+from headway.core.contract.state import StateParameters
 from headway.models.attention_specs import state_spec
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig, StateConfig
+from headway.models.cut import StateCut
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
 from headway.models.names import StateNames
+from headway.models.norm_share import NormShare
 from headway.models.operations import Gate, Norm, Operations, Rope
 
 
@@ -31,30 +36,29 @@ class StatePart(ABC):
             raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
-        self.spec = state_spec(state, weights.dtype, weights.device)
-        sizes = self.sections(self.spec)
+        self.spec, cut = state_spec(state, weights.dtype, weights.device), tensors.cut.state
+        sizes = self.sections(cut)
         self.norm = tensors.norm_if_any(names.norm, hidden)
-        groups, factors = self.spec.num_key_heads if names.by_key_head else 1, dict(config.multipliers.sections)
+        groups, factors = cut.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
         self.in_proj = tensors.sections(names.inputs, sizes, hidden, state.in_bias, groups, factors)
         self._at = _places(sizes)
-        out_norm = _out_norm(config, state, self.spec, tensors) if state.norm_size else None
+        out_norm = _out_norm(config, state, tensors) if state.norm_size else None
         self.gate = Gate(state.gate, out_norm, state.norm_size, state.gate_first)
         scale = config.residual_scale * config.multipliers.state
-        self.out_proj = tensors.linear({names.out: hidden}, self.spec.out_channels, state.out_bias, scale=scale)
+        self.out_proj = tensors.linear({names.out: hidden}, cut.out, state.out_bias, scale=scale)
         self.state_layers = self._layers(state, names, tensors)
 
     @staticmethod
     @abstractmethod
-    def sections(spec: StateSpec) -> Mapping[str, int]:
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
         """Sections of the merged input product and their sizes: in this order, what goes through the convolution first."""
 
     def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
         """What a backend sees of the part."""
-        spec, heads = self.spec, self.spec.num_heads
-        weight, bias = None, None
+        spec, cut = self.spec, tensors.cut.state
+        heads, weight, bias = cut.heads, None, None
         if spec.conv_channels:
-            channels = [spec.conv_channels] if len(names.conv) == 1 else [*self.sections(spec).values()][: len(names.conv)]
-            sizes = dict(zip(names.conv, channels, strict=True))
+            sizes = _convolved(names.conv, [*self.sections(cut).values()], spec.conv_channels)
             weight, bias = tensors.take_conv(sizes, spec.conv_width, state.conv_bias)
         parameters = StateParameters(
             conv_weight=weight,
@@ -91,15 +95,25 @@ class StatePart(ABC):
         return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
 
 
-def _out_norm(config: DecoderConfig, state: StateConfig, spec: StateSpec, tensors: LayerTensors) -> Norm:
+def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
     """The norm of the recurrence's output, whose weight is the plain one also where the model's other norms add 1 to theirs."""
-    size = spec.out_channels if state.norm_all_weights else state.norm_size
-    return Norm(tensors.take(f"{config.names.state.out_norm}.weight", size), state.norm_eps or config.norm_eps)
+    cut = tensors.cut.state
+    all_weights = state.norm_all_weights or cut.norms == 1
+    weight = tensors.take(f"{config.names.state.out_norm}.weight", cut.out if all_weights else state.norm_size)
+    share = NormShare(tensors.ranks, cut.norms) if cut.norms_are_shared else None
+    return Norm(weight, state.norm_eps or config.norm_eps, share=share)
 
 
-def _places(sizes: Mapping[str, int]) -> dict[str, slice]:
+def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
+    """Convolutions and their channels: those of the first sections, as one or each by itself."""
+    ends = itertools.accumulate(section.size for section in sections)
+    read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
+    return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))
+
+
+def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
     places, first = {}, 0
-    for name, size in sizes.items():
-        places[name] = slice(first, first + size)
-        first += size
+    for name, axis in sizes.items():
+        places[name] = slice(first, first + axis.size)
+        first += axis.size
     return places

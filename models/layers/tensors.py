@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +10,10 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.core.contract.ranks import Ranks
+from headway.models.axes import Axis, held_sizes
 from headway.models.config import DecoderConfig
+from headway.models.cut import ModelCut
 from headway.models.linear import Linear
 from headway.models.operations import Norm
 from headway.models.weights import WeightSource
@@ -18,22 +22,35 @@ from headway.models.weights import WeightSource
 class LayerTensors:
     """Takes tensors below a prefix, by the conventions of a model's family."""
 
-    def __init__(self, config: DecoderConfig, weights: WeightSource, prefix: str = "") -> None:
-        """prefix: what every name below begins with, such as `model.layers.0.`"""
-        self.weights, self.prefix = weights, prefix
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        cut: ModelCut,
+        ranks: Ranks,
+        prefix: str = "",
+    ) -> None:
+        """config: the family's conventions. cut: what the rank holds. prefix: what every name below begins with, such as
+        `model.layers.0.`
+        """
+        self.weights, self.cut, self.ranks, self.prefix = weights, cut, ranks, prefix
         self._config = config
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:
+        """Return those of another prefix, by the conventions of another configuration."""
+        return LayerTensors(config, self.weights, self.cut, self.ranks, prefix)
+
+    def take(self, name: str, *shape: int | Axis) -> Tensor:
         """One tensor of this shape."""
         return self.weights.take(self.prefix + name, shape)
 
-    def take_float(self, name: str, *shape: int) -> Tensor:
+    def take_float(self, name: str, *shape: int | Axis) -> Tensor:
         """One tensor of this shape in float32, whatever the model's dtype."""
-        tensor = torch.empty(shape, dtype=torch.float32, device=self.weights.device)
-        self.weights.take_into(tensor, self.prefix + name)
+        tensor = torch.empty(held_sizes(shape), dtype=torch.float32, device=self.weights.device)
+        self.weights.take_into(tensor, self.prefix + name, shape)
         return tensor
 
-    def take_conv(self, sizes: Mapping[str, int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def take_conv(self, sizes: Mapping[str, Axis], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Weight [channels, width] and bias [channels] of depthwise convolutions, one after the other.
 
         sizes: module -> channels.
@@ -43,7 +60,7 @@ class LayerTensors:
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         return weight, self.weights.take_merged(of_rows) if bias else None
 
-    def norm(self, module: str, size: int) -> Norm:
+    def norm(self, module: str, size: int | Axis) -> Norm:
         """A norm of the model's kind over `size` elements."""
         config = self._config
         weight = self.take(f"{module}.weight", size)
@@ -57,17 +74,18 @@ class LayerTensors:
 
     def linear(
         self,
-        sizes: Mapping[str, int],
-        in_features: int,
+        sizes: Mapping[str, int | Axis],
+        in_features: int | Axis,
         bias: bool,
         order: Sequence[int] | None = None,
         scale: float | Sequence[float] = 1.0,
     ) -> Linear:
-        """Products of one input as one.
+        """Products of one input as one. Where the input is cut, what ranks get is to be summed, and the bias is the first one's.
 
-        sizes: module -> out_features. order: the rows of the result, by their number in the checkpoint's order. scale: multiplies
-        weight and bias, as one factor or as one for each row of the result.
+        sizes: module -> out_features. order: the rows of the result, by their number among those of the checkpoint that are held.
+        scale: multiplies weight and bias, as one factor or as one for each row of the result.
         """
+        summed = not Axis.of(in_features).is_whole
         if self._config.names.transposed:
             parts = [self.take(f"{module}.weight", in_features, size).t() for module, size in sizes.items()]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
@@ -76,6 +94,7 @@ class LayerTensors:
             weight = self.weights.take_merged(names, in_features)
         of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
         biases = self.weights.take_merged(of_rows) if bias else None
+        biases = self.cut.once(biases) if summed else biases
         if order is not None:
             rows = torch.tensor(order, device=weight.device)
             weight, biases = weight[rows], None if biases is None else biases[rows]
@@ -85,12 +104,12 @@ class LayerTensors:
             biases = None if biases is None else (biases * factors).to(weight.dtype)
         elif scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
-        return Linear(weight, biases)
+        return Linear(weight, biases, summed)
 
     def sections(
         self,
         inputs: Sequence[tuple[str, Sequence[str]]],
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Axis],
         in_features: int,
         bias: bool,
         groups: int = 1,
@@ -99,17 +118,18 @@ class LayerTensors:
         """Products of one input as one, whose rows lie section by section.
 
         inputs: modules, and the sections that each holds, in its order. sizes: section -> rows, in the order of the result.
-        groups: pieces that every section is cut into, where a module holds the first pieces of all its sections first.
-        scales: factors of sections.
+        groups: pieces that every section of a checkpoint is cut into, where a module holds the first pieces of all its sections
+        first. scales: factors of sections.
         """
-        modules = {module: sum(sizes[section] for section in held) for module, held in inputs}
+        modules: dict[str, int | Axis] = {}
         rows: dict[str, list[int]] = {section: [] for section in sizes}
         row = 0
-        for _, held in inputs:
-            for section in [*held] * groups:
-                size = sizes[section] // groups
-                rows[section] += range(row, row + size)
-                row += size
+        for module, held in inputs:
+            pieces = [(section, sizes[section].piece(number, groups)) for number in range(groups) for section in held]
+            modules[module] = functools.reduce(Axis.__add__, (piece for _, piece in pieces))
+            for section, piece in pieces:
+                rows[section] += range(row, row + piece.size)
+                row += piece.size
         order = [row for section in sizes for row in rows[section]]
         factors = [(scales or {}).get(section, 1.0) for section in sizes for _ in rows[section]]
         order_if_any = None if order == [*range(len(order))] else order

@@ -12,29 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV3Config,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-    Starcoder2Config,
-)
 
 import hybrid_models
 from backend_cases import LAYOUTS
@@ -45,92 +22,13 @@ from headway.core.engine.state.config import EngineConfig
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
 from headway.registry import Registry
+from plain_models import ROWS, VOCAB
 from transformers_release import needs
 
-VOCAB = 97
 BATCHED_TOKENS = 24
 """Most tokens of a step: less than the longest prompt, which so goes in chunks beside sequences that decode."""
 PROMPT_LENS = (13, 41, 5)
 MAX_TOKENS = 24
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GEMMA: dict[str, Any] = {**SMALL, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 20}
-EXPERTS = {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-LATENT = {
-    **SMALL,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
-    "moe_intermediate_size": 40,
-    "first_k_dense_replace": 1,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 2,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
-LLAMA3 = {
-    **YARN,
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-OF_TYPES = {
-    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
-SHARPENED = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
-ROWS: dict[str, PretrainedConfig] = {
-    "deepseek_v2": DeepseekV2Config(
-        **LATENT, q_lora_rank=24, n_routed_experts=12, topk_method="group_limited_greedy", n_group=4, topk_group=2
-    ),
-    "deepseek_v2, as Lite": DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=10, rope_parameters=SHARPENED),
-    "deepseek_v3": DeepseekV3Config(**LATENT, q_lora_rank=24, n_routed_experts=12, n_group=4, topk_group=2, attention_bias=True),
-    "deepseek_v3, as Moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_routed_experts=10, n_group=1, topk_group=1),
-    "deepseek_v3, halves turn": DeepseekV3Config(
-        **{**LATENT, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, rope_parameters=SHARPENED
-    ),
-    "gemma": GemmaConfig(**SMALL, head_dim=16),
-    "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
-    "gemma3": Gemma3TextConfig(**GEMMA, sliding_window_pattern=2),
-    "gemma3, as the larger ones": Gemma3TextConfig(**GEMMA, sliding_window_pattern=3, rope_parameters=OF_TYPES),
-    "gpt2": GPT2Config(**{**SMALL, "n_inner": 100}),
-    "gpt_oss": GptOssConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7),
-    "granite": GraniteConfig(
-        **SMALL, attention_multiplier=0.4, embedding_multiplier=3.0, residual_multiplier=0.6, logits_scaling=2.5, mlp_bias=True
-    ),
-    "llama": LlamaConfig(**SMALL, head_dim=16),
-    "llama, tied, biased, linear rope": LlamaConfig(
-        **SMALL, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rope_parameters=LINEAR
-    ),
-    "llama, yarn": LlamaConfig(**SMALL, rope_parameters=YARN),
-    "llama, llama3 rope": LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3),
-    "llama, gelu": LlamaConfig(**SMALL, hidden_act="gelu"),
-    "mistral": MistralConfig(**SMALL, head_dim=16, sliding_window=7),
-    "mixtral": MixtralConfig(**SMALL, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7),
-    "olmo2": Olmo2Config(**SMALL, attention_bias=True),
-    "opt": OPTConfig(**{**SMALL, "ffn_dim": 100, "word_embed_proj_dim": 48, "init_std": 0.2, "activation_function": "gelu"}),
-    "phi3": Phi3Config(**SMALL, sliding_window=7),
-    "phi3, rotated in part": Phi3Config(**SMALL, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
-    "qwen2": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
-    "qwen2_moe": Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=56, decoder_sparse_step=2),
-    "qwen3": Qwen3Config(**SMALL, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[1]),
-    "smollm3": SmolLM3Config(**SMALL, no_rope_layer_interval=2),
-    "starcoder2": Starcoder2Config(**SMALL, sliding_window=7),
-}
 
 
 def test_every_family_has_a_row() -> None:

@@ -16,10 +16,12 @@ from transformers import PretrainedConfig
 from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ModelError
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.models import gguf
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
 from hybrid_models import ROWS, VOCAB
+from thread_ranks import on_ranks
 from transformers_release import needs
 
 pytest.importorskip("gguf")
@@ -78,8 +80,8 @@ def written(tmp_path: Path, name: str, change: Change = lambda keys, tensors: No
     return path, reference
 
 
-def same_logits(path: Path, reference: Any) -> None:
-    model = load_model(str(path), "float32", skip_tokenizer_init=True).decoder
+def same_logits(path: Path, reference: Any, ranks: Ranks = ONE_RANK) -> None:
+    model = load_model(str(path), "float32", skip_tokenizer_init=True, ranks=ranks).decoder
     text = torch.randint(3, VOCAB, (33,), generator=torch.Generator().manual_seed(1))
     attention = DenseAttention(model)
     attention.begin([(0, len(text))])
@@ -91,6 +93,11 @@ def same_logits(path: Path, reference: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(cache: Path, tmp_path: Path, name: str) -> None:
     same_logits(*written(tmp_path, name))
+
+
+def test_each_rank_takes_its_part_of_a_file(cache: Path, tmp_path: Path) -> None:
+    path, reference = written(tmp_path, "qwen3_next")
+    on_ranks(2, lambda ranks: same_logits(path, reference, ranks))
 
 
 def in_the_older_layout(keys: dict[str, Any], tensors: dict[str, Tensor]) -> None:

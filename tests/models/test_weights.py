@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from headway.core.contract.errors import ModelError
-from headway.models.weights import Weights
+from headway.models.axes import Axis, Division
+from headway.models.weights import DummyWeights, Weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -182,3 +183,55 @@ def test_the_one_file_that_transformers_reads_wins_over_others_beside_it(tmp_pat
     weights = open_folder(tmp_path)
     weights.take("a", (2,))
     weights.finish()
+
+
+LAST, MIDDLE = Division(3, 4), Division(1, 3)
+CUTS = {
+    "rows": ((LAST.even(12), 6), lambda whole: whole[9:]),
+    "columns": ((12, MIDDLE.even(6)), lambda whole: whole[:, 2:4]),
+    "both": ((LAST.even(12), MIDDLE.even(3) * 2), lambda whole: whole[9:, 2:4]),
+    "rows of three products in one": (
+        ((LAST.even(4) + LAST.repeated(2) + LAST.repeated(2)) + Axis.all(4), 6),
+        lambda whole: torch.cat([whole[3:4], whole[5:6], whole[7:12]]),
+    ),
+    "columns in several places": (
+        (12, MIDDLE.even(3) + Axis.all(1) + Axis.all(2).none),
+        lambda whole: torch.cat([whole[:, 1:2], whole[:, 3:4]], dim=1),
+    ),
+    "an uneven end": ((Division(2, 3).uneven(12), Division(1, 4).uneven(6)), lambda whole: whole[8:, 2:4]),
+    "less than nothing left": ((Division(6, 7).uneven(12), 6), lambda whole: whole[:0]),
+    "nothing": ((Axis.all(12).none, 6), lambda whole: whole[:0]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_rank_takes_what_it_holds_of_a_tensor(tmp_path: Path, name: str) -> None:
+    shape, part = CUTS[name]
+    save(tmp_path, a=tensor(12, 6), b=tensor(12, 6) * 2)
+    weights, expected = open_folder(tmp_path), part(tensor(12, 6))
+    assert torch.equal(weights.take("a", shape), expected)
+    into = torch.empty(expected.shape, dtype=torch.float64)
+    weights.take_into(into, "b", shape)
+    assert torch.equal(into.float(), expected * 2)
+    weights.finish()  # a tensor of which nothing is held is not left over
+    merged = open_folder(tmp_path).take_merged({"a": shape[0], "b": shape[0]}, shape[1])
+    assert torch.equal(merged, torch.cat([expected, expected * 2]))
+    drawn = [DummyWeights(torch.float32, torch.device("cpu")) for _ in range(2)]
+    assert torch.equal(drawn[0].take("a", shape), part(drawn[1].take("a", (12, 6))))
+    assert torch.equal(drawn[0].take("b", (3,)), drawn[1].take("b", (3,))), "ranks go on alike"
+
+
+def test_a_cut_tensor_of_another_shape_is_refused_with_the_whole_one(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(12, 6))
+    with pytest.raises(ModelError, match=r"a needs shape \[8, 6\] by config.json, got \[12, 6\]"):
+        open_folder(tmp_path).take("a", (LAST.even(8), 6))
+
+
+def test_every_element_is_held_by_equally_many_ranks() -> None:
+    for size in (1, 2, 3, 4, 6, 12):
+        for axis_of, count in ((Division.even, 12), (Division.uneven, 12), (Division.uneven, 7), (Division.repeated, 12)):
+            held = [index for rank in range(size) for index in axis_of(Division(rank, size), count).pick(range(count))]
+            assert held == [*range(count)]
+    for size in (2, 4, 6):
+        held = [index for rank in range(size) for index in Division(rank, size).repeated(2).pick(range(2))]
+        assert held == [index for index in range(2) for _ in range(size // 2)]

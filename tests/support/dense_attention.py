@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu, softplus
 
 from headway.core.contract.model import StateLayer, latent_layers, state_layers
+from headway.core.contract.spec import AttentionSpec
 
 
 class DenseAttention:
@@ -35,8 +36,7 @@ class DenseAttention:
             ages = torch.arange(len(keys) - count, len(keys))[:, None] - torch.arange(len(keys))
             seen = (ages >= 0) & (ages < (spec.sliding_window or len(keys)))
             heads = [tensor.transpose(0, 1) for tensor in (queries, keys, values)]
-            out = scaled_dot_product_attention(*heads, attn_mask=seen, scale=spec.scale, enable_gqa=True)
-            outs.append(out.transpose(0, 1))
+            outs.append(attend(spec, *heads, seen).transpose(0, 1))
         return torch.cat(outs)
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
@@ -48,6 +48,18 @@ class DenseAttention:
             kept = self._kept.setdefault(("state", layer, seq), {})
             outs.append(run_tokens(self._states[layer], rows.double(), [part.double() for part in parts], kept).to(x.dtype))
         return torch.cat(outs)
+
+
+def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q, k, v: [heads, tokens, dim]; seen: bool [queries, keys]."""
+    if spec.softcap is None and spec.sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=True)
+    k, v = (part.repeat_interleave(spec.group_size, 0) for part in (k, v))
+    scores = q @ k.mT * spec.scale
+    scores = scores if spec.softcap is None else spec.softcap * (scores / spec.softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = torch.full((len(q), 1, 1), -torch.inf) if spec.sinks is None else torch.tensor(spec.sinks)[:, None, None]
+    return torch.cat([scores, sinks.expand(-1, q.shape[1], 1)], dim=2).softmax(2)[..., :-1] @ v
 
 
 def run_tokens(layer: StateLayer, x: Tensor, gates: Sequence[Tensor], kept: dict[str, Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ class EmptyWeights(DummyWeights):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, GPU
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape) if name.endswith("sinks") else torch.empty(shape, dtype=self.dtype, device=GPU)
 
 

@@ -24,7 +24,7 @@ class MetaWeights(DummyWeights):
     def __init__(self) -> None:
         self.dtype, self.device, self.count = torch.bfloat16, META, 0
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def draw(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=META)
         self.count += tensor.numel()
         return tensor

@@ -26,7 +26,7 @@ from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.models.config import LatentConfig
-from headway.models.operations import PlainLatentLayer
+from headway.models.plain_latent import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.plain import PlainBackend, PlainPlan
 from registries import registering

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from headway.core.contract.errors import ModelError
 from headway.models.expert_families import deepseek
+from headway.models.experts.cut import ExpertsCut
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import take_experts
 from headway.models.names import ExpertNames
@@ -69,7 +70,7 @@ def test_experts_equal_transformers(tmp_path: Path, name: str) -> None:
     weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
     read = deepseek(config)
     assert read["dense_layers"] == {0}
-    experts = PlainExperts(read["experts"], take_experts(read["experts"], ExpertNames(), HIDDEN, weights, "layer."))
+    experts = PlainExperts(read["experts"], take_experts(ExpertsCut(read["experts"]), ExpertNames(), HIDDEN, weights, "layer."))
     weights.finish()
     x = torch.randn(29, HIDDEN)
     with torch.inference_mode():

@@ -9,7 +9,8 @@ import pytest
 from triton_interpreter import passed_in_the_interpreter
 
 pytest.importorskip("triton")
-FILES = tuple(Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_latent_interpreted.py"))
+NAMES = ("test_interpreted.py", "test_latent_interpreted.py", "test_ranked_interpreted.py")
+FILES = tuple(map(Path(__file__).with_name, NAMES))
 
 
 def test_kernels_are_right_in_the_interpreter() -> None:

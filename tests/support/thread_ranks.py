@@ -1,0 +1,79 @@
+"""Ranks that are threads of this process: no process starts, and whatever one of them raises is raised here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.ranks import Ranks
+
+Result = TypeVar("Result")
+WAIT = 60.0
+"""Seconds after which a rank that waits for another gives up."""
+
+
+class ThreadRanks:
+    """One thread's view of all of them. Counts its sums, which begin with another rank in each part, as a ring's do."""
+
+    def __init__(self, rank: int, given: list[Tensor], barrier: threading.Barrier, turn: threading.Lock) -> None:
+        """given: room for every rank's tensor; turn: held by the one that computes, for Triton's interpreter is one thread's."""
+        self.rank, self.size, self.sums = rank, len(given), 0
+        self._given, self._barrier, self._turn = given, barrier, turn
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        self._given[self.rank] = x
+        self._wait()
+        assert {(each.shape, each.dtype) for each in self._given} == {(x.shape, x.dtype)}
+        gathered = torch.stack(self._given)
+        self._wait()
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.sums += 1
+        pieces = self.all_gather(x).flatten(1).chunk(self.size, dim=1)
+        orders = [[(first + step) % self.size for step in range(self.size)] for first in range(len(pieces))]
+        sums = [sum(piece[rank] for rank in order) for piece, order in zip(pieces, orders, strict=True)]
+        x.fill_(torch.nan)  # it may be overwritten
+        return torch.cat(sums).view_as(x)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return x.copy_(self.all_gather(x)[0])
+
+
+def alone(rank: int, size: int) -> Ranks:
+    """One rank of several that are not there: enough for what no rank has to be asked about."""
+    return ThreadRanks(rank, [torch.empty(0)] * size, threading.Barrier(1), threading.Lock())
+
+
+def on_ranks(size: int, work: Callable[[Ranks], Result]) -> list[Result]:
+    """Do the same work on each of so many ranks, at once, without gradients; the results by rank."""
+    barrier, given, turn = threading.Barrier(size, timeout=WAIT), [torch.empty(0)] * size, threading.Lock()
+
+    def of_rank(rank: int) -> Result:
+        try:
+            with torch.inference_mode(), turn:
+                return work(ThreadRanks(rank, given, barrier, turn))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(of_rank, rank) for rank in range(size)]
+        errors = [future.exception() for future in futures]
+    own = [error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)]
+    for error in [*own, *(error for error in errors if error is not None)]:
+        raise error
+    return [future.result() for future in futures]
