@@ -180,10 +180,8 @@ WISHES = [
         temperature=1, seed=5, top_p=0.9, max_tokens=12, structured_outputs=StructuredOutputsParams(regex="(yes|no)+")
     ),
 ]
-is_cut = pytest.mark.skipif("ranks" not in inspect.signature(Decoder.__init__).parameters, reason="needs a decoder that is cut")
 
 
-@is_cut
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"speculate": "ngram"}, {"deterministic": True}], ids=str)
 def test_an_llm_of_two_ranks_writes_what_one_of_one_writes(options: dict[str, object], tmp_path: Path) -> None:
@@ -199,7 +197,6 @@ def test_an_llm_of_two_ranks_writes_what_one_of_one_writes(options: dict[str, ob
     assert written[0] == written[1]
 
 
-@is_cut
 @pytest.mark.slow
 def test_headway_serve_with_two_ranks_ends_with_one_of_them_and_says_so(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
