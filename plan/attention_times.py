@@ -41,9 +41,7 @@ class MeasuredLayer:
     def fastest_us(self, shape: Shape) -> float:
         """Microseconds of the fastest backend, which `auto` would take; infinite where none has a time."""
         layout = layout_of(self.spec).name
-        times = (
-            self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends
-        )
+        times = (self.costs.at(shape, name, layout, size)[0] for size in _BLOCK_SIZES for name in self.backends)
         return min(times, default=math.inf)
 
     def inside(self, shape: Shape) -> Shape:
@@ -62,6 +60,7 @@ class AttentionTimes:
         """measured: of this kind of GPU."""
         self._read, self._matrix, self._reached = gpu.read_rate * 1e-6, gpu.matrix_rate * 1e-6, reached
         self._measured = {SpecRecord.of(each.spec).kind: each for each in measured}
+        self._asked: dict[tuple[AttentionSpec, Shape], float] = {}
         self._known: dict[AttentionSpec, tuple[MeasuredLayer | None, Source]] = {}
 
     def source(self, spec: AttentionSpec) -> Source:
@@ -70,6 +69,12 @@ class AttentionTimes:
 
     def us(self, spec: AttentionSpec, shape: Shape) -> float:
         """Microseconds of one layer's call."""
+        found = self._asked.get((spec, shape))
+        if found is None:
+            found = self._asked[spec, shape] = self._us(spec, shape)
+        return found
+
+    def _us(self, spec: AttentionSpec, shape: Shape) -> float:
         measured, source = self._of(spec)
         expected = self.data_sheet_us(spec, shape)
         if measured is None or not measured.costs.shapes[shape.phase]:

@@ -41,7 +41,7 @@ class Demand:
     output_len: int
     rate: float | None = None
     """Requests a second of the whole fleet, by a Poisson process; None: as many as the fleet can serve."""
-    limits: LatencyLimits = LatencyLimits()  # noqa: RUF009  (frozen)
+    limits: LatencyLimits = LatencyLimits()
     prefix_len: int = 0
     """Tokens with which prompts begin alike, as those of one system prompt do."""
     num_prefixes: int = 1
@@ -70,7 +70,9 @@ class Demand:
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ConfigError("--arrivals", need, f"{path}, line {number}: {shown(line)}") from error
             if not (math.isfinite(request.arrival) and request.input_len > 0 and request.output_len > 0):
-                raise ConfigError("--arrivals", "finite times, and lengths of at least 1", f"{path}, line {number}: {shown(line)}")
+                raise ConfigError(
+                    "--arrivals", "finite times, and lengths of at least 1", f"{path}, line {number}: {shown(line)}"
+                )
             found.append(request)
         found.sort(key=lambda request: request.arrival)
         if len(found) < 2 or found[0].arrival == found[-1].arrival:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.state import KEY_VALUE, StateParameters
 from headway.core.contract.model import StateLayer
+from headway.core.contract.state import KEY_VALUE, StateParameters
 from headway.core.engine.state.groups import PageFormat, page_format
 from headway.core.engine.state.pool import SMALLEST_CHUNK, pool_size, size_text
 from headway.core.engine.state.state_slots import StateSlots, plan_slots

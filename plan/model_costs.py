@@ -49,6 +49,16 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
 """model: as the checkpoint has them. fp8: blocks of 128 x 128 with a float32 scale. int4: groups of 128 with a 16-bit scale."""
 
 
+def weight_format(name: str) -> WeightFormat:
+    """The format of a name.
+
+    :raises ConfigError: there is none.
+    """
+    if name not in WEIGHT_FORMATS:
+        raise ConfigError("--weights", ", ".join(WEIGHT_FORMATS), repr(name))
+    return WEIGHT_FORMATS[name]
+
+
 @dataclass(frozen=True)
 class ModelCut:
     """How a model is cut for the ranks of one engine."""
@@ -127,7 +137,9 @@ def cut_state(spec: StateSpec, size: int) -> StateSpec:
     channels = spec.conv_channels // size if not spec.recurrent else cut.input_channels
     if not spec.recurrent:
         return replace(spec, conv_channels=channels)
-    return replace(cut, conv_channels=channels, conv_width=spec.conv_width, activation=spec.activation) if spec.conv_width else cut
+    return (
+        replace(cut, conv_channels=channels, conv_width=spec.conv_width, activation=spec.activation) if spec.conv_width else cut
+    )
 
 
 @dataclass(frozen=True)
@@ -190,7 +202,7 @@ class RankCosts:
 def rank_costs(
     config: DecoderConfig,
     layers: LayerSpecs,
-    cut: ModelCut = ModelCut(),  # noqa: B008  (frozen)
+    cut: ModelCut = ModelCut(),
     kv_cache_dtype: str = "auto",
     weights: WeightFormat = WEIGHT_FORMATS["model"],
 ) -> RankCosts:

@@ -16,11 +16,13 @@ from headway.plan.devices import GpuKind
 from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
 from headway.plan.model_costs import ExpertCut, ModelCut, RankCosts, WeightFormat, check_cache_dtype, obstacle, rank_costs
 from headway.plan.simulation import Latencies, Replica
-from headway.plan.step_time import StepTimes, StepWork
+from headway.plan.step_time import StepPredictor, StepWork
 from headway.plan.utilisation import H200, Utilisation
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Values of max_num_seqs that are tried."""
+_FINEST: Final = 8
+"""Sequences by which batches between those differ."""
 _SIMULATED = 200
 """Requests of a simulation of arrivals, and as many again as run at once."""
 
@@ -160,6 +162,7 @@ class FleetSearch:
             curve.append(self._at_full_load(layout, batch, times, memory))
             limit = self.demand.limits.per_token_ms
             if limit is not None and curve[-1].per_token_ms > limit:
+                self._refine(curve, times)
                 break  # a larger batch is slower yet
         self.full_load += curve
         if self.demand.rate is None:
@@ -167,9 +170,20 @@ class FleetSearch:
         elif memory is not None:
             self.plans.append(self._with_rate(curve, times, memory))
 
-    def _times(self, layout: Layout) -> StepTimes:
+    def _refine(self, curve: list[FleetPlan], times: StepPredictor) -> None:
+        """Try a batch between the last two of a curve, where the time per token should just keep to its limit."""
+        limit, last = self.demand.limits.per_token_ms, curve[-1]
+        if limit is None or len(curve) < 2 or last.batch - curve[-2].batch < 2 * _FINEST:
+            return
+        before = curve[-2]
+        share = (limit - before.per_token_ms) / (last.per_token_ms - before.per_token_ms)
+        batch = int(before.batch + share * (last.batch - before.batch)) // _FINEST * _FINEST
+        if before.batch < batch < last.batch:
+            curve.insert(-1, self._at_full_load(last.layout, batch, times, self._memory(times.costs, batch)))
+
+    def _times(self, layout: Layout) -> StepPredictor:
         costs = rank_costs(self.config, self.layers, layout.cut, layout.kv_cache_dtype, layout.weights)
-        return StepTimes(self.gpu, costs, self.reached, self._attention)
+        return StepPredictor(self.gpu, costs, self.reached, self._attention)
 
     def _slower_cut(self, layout: Layout) -> str:
         """Why the experts are cut the other way; empty if they are not."""
@@ -196,17 +210,17 @@ class FleetSearch:
         limits = EngineLimits(batch, self.demand.max_model_len, enable_prefix_caching=self.demand.prefix_len > 0)
         return engine_memory(self.gpu, costs, limits)
 
-    def _replica(self, times: StepTimes, memory: EngineMemory) -> Replica:
+    def _replica(self, times: StepPredictor, memory: EngineMemory) -> Replica:
         return Replica(times, memory, request_seconds=1e-6 * self.reached.request_us)
 
-    def _at_full_load(self, layout: Layout, batch: int, times: StepTimes, memory: EngineMemory) -> FleetPlan:
+    def _at_full_load(self, layout: Layout, batch: int, times: StepPredictor, memory: EngineMemory) -> FleetPlan:
         """The plan of all GPUs whose replicas always serve `batch` requests."""
         requests, measured = self.demand.full_load(batch)
         found = self._replica(times, memory).run(requests, batch, measured)
         return self._plan(layout, batch, times, memory, found, self.num_gpus // layout.cut.size)
 
     def _plan(
-        self, layout: Layout, batch: int, times: StepTimes, memory: EngineMemory, found: Latencies, replicas: int
+        self, layout: Layout, batch: int, times: StepPredictor, memory: EngineMemory, found: Latencies, replicas: int
     ) -> FleetPlan:
         limits, used = self.demand.limits, replicas * layout.cut.size
         total = found.tokens_per_second * replicas
@@ -244,7 +258,7 @@ class FleetSearch:
         most = max(missed, default=(0.0, ""))
         return most if most[0] > 0 else (most[0], "")
 
-    def _with_rate(self, curve: Sequence[FleetPlan], times: StepTimes, memory: EngineMemory) -> FleetPlan:
+    def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
         """The fewest replicas that serve the rate within the limits, by simulation of one of them.
 
         curve: at full load, whose throughput within the limits says where to begin. Where no number of replicas does, the plan of
@@ -280,7 +294,7 @@ class FleetSearch:
         before, after = curve[-2].per_token_ms, curve[-1].per_token_ms
         return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
 
-    def _arriving(self, full: FleetPlan, times: StepTimes, memory: EngineMemory, replicas: int) -> FleetPlan:
+    def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
         """The plan of so many replicas under the rate of arrivals; the first requests, which find nobody, are not measured."""
         assert self.demand.rate is not None
         lasts = 1e-3 * full.per_token_ms * self.demand.output_len

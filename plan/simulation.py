@@ -1,4 +1,4 @@
-"""One replica under load: requests that arrive, the engine's own scheduler and block manager, and a clock that predictions advance."""
+"""One replica under load: requests that arrive, the engine's own scheduler and block manager, and a clock of predicted steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headway.core.engine.state.sequence import Sequence as Completion
 from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.plan.memory import EngineMemory
-from headway.plan.step_time import StepParts, StepTimes, StepWork
+from headway.plan.step_time import StepParts, StepPredictor, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Latencies:
     cached_share: float
     """Share of the prompts' tokens that the prefix cache spared."""
     parts: StepParts
-    """Microseconds of all steps."""
+    """Microseconds of a rank for each output token."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,12 +86,12 @@ class _Times:
 
 @dataclass
 class Replica:
-    """One engine: `core.engine.scheduling.Scheduler` decides, `StepTimes` tells how long each step takes, and nothing computes.
+    """One engine: `core.engine.scheduling.Scheduler` decides, `StepPredictor` tells how long each step takes, and nothing computes.
 
     As in `EngineLoop` a step is launched before the one before it is read.
     """
 
-    times: StepTimes
+    times: StepPredictor
     memory: EngineMemory
     in_flight: int = 1
     """Steps that are launched before the oldest is read; 0: each is read first."""
@@ -193,22 +193,31 @@ class Replica:
 
     def _read(self, flight: _InFlight, now: float) -> None:
         """Append a step's tokens."""
-        ended = False
+        ended, append_sampled = [], self.scheduler.append_sampled
         for seq in flight.sampling:
-            if seq.finished:
-                self.scheduler.append_sampled(seq, [])
+            if seq.in_decode_batch:  # as `StepResults` does for most tokens
+                known = seq.token_ids
+                known.append(0)
+                if len(known) >= seq.max_len:
+                    seq.end()
+                    ended.append(seq)
                 continue
-            times = self._seqs[seq.request_id]
+            if seq.finished:
+                append_sampled(seq, [])
+                self._tokens -= 1
+                continue
             if seq.num_tokens == seq.num_prompt_tokens:
-                times.first = now
+                self._seqs[seq.request_id].first = now
                 self._spared += seq.num_cached_tokens
                 self._prompted += seq.num_prompt_tokens
-            self.scheduler.append_sampled(seq, [0])
-            self._tokens += 1
+            append_sampled(seq, [0])
             if seq.finished:
-                times.last, ended = now, True
-                self._num_live -= 1
-                self._left -= int(seq.request_id) in self._measured
+                ended.append(seq)
+        self._tokens += len(flight.sampling)
+        for seq in ended:
+            self._seqs[seq.request_id].last = now
+            self._num_live -= 1
+            self._left -= int(seq.request_id) in self._measured
         if ended:
             self.scheduler.remove_finished()
 
@@ -225,5 +234,5 @@ class Replica:
             num_steps=self._steps,
             num_preemptions=self._stats.num_preemptions,
             cached_share=self._spared / max(self._prompted, 1),
-            parts=StepParts(**self._parts),
+            parts=StepParts(**{name: us / self._tokens for name, us in self._parts.items()}),
         )

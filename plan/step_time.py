@@ -60,7 +60,7 @@ class StepParts:
         return sum(getattr(self, each.name) for each in fields(self)) - self.host
 
 
-class StepTimes:
+class StepPredictor:
     """Predicts steps of one rank."""
 
     def __init__(
@@ -80,11 +80,12 @@ class StepTimes:
 
     def step(self, work: StepWork) -> StepParts:
         """The parts of a step."""
-        if work.query_lens or not work.num_decodes:
-            return self._parts(work)
-        key = work.num_decodes, _rounded(work.decode_kv)
+        rounded = replace(work, decode_kv=_rounded(work.decode_kv))
+        if work.query_lens:
+            return self._parts(rounded)
+        key = rounded.num_decodes, rounded.decode_kv
         if key not in self._decodes:
-            self._decodes[key] = self._parts(replace(work, decode_kv=key[1]))
+            self._decodes[key] = self._parts(rounded)
         return self._decodes[key]
 
     def _parts(self, work: StepWork) -> StepParts:
@@ -104,7 +105,7 @@ class StepTimes:
         )
 
     def _host(self, work: StepWork) -> float:
-        """Microseconds of the host: decodes, and few tokens of prompts, are one graph; mixed steps are launched layer by layer."""
+        """Microseconds of the host: decodes and few tokens of prompts are one graph, mixed steps are launched layer by layer."""
         reached, layers = self._reached, self.costs.config.num_layers
         us = reached.host_us + reached.host_sequence_us * (work.num_decodes + len(work.query_lens))
         if not work.query_lens:

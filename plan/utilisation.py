@@ -28,7 +28,7 @@ class Utilisation:
     expert_us: float = 10.9
     """Microseconds of a layer of experts beside its weights: routing and sorting."""
     alone_us: float = 3.87
-    """Microseconds that a table's time of a decode has more than the same launch among others: a graph of it alone has to start."""
+    """Microseconds by which a table's time of a decode exceeds the same launch among others: a graph of it alone has to start."""
     decode_read: float = 0.88
     """Share of the read rate at which a decode reads keys and values, where no crossover table tells."""
     decode_us: float = 7.77

@@ -128,8 +128,6 @@ def _wide() -> Iterator[MeasuredPoint]:
     read = _read("engine-wide.json")
     for batch in (320, 512):
         seconds = batch * 256 / read["median"][f"{batch} x 256/256"]
-        yield MeasuredPoint(
-            "qwen3-0.6b", None, batch, 256, 256, "seconds", seconds, "engine-wide.json", max_num_seqs=512
-        )
+        yield MeasuredPoint("qwen3-0.6b", None, batch, 256, 256, "seconds", seconds, "engine-wide.json", max_num_seqs=512)
     for length, ms in read["first_token_ms"].items():
         yield MeasuredPoint("qwen3-0.6b", None, 1, int(length), 1, "first_token_ms", ms, "engine-wide.json")

@@ -12,23 +12,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headway.bench.studies.plan.points import DEEPSEEK_V2_LITE, RESULTS, MeasuredPoint
 from headway.core.contract.metadata import Phase
 from headway.core.engine.state.groups import page_format
 from headway.core.select.costs import Shape
 from headway.core.select.layer_specs import LayerSpecs
 from headway.models.config import DecoderConfig
-from headway.models.layer_specs import read_layer_specs
-from headway.models.loader import decoder_config, read_config
-from headway.models.locate import locate
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
 from headway.plan.devices import GPU_KINDS
 from headway.plan.memory import EngineLimits, EngineMemory
 from headway.plan.model_costs import rank_costs
+from headway.plan.read_model import read_planned_model
 from headway.plan.simulation import Replica, SimulatedRequest
-from headway.plan.step_time import StepParts, StepTimes, StepWork
+from headway.plan.step_time import StepParts, StepPredictor, StepWork
 from headway.plan.utilisation import Utilisation
 from headway.tuning.table.files import read_table
 
@@ -42,7 +38,8 @@ ATTENTION = ("decode_read", "decode_us", "prefill_matrix", "prefill_us")
 FITTED = tuple(
     each.name
     for each in fields(Utilisation)
-    if each.name not in ATTENTION and not each.name.startswith(("state", "scan", "narrow", "product_matrix", "host_us", "host_sequence", "host_mixed"))
+    if each.name not in ATTENTION
+    and not each.name.startswith(("state", "scan", "narrow", "product_matrix", "host_us", "host_sequence", "host_mixed"))
 )
 """Fields that whole generations tell."""
 
@@ -58,9 +55,7 @@ def read_model(name: str, num_layers: int | None) -> tuple[DecoderConfig, LayerS
 
 
 def _read_folder(name: str, num_layers: int | None) -> tuple[DecoderConfig, LayerSpecs]:
-    config = decoder_config(read_config(locate(name, weights=False), weights=False), required=True)
-    layers = read_layer_specs(name, torch.device("cpu"), torch.bfloat16)
-    assert config is not None
+    config, layers = read_planned_model(name)
     if num_layers is None:
         return config, layers
     return replace(config, layers=config.layers[:num_layers]), LayerSpecs(layers.cached[:num_layers], layers.expanded)
@@ -73,7 +68,7 @@ def h200_tables() -> tuple[MeasuredLayer, ...]:
 
 
 class _Recorder:
-    """Stands in for `StepTimes`: every step takes a second, so that a token's time is the number of its step."""
+    """Stands in for `StepPredictor`: every step takes a second, so that a token's time is the number of its step."""
 
     def __init__(self) -> None:
         self.works: list[StepWork] = []
@@ -105,19 +100,21 @@ def trace(point: MeasuredPoint) -> Trace:
     return Trace(recorder.works, first, last)
 
 
-def step_times(point: MeasuredPoint, reached: Utilisation) -> StepTimes:
+def step_times(point: MeasuredPoint, reached: Utilisation) -> StepPredictor:
     """The times of a point's steps."""
     config, layers = read_model(point.model, point.num_layers)
     gpu = GPU_KINDS["h200"]
     costs = rank_costs(config, layers, kv_cache_dtype=point.kv_cache_dtype)
-    return StepTimes(gpu, costs, reached, AttentionTimes(gpu, reached, h200_tables()))
+    return StepPredictor(gpu, costs, reached, AttentionTimes(gpu, reached, h200_tables()))
 
 
 def _replica(point: MeasuredPoint, times: Any, request_seconds: float = 0.0) -> Replica:
     config, layers = read_model(point.model, point.num_layers)
     caches = rank_costs(config, layers, kv_cache_dtype=point.kv_cache_dtype).layers.cached
     pages = page_format(caches, [layout_of(spec) for spec in caches], 16, _LONGEST)
-    return Replica(times, EngineMemory(pages, _PAGES, EngineLimits(point.max_num_seqs, _LONGEST)), request_seconds=request_seconds)
+    return Replica(
+        times, EngineMemory(pages, _PAGES, EngineLimits(point.max_num_seqs, _LONGEST)), request_seconds=request_seconds
+    )
 
 
 def _requests(point: MeasuredPoint) -> list[SimulatedRequest]:
