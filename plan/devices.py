@@ -40,19 +40,23 @@ class AllReduceTimes:
             return self._measured(ranks, num_bytes)
         before = max(count for count in known if count < ranks)
         share = math.log(ranks / before) / math.log(after / before)
-        low, high = self._measured(before, num_bytes), self._measured(after, num_bytes)
-        return math.exp((1 - share) * math.log(low) + share * math.log(high))
+        return _between(self._measured(before, num_bytes), self._measured(after, num_bytes), share)
 
     def _measured(self, ranks: int, num_bytes: float) -> float:
         times = self.by_ranks[ranks]
         if num_bytes <= MESSAGE_BYTES[0]:
             return times[0]
         if num_bytes >= MESSAGE_BYTES[-1]:
-            return times[-1] * num_bytes / MESSAGE_BYTES[-1]
+            return times[-1] * (num_bytes / MESSAGE_BYTES[-1])
         at = bisect_right(MESSAGE_BYTES, num_bytes)
         (low, high), (start, end) = list(pairwise(MESSAGE_BYTES))[at - 1], list(pairwise(times))[at - 1]
         share = math.log(num_bytes / low) / math.log(high / low)
-        return math.exp((1 - share) * math.log(start) + share * math.log(end))
+        return _between(start, end, share)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """A number between two on a logarithmic scale."""
+    return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
 
 @dataclass(frozen=True)

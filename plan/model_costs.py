@@ -97,7 +97,7 @@ class RankExperts:
         Experts are chosen unevenly (UNEVENNESS), and by tokens that do not know of each other. With whole experts on a rank the
         busiest of the ranks counts: the mean and sqrt(2 ln ranks) standard deviations.
         """
-        missed = [(1 - chance) ** tokens for chance in self._chances]
+        missed = [(1 - chance) ** tokens for chance in self.chances]
         mean = len(missed) - sum(missed)
         if self.cut.experts != "expert":
             return mean
@@ -110,7 +110,7 @@ class RankExperts:
         return 1 / self.cut.size
 
     @cached_property
-    def _chances(self) -> list[float]:
+    def chances(self) -> list[float]:
         """Chance of each expert to be among a token's."""
         return list(_chances(self.config.num_experts, self.config.top_k))
 

@@ -86,7 +86,7 @@ class _Times:
 
 @dataclass
 class Replica:
-    """One engine: `core.engine.scheduling.Scheduler` decides, `StepPredictor` tells how long each step takes, and nothing computes.
+    """One engine: the engine's `Scheduler` decides, `StepPredictor` tells how long each step takes, and nothing computes.
 
     As in `EngineLoop` a step is launched before the one before it is read.
     """
@@ -195,6 +195,10 @@ class Replica:
         """Append a step's tokens."""
         ended, append_sampled = [], self.scheduler.append_sampled
         for seq in flight.sampling:
+            if len(seq.token_ids) == seq.num_prompt_tokens and not seq.finished:
+                self._seqs[seq.request_id].first = now
+                self._spared += seq.num_cached_tokens
+                self._prompted += seq.num_prompt_tokens
             if seq.in_decode_batch:  # as `StepResults` does for most tokens
                 known = seq.token_ids
                 known.append(0)
@@ -206,10 +210,6 @@ class Replica:
                 append_sampled(seq, [])
                 self._tokens -= 1
                 continue
-            if seq.num_tokens == seq.num_prompt_tokens:
-                self._seqs[seq.request_id].first = now
-                self._spared += seq.num_cached_tokens
-                self._prompted += seq.num_prompt_tokens
             append_sampled(seq, [0])
             if seq.finished:
                 ended.append(seq)

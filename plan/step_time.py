@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, StateSpec
@@ -57,7 +57,7 @@ class StepParts:
     @property
     def device(self) -> float:
         """Microseconds of the device."""
-        return sum(getattr(self, each.name) for each in fields(self)) - self.host
+        return self.products + self.attention + self.experts + self.states + self.sums + self.other
 
 
 class StepPredictor:
@@ -170,5 +170,5 @@ class StepPredictor:
 
 def _rounded(length: int) -> int:
     """A length to within about 2 %, so that steps that hardly differ are predicted once."""
-    unit = max(2 ** (length.bit_length() - 6), 1)
+    unit = 1 << max(length.bit_length() - 6, 0)
     return max(round(length / unit) * unit, 1)

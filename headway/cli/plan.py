@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -190,7 +190,7 @@ def _name(row: PlanRow) -> str:
 def _table(rows: Sequence[PlanRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=_WIDTH, padding=(0, 1, 0, 0))
     experts, formats = any(row.experts != "none" for row in rows), any(row.weights != "model" for row in rows)
-    columns = {
+    columns: dict[str, Callable[[PlanRow], str]] = {
         "tp": lambda row: str(row.tensor_parallel_size),
         "replicas": lambda row: f"{row.replicas:,}",
         "experts": lambda row: "-" if row.experts == "none" else row.experts,

@@ -19,6 +19,7 @@ from headway.core.select.costs import Shape
 from headway.core.select.layer_specs import LayerSpecs
 from headway.models.config import DecoderConfig
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
+from headway.plan.demand import Demand
 from headway.plan.devices import GPU_KINDS
 from headway.plan.memory import EngineLimits, EngineMemory
 from headway.plan.model_costs import rank_costs
@@ -240,3 +241,19 @@ def fit_all(points: Sequence[MeasuredPoint], start: Utilisation, told: Callable[
         start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, told=told)
         start = fit(lambda tried: errors(points, tried).loss, FITTED, start, told=told)
     return start
+
+
+def arrivals(reached: Utilisation) -> list[tuple[str, float, float]]:
+    """(what, measured, predicted) of Poisson arrivals at a server; what HTTP adds to the first token is not predicted."""
+    found = []
+    for cell in json.loads((RESULTS / "server.json").read_text(encoding="utf-8"))["own_process"]["online"].values():
+        point = MeasuredPoint("qwen3-0.6b", None, 1, 512, 128, "per_token_ms", 0.0, "server.json")
+        requests = Demand(512, 128, cell["rate"]).arrivals(1, cell["completed"])
+        result = _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(requests)
+        for percentile in (50, 95):
+            for name, got in (
+                ("time_to_first_token_ms", result.first_token_ms(percentile)),
+                ("time_per_output_token_ms", result.per_token_ms(percentile)),
+            ):
+                found.append((f"{cell['rate']:g}/s, {name} p{percentile}", cell[name][f"p{percentile}"], got))
+    return found
