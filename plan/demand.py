@@ -142,16 +142,16 @@ class Demand:
         shape = replicas if self.routing == "round-robin" else 1
         scale = 1 / self.rate if self.routing == "round-robin" else replicas / self.rate
         times = numpy.cumsum(draw.gamma(shape, scale, count))
-        which = draw.integers(0, self._beginnings_of(replicas), count)
+        which = draw.integers(0, self.beginnings_of(replicas), count)
         return [self._request(float(time), int(one), replicas) for time, one in zip(times, which, strict=True)]
 
-    def _beginnings_of(self, replicas: int) -> int:
+    def beginnings_of(self, replicas: int) -> int:
         """Beginnings that one replica sees."""
         return self.num_prefixes if self.routing == "round-robin" else -(-self.num_prefixes // replicas)
 
     def _beginning(self, number: int, replicas: int) -> tuple[int, int]:
         """(which beginning a request has, tokens of it)."""
-        return (number % self._beginnings_of(replicas), self.prefix_len) if self.prefix_len else (-1, 0)
+        return (number % self.beginnings_of(replicas), self.prefix_len) if self.prefix_len else (-1, 0)
 
     def _request(self, arrival: float, number: int, replicas: int) -> SimulatedRequest:
         return SimulatedRequest(arrival, self.input_len, self.output_len, *self._beginning(number, replicas))

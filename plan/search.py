@@ -25,6 +25,8 @@ _FINEST: Final = 8
 """Sequences by which batches between those differ."""
 _KEEPS_UP: Final = 0.9
 """Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows."""
+_MOST_SEEN: Final = 1000
+"""Most requests that fill the prefix cache before any is measured."""
 _SIMULATED = 200
 """Requests of a simulation of arrivals, and as many again as run at once."""
 
@@ -305,17 +307,25 @@ class FleetSearch:
         return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
 
     def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
-        """The plan of so many replicas under the rate of arrivals; the first requests, which find nobody, are not measured."""
-        assert self.demand.rate is not None
-        lasts = 1e-3 * full.per_token_ms * self.demand.output_len
-        running = math.ceil(min(full.batch, self.demand.rate / replicas * lasts))
-        requests = self.demand.arrivals(replicas, _SIMULATED + 2 * running)
-        first = min(running, len(requests) // 3)
-        measured = range(first, len(requests) - first)
+        """The plan of so many replicas under the rate of arrivals.
+
+        Not measured are the first requests, which find nobody else and an empty prefix cache, and the last, which are left alone.
+        """
+        demand = self.demand
+        assert demand.rate is not None
+        lasts = 1e-3 * full.per_token_ms * demand.output_len
+        running = math.ceil(min(full.batch, demand.rate / replicas * lasts))
+        seen = min(2 * demand.beginnings_of(replicas), _MOST_SEEN) if demand.prefix_len else 0
+        requests = demand.arrivals(replicas, _SIMULATED + max(running, seen) + running)
+        measured = range(max(running, seen), len(requests) - running)
+        if len(measured) < _SIMULATED:  # of a file
+            third = len(requests) // 3
+            measured = range(third, len(requests) - third) if third > 1 else range(len(requests))
         found = self._replica(times, memory).run(requests, measured=measured)
         window = requests[measured[0] : measured[-1]]
-        arrived = sum(each.output_len for each in window) / max(requests[measured[-1]].arrival - window[0].arrival, 1e-9)
-        served = found.tokens_per_second / arrived
-        wanted = self.demand.rate * self.demand.mean_output_len
-        total = wanted if served > _KEEPS_UP else wanted * served
+        total = demand.rate * demand.mean_output_len
+        if len(measured) < len(requests):
+            arrived = sum(each.output_len for each in window) / (requests[measured[-1]].arrival - window[0].arrival + 1e-9)
+            served = found.tokens_per_second / arrived
+            total *= 1.0 if served > _KEEPS_UP else served
         return self._plan(full.layout, full.batch, times, memory, found, replicas, total)

@@ -82,6 +82,8 @@ class _Times:
     arrival: float
     first: float = 0.0
     last: float = 0.0
+    spared: int = 0
+    """Tokens of the prompt that the prefix cache held."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ class Replica:
         self.scheduler = Scheduler(blocks, limits.max_num_batched_tokens, limits.max_num_seqs, stats=self._stats)
         self._parts = dict.fromkeys(StepParts.__dataclass_fields__, 0.0)
         self._measured, self._left, self._num_live = range(0), 0, 0
-        self._steps = self._tokens = self._spared = self._prompted = 0
+        self._steps = self._tokens = 0
 
     def run(
         self, requests: Iterable[SimulatedRequest], concurrency: int | None = None, measured: range | None = None
@@ -197,8 +199,7 @@ class Replica:
         for seq in flight.sampling:
             if len(seq.token_ids) == seq.num_prompt_tokens and not seq.finished:
                 self._seqs[seq.request_id].first = now
-                self._spared += seq.num_cached_tokens
-                self._prompted += seq.num_prompt_tokens
+                self._seqs[seq.request_id].spared = seq.num_cached_tokens
             if seq.in_decode_batch:  # as `StepResults` does for most tokens
                 known = seq.token_ids
                 known.append(0)
@@ -233,6 +234,6 @@ class Replica:
             output_tokens=tokens,
             num_steps=self._steps,
             num_preemptions=self._stats.num_preemptions,
-            cached_share=self._spared / max(self._prompted, 1),
+            cached_share=sum(each.spared for each in done) / sum(each.request.input_len for each in done),
             parts=StepParts(**{name: us / self._tokens for name, us in self._parts.items()}),
         )
