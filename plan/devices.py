@@ -47,7 +47,7 @@ class AllReduceTimes:
         if num_bytes <= MESSAGE_BYTES[0]:
             return times[0]
         if num_bytes >= MESSAGE_BYTES[-1]:
-            return times[-1] * (num_bytes / MESSAGE_BYTES[-1])
+            return float(times[-1] * num_bytes / MESSAGE_BYTES[-1])
         at = bisect_right(MESSAGE_BYTES, num_bytes)
         (low, high), (start, end) = list(pairwise(MESSAGE_BYTES))[at - 1], list(pairwise(times))[at - 1]
         share = math.log(num_bytes / low) / math.log(high / low)

@@ -152,9 +152,9 @@ class RankCosts:
     """The rank's own: heads are cut, and caches have the element type that was asked for."""
     weights: WeightFormat
     products: tuple[ProductShape, ...]
-    """Of every token; experts' and the head's are not among them."""
+    """Products of every token; experts' and the head's are not among them."""
     head: ProductShape
-    """Of the rows that are sampled."""
+    """The product of the rows that are sampled."""
     experts: RankExperts | None
     plain_bytes: int
     """Bytes of what is in the model's element type whatever the format: embedding, head, routers, learned positions."""
@@ -324,4 +324,4 @@ def check_cache_dtype(config: DecoderConfig, name: str) -> str:
     if name not in ("auto", *KV_DTYPES):
         raise ConfigError("--kv-cache-dtype", f"auto, {', '.join(KV_DTYPES)}", repr(name))
     integer = name != "auto" and not KV_DTYPES[name].is_floating_point
-    return "a latent cache has no scales for each token" if config.latent is not None and integer else ""
+    return f"{name}: a latent cache has no scales for each token" if config.latent is not None and integer else ""

@@ -53,7 +53,7 @@ class PlanRow(BaseModel):
     first_token_ms: float
     per_token_ms: float
     memory_gib: float
-    """Of one GPU."""
+    """What one GPU holds."""
     cache_tokens: int
     cached_share: float
     """Share of the prompts' tokens that the prefix cache spared."""

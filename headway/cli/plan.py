@@ -188,18 +188,18 @@ def _name(row: PlanRow) -> str:
 
 
 def _table(rows: Sequence[PlanRow]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, width=_WIDTH, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, width=_WIDTH, padding=(0, 1, 0, 0), pad_edge=False)
     experts, formats = any(row.experts != "none" for row in rows), any(row.weights != "model" for row in rows)
     columns: dict[str, Callable[[PlanRow], str]] = {
         "tp": lambda row: str(row.tensor_parallel_size),
-        "replicas": lambda row: f"{row.replicas:,}",
+        "repl.": lambda row: f"{row.replicas:,}",
         "experts": lambda row: "-" if row.experts == "none" else row.experts,
-        "cache": lambda row: row.kv_cache_dtype,
+        "cache": lambda row: row.kv_cache_dtype.removesuffix("_per_token_head"),
         "weights": lambda row: row.weights,
         "batch": lambda row: str(row.batch),
         "tok/s/GPU": lambda row: f"{row.tokens_per_second_per_gpu:,.0f}",
         "first ms": lambda row: f"{row.first_token_ms:,.1f}",
-        "token ms": lambda row: f"{row.per_token_ms:.2f}",
+        "ms/tok": lambda row: f"{row.per_token_ms:.2f}",
         "GiB": lambda row: f"{row.memory_gib:.0f}",
     }
     left_out = {name for name, shown in (("experts", experts), ("weights", formats)) if not shown}
