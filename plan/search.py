@@ -69,7 +69,7 @@ class FleetPlan:
     """Where the times of attention come from."""
     latencies: Latencies
     reason: str = ""
-    """Why it is not the plan to take; empty where it meets all limits and is the best of its layout."""
+    """The limit that it misses most; empty where it meets all."""
 
     @property
     def meets(self) -> bool:
@@ -84,7 +84,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """A layout that cannot start."""
+    """A layout that cannot start, or whose experts had better be cut the other way."""
 
     layout: Layout
     reason: str

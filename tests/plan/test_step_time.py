@@ -109,3 +109,12 @@ def test_an_unknown_gpu_is_refused_with_those_that_are_known() -> None:
     assert gpu_kind("H200") is GPU
     with pytest.raises(ConfigError, match=r"needs one of h100, h200, a100, l40s, b200, got 'h20' \(did you mean h200\?\)"):
         gpu_kind("h20")
+
+
+def test_the_page_shows_what_is_predicted_for_more_ranks(measured: MeasuredLayer) -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for count, length in ((1, 768), (64, 1280), (256, 1280)):
+        work = StepWork(num_decodes=count, decode_kv=length, num_sampled=count)
+        parts = [predictor("llama-3-8b", size, measured).step(work) for size in (1, 2, 4, 8)]
+        cells = [f"{each.device / 1e3:.2f}" + (f" ({each.sums / 1e3:.2f})" if each.sums else "") for each in parts]
+        assert f"| {count}, {length:,} | {' | '.join(cells)} |" in page
