@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "headway", "bench")
+FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "bench")
 ROOMS = (
     "core.contract",
     "core.system",
@@ -30,6 +30,7 @@ ROOMS = (
     "tuning.measure",
     "tuning.isolated",
     "tuning",
+    "plan",
     "headway",
     "bench",
     "cli",

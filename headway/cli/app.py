@@ -23,6 +23,7 @@ from headway.cli.doctor import doctor
 from headway.cli.explain import explain
 from headway.cli.generate import generate
 from headway.cli.new_backend import new_backend
+from headway.cli.plan import plan
 from headway.cli.plugins import plugins
 from headway.cli.serve import serve
 from headway.cli.table import table
@@ -99,6 +100,7 @@ app.command(cls=Command)(build)
 app.command(cls=Command)(warm)
 app.command(cls=Command)(check)
 app.command(cls=Command)(plugins)
+app.command(cls=Command)(plan)
 app.command("new-backend", cls=Command)(new_backend)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "headway", "bench")
+FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "bench")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 FRAGMENT = re.compile(r"(Of|Those|By|In|That|It|They|Its|Their)\b")
 

@@ -16,7 +16,7 @@ from built_package import VERSION, Built, Environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel"), pytest.mark.timeout(600)]
 
-PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "bench")
+PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "bench")
 """Folders that install as headway.NAME."""
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "h200" / "crossover-16-8-128.json"
 NOT_SHIPPED = ("bench/results/", "bench/studies/", "bench/reproduce.sh")

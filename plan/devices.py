@@ -1,0 +1,183 @@
+"""Kinds of GPUs: what their data sheets say, and how long ranks on one host take to add their tensors up."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from headway.core.contract.errors import ConfigError
+
+GIB: Final = 1024**3
+MESSAGE_BYTES: Final = tuple(2**power for power in range(13, 29, 2))
+"""Sizes at which an `AllReduceTimes` has a time: 8 KiB to 128 MiB."""
+
+
+@dataclass(frozen=True)
+class AllReduceTimes:
+    """How long a sum over ranks takes on one host, inside of a CUDA graph, by the bytes that each rank brings."""
+
+    source: str
+    """Who measured it, with what."""
+    by_ranks: Mapping[int, Sequence[float]]
+    """Ranks -> microseconds at each size of MESSAGE_BYTES."""
+
+    def us(self, ranks: int, num_bytes: float) -> float:
+        """Microseconds: log-linear between measured sizes and numbers of ranks, constant below them, in proportion above.
+
+        ranks: at most as many as were measured.
+        """
+        if ranks == 1:
+            return 0.0
+        known = sorted(self.by_ranks)
+        assert ranks <= known[-1], f"{ranks} ranks on one host"
+        after = next(count for count in known if count >= ranks)
+        if after == ranks:
+            return self._measured(ranks, num_bytes)
+        before = max(count for count in known if count < ranks)
+        share = math.log(ranks / before) / math.log(after / before)
+        return _between(self._measured(before, num_bytes), self._measured(after, num_bytes), share)
+
+    def _measured(self, ranks: int, num_bytes: float) -> float:
+        times = self.by_ranks[ranks]
+        if num_bytes <= MESSAGE_BYTES[0]:
+            return times[0]
+        if num_bytes >= MESSAGE_BYTES[-1]:
+            return float(times[-1] * num_bytes / MESSAGE_BYTES[-1])
+        at = bisect_right(MESSAGE_BYTES, num_bytes)
+        (low, high), (start, end) = list(pairwise(MESSAGE_BYTES))[at - 1], list(pairwise(times))[at - 1]
+        share = math.log(num_bytes / low) / math.log(high / low)
+        return _between(start, end, share)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    """A number between two on a logarithmic scale."""
+    return math.exp((1 - share) * math.log(low) + share * math.log(high))
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """One kind of GPU, by its data sheet; hosts hold eight."""
+
+    name: str
+    title: str
+    """The name by which the driver, and so a crossover table, calls the GPU."""
+    memory_bytes: int
+    """Bytes that the driver reports."""
+    read_rate: float
+    """Bytes a second from its memory."""
+    matrix_rate: float
+    """Floating-point operations a second of dense bfloat16 products."""
+    link: str
+    """What joins the GPUs of a host, with bytes a second in one direction."""
+    all_reduce: AllReduceTimes
+    source: str
+    """Where the figures come from."""
+    gpus_per_host: int = 8
+
+
+def _table(device: str, version: str, *rows: Sequence[float]) -> AllReduceTimes:
+    """Times of vLLM's custom all-reduce, and beyond its largest message of NCCL, for 2, 4 and 8 ranks."""
+    source = f"{device}, vLLM {version}, from NVIDIA's aiconfigurator-core 0.12.0 (Apache-2.0)"
+    return AllReduceTimes(source, dict(zip((2, 4, 8), rows, strict=True)))
+
+
+_KINDS: Final = (
+    GpuKind(
+        name="h100",
+        title="NVIDIA H100 80GB HBM3",
+        memory_bytes=int(79.2 * GIB),
+        read_rate=3.35e12,
+        matrix_rate=989e12,
+        link="NVLink 4, 450 GB/s",
+        all_reduce=_table(
+            "H100 SXM",
+            "0.24.0",
+            (4.4, 4.4, 4.8, 6.3, 12.4, 45.0, 156.3, 468.8),
+            (4.8, 4.9, 5.8, 11.4, 18.6, 53.5, 191.2, 618.8),
+            (5.1, 5.6, 7.9, 12.0, 19.4, 50.7, 177.8, 577.4),
+        ),
+        source="NVIDIA H100 data sheet, SXM",
+    ),
+    GpuKind(
+        name="h200",
+        title="NVIDIA H200",
+        memory_bytes=int(139.8 * GIB),
+        read_rate=4.8e12,
+        matrix_rate=989e12,
+        link="NVLink 4, 450 GB/s",
+        all_reduce=_table(
+            "H200 SXM",
+            "0.24.0",
+            (4.6, 4.6, 4.8, 6.3, 12.4, 43.0, 144.8, 463.0),
+            (4.8, 4.9, 5.8, 10.5, 17.8, 51.8, 179.6, 609.0),
+            (5.1, 5.7, 7.9, 11.1, 18.1, 48.4, 165.9, 562.4),
+        ),
+        source="NVIDIA H200 data sheet, SXM",
+    ),
+    GpuKind(
+        name="a100",
+        title="NVIDIA A100-SXM4-80GB",
+        memory_bytes=int(79.3 * GIB),
+        read_rate=2.039e12,
+        matrix_rate=312e12,
+        link="NVLink 3, 300 GB/s",
+        all_reduce=_table(
+            "A100 SXM",
+            "0.14.0",
+            (5.3, 5.2, 5.7, 8.0, 15.2, 89.7, 222.2, 746.1),
+            (5.5, 6.0, 7.8, 14.5, 26.0, 118.0, 288.1, 996.3),
+            (6.3, 6.9, 11.4, 18.9, 27.9, 129.0, 364.3, 1160.9),
+        ),
+        source="NVIDIA A100 data sheet, 80 GB SXM",
+    ),
+    GpuKind(
+        name="l40s",
+        title="NVIDIA L40S",
+        memory_bytes=int(44.4 * GIB),
+        read_rate=0.864e12,
+        matrix_rate=362e12,
+        link="PCIe 4, 32 GB/s",
+        all_reduce=_table(
+            "L40S",
+            "0.14.0",
+            (5.7, 7.4, 11.0, 32.1, 116.8, 449.9, 1776.9, 7006.7),
+            (14.3, 26.0, 59.6, 219.0, 840.8, 3321.8, 13598.0, 54406.4),
+            (27.6, 48.4, 108.3, 444.5, 2079.9, 8167.5, 30062.3, 120267.1),
+        ),
+        source="NVIDIA L40S data sheet",
+    ),
+    GpuKind(
+        name="b200",
+        title="NVIDIA B200",
+        memory_bytes=int(178.4 * GIB),
+        read_rate=7.7e12,
+        matrix_rate=2250e12,
+        link="NVLink 5, 900 GB/s",
+        all_reduce=_table(
+            "B200 SXM",
+            "0.24.0",
+            (7.0, 7.0, 7.4, 9.4, 25.3, 50.6, 87.2, 280.4),
+            (7.1, 7.4, 8.1, 18.0, 23.8, 43.2, 119.0, 352.9),
+            (7.8, 8.2, 9.4, 26.1, 20.7, 39.2, 111.3, 442.3),
+        ),
+        source="NVIDIA Blackwell data sheet, B200 SXM",
+    ),
+)
+GPU_KINDS: Final[Mapping[str, GpuKind]] = {kind.name: kind for kind in _KINDS}
+
+
+def gpu_kind(name: str) -> GpuKind:
+    """The kind of a name, in upper or lower case.
+
+    :raises ConfigError: there is none, with those that there are.
+    """
+    known = GPU_KINDS.get(name.lower())
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), GPU_KINDS, n=1)
+        raise ConfigError("--gpu", f"one of {', '.join(GPU_KINDS)}", repr(name), f"did you mean {near[0]}?" if near else "")
+    return known

@@ -1,0 +1,64 @@
+"""A model's sizes, out of its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.select.layer_specs import LayerSpecs
+from headway.models.checkpoint import check_folder
+from headway.models.config import DecoderConfig
+from headway.models.families import TEXT_PARTS
+from headway.models.layer_specs import read_layer_specs
+from headway.models.loader import decoder_config, read_config
+from headway.models.locate import locate
+
+_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    "hidden_size": (),
+    "num_hidden_layers": ("hybrid_override_pattern", "layers_block_type", "layer_types"),
+    "num_attention_heads": (),
+    "vocab_size": (),
+}
+"""Sizes by transformers' names -> what may stand in their place. A missing one would be a default of transformers', which is the
+size of another model."""
+
+
+class PlannedModel(NamedTuple):
+    """What a plan must know of a model."""
+
+    config: DecoderConfig
+    layers: LayerSpecs
+
+
+def read_planned_model(model: str) -> PlannedModel:
+    """Read a model's configuration: a folder, a hub id, or the name of a shape.
+
+    :raises ModelError: there is no such model, its config.json lacks sizes, or Headway's own decoder does not compute it.
+    """
+    folder = locate(model, weights=False)
+    missing = _missing(folder)
+    if missing:
+        raise ModelError(f"model {model}: config.json needs {', '.join(missing)}, got none; a plan is made of sizes alone")
+    config = decoder_config(read_config(folder, weights=False), required=True)
+    assert config is not None
+    layers = read_layer_specs(model, torch.device("cpu"))
+    if not layers.cached:
+        raise ConfigError("model", "layers of attention, by whose cache a plan is made", f"{model}: none")
+    return PlannedModel(config, layers)
+
+
+def _missing(folder: Path) -> list[str]:
+    stated: Any = check_folder(folder, weights=False)
+    kind = stated["model_type"]
+    stated = stated.get("text_config", stated) if kind in TEXT_PARTS else stated
+    lacking = {name for name, others in _SIZES.items() if not {name, *others} & set(stated)}
+    if not lacking:
+        return []
+    from transformers import CONFIG_MAPPING
+
+    own = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return sorted(name for name in lacking if own.get(name) not in stated)

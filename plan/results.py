@@ -1,0 +1,252 @@
+"""What a search found, as a file: the plans that meet the limits, the best first, and why each other layout loses."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import ResultFile
+from headway.core.system.provenance import Origin
+from headway.plan.attention_times import Source
+from headway.plan.model_costs import ModelCut
+from headway.plan.search import FleetPlan, FleetSearch, Layout, RefusedLayout
+from headway.plan.step_time import StepParts
+
+MEASURED_ON: Final = "h200"
+"""The kind of GPU on which utilisations were fitted."""
+_WORDS: Final = {
+    "products": "products",
+    "attention": "attention",
+    "experts": "experts",
+    "states": "layers with a state",
+    "sums": "sums over ranks",
+    "other": "norms and sampling",
+    "host": "the host",
+}
+
+
+class PlanRow(BaseModel):
+    """A plan that was simulated."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tensor_parallel_size: int
+    replicas: int
+    experts: str
+    """How experts are cut: none, column or expert."""
+    kv_cache_dtype: str
+    weights: str
+    """A name in WEIGHT_FORMATS; model: as the checkpoint has them."""
+    batch: int
+    """max_num_seqs of each replica."""
+    num_gpus: int
+    tokens_per_second: float
+    """Output tokens of all replicas."""
+    tokens_per_second_per_gpu: float
+    tokens_per_second_per_user: float
+    """Tokens that a request gets in a second after its first."""
+    first_token_ms: float
+    per_token_ms: float
+    memory_gib: float
+    """What one GPU holds."""
+    cache_tokens: int
+    cached_share: float
+    """Share of the prompts' tokens that the prefix cache spared."""
+    preemptions: int
+    attention: Source
+    us_per_token: dict[str, float]
+    """Microseconds of a rank for each output token, by what takes them; the host's overlap with the device's."""
+    command: str
+    """What starts a replica; empty where this version cannot."""
+    reason: str = ""
+    """Why it is not the best: which limit it misses, or where it spends more than the best plan."""
+
+
+class RefusedRow(BaseModel):
+    """A layout that cannot start, or that another way of cutting the experts beats."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    layout: str
+    reason: str
+
+
+class PlanReport(ResultFile):
+    """One call of `headway plan`."""
+
+    schema_: Literal["headway.plan/1"] = Field(default="headway.plan/1", alias="schema")
+    command: str
+    origin: Origin | None = None
+    model: str
+    gpu: str
+    num_gpus: int
+    input_len: int
+    output_len: int
+    rate: float | None
+    """Requests a second; None: as many as can be served."""
+    max_first_token_ms: float | None
+    max_per_token_ms: float | None
+    percentile: float
+    prefix_len: int
+    num_prefixes: int
+    routing: str
+    plans: list[PlanRow]
+    """One for each layout that meets the limits, the best first."""
+    full_load: list[PlanRow]
+    """Every batch size of every layout on all GPUs, its replicas always busy."""
+    refused: list[RefusedRow]
+    sources: list[str]
+    """Which times were measured, and which are predicted."""
+
+
+def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, command: str) -> PlanReport:
+    """The report of a search that has run. best: what it returned.
+
+    :raises ConfigError: no plan meets the limits; which one fails, and by how much for the closest plan.
+    """
+    if not best:
+        raise nothing_meets(search)
+    demand, first = search.demand, best[0]
+    rows = [_row(plan, model, search, "" if plan is first else why_behind(plan, first, search)) for plan in best]
+    met = {plan.layout for plan in best}
+    missed = {plan.layout: plan for plan in search.plans if plan.layout not in met}
+    refused = [*_refused(search.refused)]
+    refused += [RefusedRow(layout=str(layout), reason=f"batch {plan.batch}: {plan.reason}") for layout, plan in missed.items()]
+    return PlanReport(
+        command=command,
+        origin=Origin.here(),
+        model=model,
+        gpu=search.gpu.name,
+        num_gpus=search.num_gpus,
+        input_len=demand.input_len,
+        output_len=demand.output_len,
+        rate=demand.rate,
+        max_first_token_ms=demand.limits.first_token_ms,
+        max_per_token_ms=demand.limits.per_token_ms,
+        percentile=demand.limits.percentile,
+        prefix_len=demand.prefix_len,
+        num_prefixes=demand.num_prefixes,
+        routing=demand.routing,
+        plans=rows,
+        full_load=[_row(plan, model, search, plan.reason) for plan in search.full_load],
+        refused=refused,
+        sources=sources(search),
+    )
+
+
+def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
+    """A row for each reason why a size cannot be, and not for each cache and format that share the reason."""
+    by_reason: dict[tuple[ModelCut, str], list[Layout]] = {}
+    for each in layouts:
+        by_reason.setdefault((each.layout.cut, each.reason), []).append(each.layout)
+    for (cut, reason), same in by_reason.items():
+        yield RefusedRow(layout=str(same[0]) if len(same) == 1 else f"tensor-parallel size {cut}", reason=reason)
+
+
+def nothing_meets(search: FleetSearch) -> ConfigError:
+    """The error of a search that found no plan: the limit that fails for the closest plan, or why nothing starts."""
+    closest = search.closest()
+    if closest is None:
+        by_size = sorted(search.refused, key=lambda each: (not each.reason.startswith("memory"), -each.layout.cut.size))
+        lines = [f"{each.reason} ({each.layout})" for each in by_size]  # the nearest to fitting first
+        most = lines[0] if lines else "no layout was asked for"
+        more = f"; {len(lines) - 1} more" if len(lines) > 1 else ""
+        return ConfigError(f"{search.num_gpus} x {search.gpu.name}", "one layout that can start", most + more)
+    plan, reason = closest
+    hint = "raise the limit, shorten the requests, or add GPUs"
+    got = f"{reason} by the closest of {len(search.plans)} plans ({plan.layout}, batch {plan.batch})"
+    return ConfigError("limits", "a plan that meets them", got, hint)
+
+
+def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
+    """Why a plan that meets the limits is not the best: by how much, and what takes more of a GPU's time."""
+    if search.demand.rate is not None and plan.num_gpus != best.num_gpus:
+        behind = f"takes {plan.num_gpus} GPUs, not {best.num_gpus}"
+    elif search.demand.rate is not None:
+        behind = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
+    else:
+        behind = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
+    if search.num_gpus % plan.layout.cut.size and search.demand.rate is None:
+        behind += f"; {search.num_gpus % plan.layout.cut.size} GPUs idle"
+    own, its = _gpu_us(plan), _gpu_us(best)
+    more = {name: own[name] - its[name] for name in own if name != "host"}
+    name = max(more, key=lambda each: more[each])
+    if more[name] > 0.02 * sum(its.values()):
+        behind += f"; {_WORDS[name]}: {own[name]:.0f} us of a GPU a token, not {its[name]:.0f}"
+    return behind + _smaller(plan, best)
+
+
+def _smaller(plan: FleetPlan, best: FleetPlan) -> str:
+    """Whether a smaller batch is what a plan is behind for."""
+    return f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else ""
+
+
+def _gpu_us(plan: FleetPlan) -> dict[str, float]:
+    """Microseconds of GPUs for each output token, by what takes them."""
+    return {name: us * plan.layout.cut.size for name, us in asdict(plan.latencies.parts).items()}
+
+
+def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanRow:
+    layout = plan.layout
+    return PlanRow(
+        tensor_parallel_size=layout.cut.size,
+        replicas=plan.replicas,
+        experts=layout.cut.experts,
+        kv_cache_dtype=layout.kv_cache_dtype,
+        weights=layout.weights.name,
+        batch=plan.batch,
+        num_gpus=plan.num_gpus,
+        tokens_per_second=plan.tokens_per_second,
+        tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
+        tokens_per_second_per_user=plan.tokens_per_second_per_user,
+        first_token_ms=plan.first_token_ms,
+        per_token_ms=plan.per_token_ms,
+        memory_gib=plan.memory_bytes / 2**30,
+        cache_tokens=plan.cache_tokens,
+        cached_share=plan.latencies.cached_share,
+        preemptions=plan.latencies.num_preemptions,
+        attention=plan.attention,
+        us_per_token={each.name: getattr(plan.latencies.parts, each.name) for each in fields(StepParts)},
+        command=start_command(layout, model, plan.batch, search.demand.max_model_len),
+        reason=reason,
+    )
+
+
+def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
+    """The command that starts one replica; empty where this version loads no weights of the format."""
+    if not layout.weights.loads:
+        return ""
+    words = ["headway", "serve", model]
+    if layout.cut.size > 1:
+        words += ["--tensor-parallel-size", str(layout.cut.size)]
+    if layout.kv_cache_dtype != "auto":
+        words += ["--kv-cache-dtype", layout.kv_cache_dtype]
+    return shlex.join([*words, "--max-num-seqs", str(batch), "--max-model-len", str(max_model_len)])
+
+
+def sources(search: FleetSearch) -> list[str]:
+    """Which times were measured where, and which are guesses."""
+    gpu, kinds = search.gpu, {plan.attention for plan in search.full_load}
+    told: dict[Source, str] = {
+        "table": "measured, by crossover tables of this kind of GPU",
+        "like": f"in proportion to those of a like layer in crossover tables of {gpu.title}",
+        "data sheet": "by bytes and operations; no crossover table of this kind of GPU was given",
+    }
+    lines = [f"attention: {told[kind]}" for kind in told if kind in kinds]
+    products = "products, experts and the host: fitted to measurements of an NVIDIA H200"
+    guess = "" if gpu.name == MEASURED_ON else ", a guess for this kind of GPU"
+    lines.append(f"{products} (docs/plan.md){guess}")
+    if any(plan.layout.cut.size > 1 for plan in search.full_load):
+        lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
+    unloaded = sorted({plan.layout.weights.name for plan in search.full_load if not plan.layout.weights.loads})
+    if unloaded:
+        lines.append(f"weights in {', '.join(unloaded)}: Headway loads none yet; their bytes at the rate of 16 bits'")
+    replicas = max((plan.replicas for plan in search.plans), default=1)
+    if replicas > 1:
+        lines.append("a fleet: all replicas are alike, and one of them was simulated with its share of the requests")
+    return lines

@@ -1,0 +1,331 @@
+"""Every way to lay a model out on GPUs of a kind: refused by sizes or memory, simulated, ranked, with the reason why it loses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from headway.core.contract.errors import ConfigError
+from headway.core.select.layer_specs import LayerSpecs
+from headway.models.config import DecoderConfig
+from headway.plan.attention_times import AttentionTimes, MeasuredLayer, Source
+from headway.plan.demand import Demand
+from headway.plan.devices import GpuKind
+from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
+from headway.plan.model_costs import ExpertCut, ModelCut, RankCosts, WeightFormat, check_cache_dtype, obstacle, rank_costs
+from headway.plan.simulation import Latencies, Replica
+from headway.plan.step_time import StepPredictor, StepWork
+from headway.plan.utilisation import H200, Utilisation
+
+BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Values of max_num_seqs that are tried."""
+_FINEST: Final = 8
+"""Sequences by which batches between those differ."""
+_KEEPS_UP: Final = 0.9
+"""Share of the tokens asked for that a replica must write while requests arrive: with less its queue grows."""
+_MOST_SEEN: Final = 1000
+"""Most requests that fill the prefix cache before any is measured."""
+_SIMULATED = 200
+"""Requests of a simulation of arrivals, and as many again as run at once."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one engine is started, but for its number of sequences."""
+
+    cut: ModelCut
+    kv_cache_dtype: str
+    weights: WeightFormat
+
+    def __str__(self) -> str:
+        cache = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} cache"
+        weights = "" if self.weights.name == "model" else f", {self.weights.name} weights"
+        return f"tensor-parallel size {self.cut}{cache}{weights}"
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """One layout at one batch size, on so many GPUs, as simulated."""
+
+    layout: Layout
+    batch: int
+    """max_num_seqs of each engine."""
+    replicas: int
+    num_gpus: int
+    """GPUs that the replicas take."""
+    tokens_per_second: float
+    """Output tokens of the whole fleet."""
+    tokens_per_second_per_gpu: float
+    """The same over all GPUs that are given; with a rate, over those that the replicas take."""
+    first_token_ms: float
+    """At the percentile of the limits; likewise the next."""
+    per_token_ms: float
+    memory_bytes: float
+    """Bytes that a GPU holds."""
+    cache_tokens: int
+    attention: Source
+    """Where the times of attention come from."""
+    latencies: Latencies
+    reason: str = ""
+    """The limit that it misses most; empty where it meets all."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether it meets the limits."""
+        return not self.reason
+
+    @property
+    def tokens_per_second_per_user(self) -> float:
+        """Tokens a second that one request sees after its first."""
+        return 1e3 / self.per_token_ms if self.per_token_ms else 0.0
+
+
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that cannot start, or whose experts had better be cut the other way."""
+
+    layout: Layout
+    reason: str
+
+
+@dataclass
+class FleetSearch:
+    """The search over layouts for one model, kind of GPU and demand."""
+
+    config: DecoderConfig
+    layers: LayerSpecs
+    gpu: GpuKind
+    num_gpus: int
+    demand: Demand
+    measured: Sequence[MeasuredLayer] = ()
+    """Crossover tables of this kind of GPU."""
+    reached: Utilisation = H200
+    refused: list[RefusedLayout] = field(default_factory=list, init=False)
+    plans: list[FleetPlan] = field(default_factory=list, init=False)
+    """Every plan that was simulated, those that miss a limit included."""
+    full_load: list[FleetPlan] = field(default_factory=list, init=False)
+    """Plans of all GPUs whose replicas always serve as many requests as they can: with a rate none of them is taken."""
+
+    def __post_init__(self) -> None:
+        """:raises ConfigError: no GPU."""
+        if self.num_gpus < 1:
+            raise ConfigError("--num-gpus", "at least 1", self.num_gpus)
+        self._attention = AttentionTimes(self.gpu, self.reached, self.measured)
+
+    def layouts(self, sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightFormat]) -> Iterator[Layout]:
+        """All layouts of these tensor-parallel sizes, element types of caches and formats of weights."""
+        for size in sizes:
+            cuts: tuple[ExpertCut, ...] = ("none",) if size == 1 or self.config.experts is None else ("column", "expert")
+            for experts in cuts:
+                for cache in caches:
+                    for weights in formats:
+                        yield Layout(ModelCut(size, experts), cache, weights)
+
+    def run(self, layouts: Sequence[Layout], advance: Callable[[], None] = lambda: None) -> list[FleetPlan]:
+        """Simulate all layouts; returns one plan for each that meets the limits, the best first. `plans` has them all."""
+        for layout in layouts:
+            self._try(layout)
+            advance()
+        best: dict[Layout, FleetPlan] = {}
+        for plan in sorted((plan for plan in self.plans if plan.meets), key=self._rank):
+            best.setdefault(plan.layout, plan)
+        return list(best.values())
+
+    def _rank(self, plan: FleetPlan) -> tuple[float, ...]:
+        """With a rate the fewest GPUs win, then the faster; without, the most tokens of a GPU."""
+        if self.demand.rate is not None:
+            return plan.num_gpus, plan.per_token_ms
+        return (-plan.tokens_per_second_per_gpu, plan.per_token_ms)
+
+    def closest(self) -> tuple[FleetPlan, str] | None:
+        """The plan that misses its limits by least, and the limit that it misses most; None: none was simulated."""
+        if not self.plans:
+            return None
+        return min(((plan, self._missed(plan)[1]) for plan in self.plans), key=lambda pair: self._missed(pair[0])[0])
+
+    def _try(self, layout: Layout) -> None:
+        """Simulate a layout at full load with ever more sequences, and with a rate the fleet that it needs."""
+        reason = self._obstacle(layout) or self._slower_cut(layout)
+        if reason:
+            self.refused.append(RefusedLayout(layout, reason))
+            return
+        times, curve = self._times(layout), list[FleetPlan]()
+        memory: EngineMemory | None = None
+        for batch in BATCHES:
+            try:
+                larger = self._memory(times.costs, batch)
+            except ConfigError as error:
+                if memory is None:
+                    self.refused.append(RefusedLayout(layout, f"memory: needs {error.reason.need}, has {error.reason.got}"))
+                break
+            if memory is not None and larger.num_tokens < batch * self.demand.max_model_len:
+                break  # more sequences than the cache holds only wait
+            memory = larger
+            curve.append(self._at_full_load(layout, batch, times, memory))
+            limit = self.demand.limits.per_token_ms
+            if limit is not None and curve[-1].per_token_ms > limit:
+                self._refine(curve, times)
+                break  # a larger batch is slower yet
+        self.full_load += curve
+        if self.demand.rate is None:
+            self.plans += curve
+        elif memory is not None:
+            self.plans.append(self._with_rate(curve, times, memory))
+
+    def _refine(self, curve: list[FleetPlan], times: StepPredictor) -> None:
+        """Try a batch between the last two of a curve, where the time per token should just keep to its limit."""
+        limit, last = self.demand.limits.per_token_ms, curve[-1]
+        if limit is None or len(curve) < 2 or last.batch - curve[-2].batch < 2 * _FINEST:
+            return
+        before = curve[-2]
+        share = (limit - before.per_token_ms) / (last.per_token_ms - before.per_token_ms)
+        batch = int(before.batch + share * (last.batch - before.batch)) // _FINEST * _FINEST
+        if before.batch < batch < last.batch:
+            curve.insert(-1, self._at_full_load(last.layout, batch, times, self._memory(times.costs, batch)))
+
+    def _times(self, layout: Layout) -> StepPredictor:
+        costs = rank_costs(self.config, self.layers, layout.cut, layout.kv_cache_dtype, layout.weights)
+        return StepPredictor(self.gpu, costs, self.reached, self._attention)
+
+    def _slower_cut(self, layout: Layout) -> str:
+        """Why the experts are cut the other way; empty if they are not."""
+        cut = layout.cut
+        if cut.experts == "none":
+            return ""
+        other = replace(cut, experts="expert" if cut.experts == "column" else "column")
+        if obstacle(self.config, other):
+            return ""
+        work = StepWork(num_decodes=64, decode_kv=self.demand.max_model_len, num_sampled=64)
+        own, its = (self._times(replace(layout, cut=each)).step(work).device for each in (cut, other))
+        slower = own > its or (own == its and cut.experts == "expert")
+        return f"a step is {own / its:.3f} times as long as with experts by {other.experts}" if slower else ""
+
+    def _obstacle(self, layout: Layout) -> str:
+        size = layout.cut.size
+        if size > self.num_gpus:
+            return f"{size} GPUs for one replica, of {self.num_gpus}"
+        if size > self.gpu.gpus_per_host:
+            return f"{size} GPUs are more than a host's {self.gpu.gpus_per_host}"
+        return obstacle(self.config, layout.cut) or check_cache_dtype(self.config, layout.kv_cache_dtype)
+
+    def _memory(self, costs: RankCosts, batch: int) -> EngineMemory:
+        limits = EngineLimits(batch, self.demand.max_model_len, enable_prefix_caching=self.demand.prefix_len > 0)
+        return engine_memory(self.gpu, costs, limits)
+
+    def _replica(self, times: StepPredictor, memory: EngineMemory) -> Replica:
+        return Replica(times, memory, request_seconds=1e-6 * self.reached.request_us)
+
+    def _at_full_load(self, layout: Layout, batch: int, times: StepPredictor, memory: EngineMemory) -> FleetPlan:
+        """The plan of all GPUs whose replicas always serve `batch` requests."""
+        requests, measured = self.demand.full_load(batch)
+        found = self._replica(times, memory).run(requests, batch, measured)
+        replicas = self.num_gpus // layout.cut.size
+        return self._plan(layout, batch, times, memory, found, replicas, found.tokens_per_second * replicas)
+
+    def _plan(
+        self,
+        layout: Layout,
+        batch: int,
+        times: StepPredictor,
+        memory: EngineMemory,
+        found: Latencies,
+        replicas: int,
+        total: float,
+    ) -> FleetPlan:
+        """A plan with the reason why it misses its limits. total: output tokens a second of all replicas."""
+        limits, used = self.demand.limits, replicas * layout.cut.size
+        plan = FleetPlan(
+            layout=layout,
+            batch=batch,
+            replicas=replicas,
+            num_gpus=used,
+            tokens_per_second=total,
+            tokens_per_second_per_gpu=total / (self.num_gpus if self.demand.rate is None else used),
+            first_token_ms=found.first_token_ms(limits.percentile),
+            per_token_ms=found.per_token_ms(limits.percentile),
+            memory_bytes=memory.used_bytes,
+            cache_tokens=memory.num_tokens,
+            attention=times.attention_source,
+            latencies=found,
+        )
+        return replace(plan, reason=self._missed(plan)[1])
+
+    def _missed(self, plan: FleetPlan) -> tuple[float, str]:
+        """(by how much a plan misses the limit that it misses most, in words); (0 or less, "") where it meets all."""
+        limits = self.demand.limits
+        share = "all" if limits.percentile == 100 else f"{limits.percentile:g} %"
+        missed = []
+        for what, got, limit in (
+            ("first token", plan.first_token_ms, limits.first_token_ms),
+            ("time per token", plan.per_token_ms, limits.per_token_ms),
+        ):
+            if limit is not None:
+                missed.append((got / limit - 1, f"{what} {got:.4g} ms, limit {limit:g} ms for {share} of requests"))
+        if self.demand.rate is not None:
+            wanted = self.demand.rate * self.demand.mean_output_len
+            able = plan.tokens_per_second
+            missed.append((wanted / able - 1.001, f"throughput {able:,.0f} tokens/s, {wanted:,.0f} arrive"))
+        most = max(missed, default=(0.0, ""))
+        return most if most[0] > 0 else (most[0], "")
+
+    def _with_rate(self, curve: Sequence[FleetPlan], times: StepPredictor, memory: EngineMemory) -> FleetPlan:
+        """The fewest replicas that serve the rate within the limits, by simulation of one of them.
+
+        curve: at full load, whose throughput within the limits says where to begin. Where no number of replicas does, the plan of
+        all GPUs. memory: of the largest batch, which a replica may reach and seldom does.
+        """
+        assert self.demand.rate is not None
+        full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
+        most = self.num_gpus // full.layout.cut.size
+        if wanted > 1.03 * full.tokens_per_second:
+            return full
+        able = max(self._within(curve), wanted / most)
+        number = min(most, math.ceil(wanted / able))
+        tried = self._arriving(full, times, memory, number)
+        step = max(1, number // 32)
+        while not tried.meets and number < most:
+            number, step = min(number + step, most), 2 * step
+            tried = self._arriving(full, times, memory, number)
+        best, step = tried, max(1, number // 32)
+        while best.meets and number > step:
+            number -= step
+            tried = self._arriving(full, times, memory, number)
+            if not tried.meets:
+                break
+            best = tried
+        return best
+
+    def _within(self, curve: Sequence[FleetPlan]) -> float:
+        """Output tokens a second of one replica at the limit of the time per token, between two points of the curve."""
+        limit = self.demand.limits.per_token_ms
+        able = [plan.latencies.tokens_per_second for plan in curve]
+        if limit is None or curve[-1].per_token_ms <= limit or len(curve) == 1:
+            return able[-1]
+        before, after = curve[-2].per_token_ms, curve[-1].per_token_ms
+        return able[-2] + (able[-1] - able[-2]) * max(limit - before, 0.0) / (after - before)
+
+    def _arriving(self, full: FleetPlan, times: StepPredictor, memory: EngineMemory, replicas: int) -> FleetPlan:
+        """The plan of so many replicas under the rate of arrivals.
+
+        Not measured are the first requests, which find nobody else and an empty prefix cache, and the last, which are left alone.
+        """
+        demand = self.demand
+        assert demand.rate is not None
+        lasts = 1e-3 * full.per_token_ms * demand.output_len
+        running = math.ceil(min(full.batch, demand.rate / replicas * lasts))
+        seen = min(2 * demand.beginnings_of(replicas), _MOST_SEEN) if demand.prefix_len else 0
+        requests = demand.arrivals(replicas, _SIMULATED + max(running, seen) + running)
+        measured = range(max(running, seen), len(requests) - running)
+        if len(measured) < _SIMULATED:  # of a file
+            third = len(requests) // 3
+            measured = range(third, len(requests) - third) if third > 1 else range(len(requests))
+        found = self._replica(times, memory).run(requests, measured=measured)
+        window = requests[measured[0] : measured[-1]]
+        total = demand.rate * demand.mean_output_len
+        if len(measured) < len(requests):
+            arrived = sum(each.output_len for each in window) / (requests[measured[-1]].arrival - window[0].arrival + 1e-9)
+            served = found.tokens_per_second / arrived
+            total *= 1.0 if served > _KEEPS_UP else served
+        return self._plan(full.layout, full.batch, times, memory, found, replicas, total)

@@ -1,0 +1,174 @@
+"""The time of one step on one rank: products, attention, experts, states, sums over ranks, and the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.state import KEY_VALUE, StateSpec
+from headway.core.select.costs import Shape
+from headway.plan.attention_times import AttentionTimes, Source
+from headway.plan.devices import GpuKind
+from headway.plan.model_costs import ProductShape, RankCosts
+from headway.plan.utilisation import H200, Utilisation
+
+WEAKEST_FIRST: tuple[Source, ...] = ("data sheet", "like", "table")
+GRAPH_TOKENS = 2048
+"""Most tokens of a prompt's step that is one CUDA graph (`headway.core.engine.graphs`)."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The sequences of one step."""
+
+    query_lens: Sequence[int] = ()
+    """New tokens of each prompt, or part of one."""
+    kv_lens: Sequence[int] = ()
+    """Cached and new tokens of each of them."""
+    num_decodes: int = 0
+    """Sequences that decode one token."""
+    decode_kv: int = 0
+    """Mean of their cached and new tokens."""
+    num_sampled: int = 0
+    """Sequences whose next token the step samples."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step."""
+        return sum(self.query_lens) + self.num_decodes
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Microseconds of a step by what takes them; all but `host` come one after the other on the device."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    experts: float = 0.0
+    states: float = 0.0
+    sums: float = 0.0
+    """All-reduces, and the gather of the logits."""
+    other: float = 0.0
+    host: float = 0.0
+    """The host's work, which the device does not wait for while it is shorter than the step before."""
+
+    @property
+    def device(self) -> float:
+        """Microseconds of the device."""
+        return self.products + self.attention + self.experts + self.states + self.sums + self.other
+
+
+class StepPredictor:
+    """Predicts steps of one rank."""
+
+    def __init__(
+        self, gpu: GpuKind, costs: RankCosts, reached: Utilisation = H200, attention: AttentionTimes | None = None
+    ) -> None:
+        """attention: of this kind of GPU; None: by the data sheet alone."""
+        self.gpu, self.costs, self._reached = gpu, costs, reached
+        self._attention = AttentionTimes(gpu, reached) if attention is None else attention
+        self._read, self._matrix = gpu.read_rate * 1e-6, gpu.matrix_rate * 1e-6  # per microsecond
+        self._decodes: dict[tuple[int, int], StepParts] = {}
+
+    @property
+    def attention_source(self) -> Source:
+        """The weakest of the sources of its attention times."""
+        found = {self._attention.source(spec) for spec in self.costs.layers.counts}
+        return next((source for source in WEAKEST_FIRST if source in found), "table")
+
+    def step(self, work: StepWork) -> StepParts:
+        """The parts of a step."""
+        rounded = replace(work, decode_kv=_rounded(work.decode_kv))
+        if work.query_lens:
+            return self._parts(rounded)
+        key = rounded.num_decodes, rounded.decode_kv
+        if key not in self._decodes:
+            self._decodes[key] = self._parts(rounded)
+        return self._decodes[key]
+
+    def _parts(self, work: StepWork) -> StepParts:
+        costs, reached, tokens = self.costs, self._reached, work.num_tokens
+        products = sum(each.count * self._product(each, tokens) for each in costs.products)
+        products += self._product(costs.head, work.num_sampled) if work.num_sampled else 0.0
+        width = costs.config.hidden_size * 8 + sum(each.rows + each.columns for each in costs.products[-2:])
+        elements = tokens * width * costs.itemsize * costs.config.num_layers / (self._read * reached.element_read)
+        return StepParts(
+            products=products,
+            attention=self._attend(work),
+            experts=self._experts(tokens),
+            states=sum(self._state(spec, work) for spec in costs.layers.states),
+            sums=self._sums(tokens, work.num_sampled),
+            other=reached.step_us + costs.config.num_layers * reached.layer_us + elements,
+            host=self._host(work),
+        )
+
+    def _host(self, work: StepWork) -> float:
+        """Microseconds of the host: decodes and few tokens of prompts are one graph, mixed steps are launched layer by layer."""
+        reached, layers = self._reached, self.costs.config.num_layers
+        us = reached.host_us + reached.host_sequence_us * (work.num_decodes + len(work.query_lens))
+        if not work.query_lens:
+            return us
+        if work.num_decodes:
+            return us + layers * reached.host_mixed_us
+        return us + layers * (reached.host_layer_us if work.num_tokens > GRAPH_TOKENS else 0.0)
+
+    def _product(self, product: ProductShape, tokens: int) -> float:
+        """Microseconds of a product: its weights are read while the tensor cores compute."""
+        weights = product.rows * product.columns
+        read = weights * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
+        compute = 2 * weights * tokens / (self._matrix * self._reached.product_matrix)
+        return self._reached.product_us + math.hypot(read, compute)
+
+    def _experts(self, tokens: int) -> float:
+        """Microseconds of all layers of routed experts."""
+        experts = self.costs.experts
+        if experts is None:
+            return 0.0
+        read = experts.touched(tokens) * experts.params * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
+        whole = experts.params * (self.costs.cut.size if experts.cut.experts == "column" else 1)
+        operations = 2 * tokens * experts.config.top_k * whole * experts.share()
+        compute = operations / (self._matrix * self._reached.product_matrix)
+        return experts.count * (self._reached.expert_us + math.hypot(read, compute))
+
+    def _sums(self, tokens: int, rows: int) -> float:
+        """Microseconds of all-reduces, and of gathering the logits, which moves half as much as a sum of them."""
+        costs, size = self.costs, self.costs.cut.size
+        if size == 1:
+            return 0.0
+        table = self.gpu.all_reduce
+        summed = costs.num_sums * table.us(size, tokens * costs.config.hidden_size * costs.itemsize)
+        return summed + table.us(size, rows * costs.config.vocab_size * costs.itemsize / 2)
+
+    def _state(self, spec: StateSpec, work: StepWork) -> float:
+        """Microseconds of a layer with a state: decodes read and write each sequence's, prompts scan their tokens."""
+        reached, size, us = self._reached, KEY_VALUE.bytes_per_slot(spec), 0.0
+        if work.num_decodes:
+            us += reached.state_us + 2 * size * work.num_decodes / (self._read * reached.state_read)
+        if work.query_lens:
+            elements = max(spec.num_heads * spec.key_dim * spec.value_dim, spec.conv_channels)
+            rate = reached.scan_flops * 1e-6 * self.gpu.matrix_rate / 989e12
+            us += reached.state_us * 4 + 6 * elements * sum(work.query_lens) / rate
+        return us
+
+    def _attend(self, work: StepWork) -> float:
+        """Microseconds of attention in all layers."""
+        us = 0.0
+        for spec, count in self.costs.kinds.items():
+            if work.num_decodes:
+                shape = Shape(Phase.DECODE, work.num_decodes, 1, max(work.decode_kv, 1))
+                us += count * self._attention.us(spec, shape)
+            pairs = list(zip(work.query_lens, work.kv_lens, strict=True))
+            for phase, wanted in ((Phase.PREFILL, False), (Phase.EXTEND, True)):
+                chosen = [(new, kv) for new, kv in pairs if (kv > new) is wanted]
+                if chosen:
+                    shape = Shape.of(phase, [new for new, _ in chosen], [kv for _, kv in chosen])
+                    us += count * self._attention.us(self.costs.layers.in_phase(spec, phase), shape)
+        return us
+
+
+def _rounded(length: int) -> int:
+    """A length to within about 2 %, so that steps that hardly differ are predicted once."""
+    unit = 1 << max(length.bit_length() - 6, 0)
+    return max(round(length / unit) * unit, 1)

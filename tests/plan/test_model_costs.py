@@ -1,0 +1,136 @@
+"""Bytes of a model's parts are those that its decoder takes, and a cut shares them out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
+
+import hybrid_models
+from headway.core.contract.errors import ModelError
+from headway.models.decoder import Decoder
+from headway.models.families import read_decoder_config
+from headway.models.loader import read_config
+from headway.models.weights import DummyWeights
+from headway.plan.model_costs import WEIGHT_FORMATS, ModelCut, check_cache_dtype, obstacle, rank_costs
+from headway.plan.read_model import read_planned_model
+
+SIZES: dict[str, Any] = {**hybrid_models.SMALL, "hidden_size": 128, "intermediate_size": 256}
+LATENT = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+ROWS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64
+    ),
+    "gpt_oss": GptOssConfig(**SIZES, head_dim=32, num_local_experts=6, num_experts_per_tok=2),
+    "deepseek_v3": DeepseekV3Config(**{**SIZES, "num_key_value_heads": 4}, **LATENT),
+    **hybrid_models.ROWS,
+}
+
+
+class CountedWeights(DummyWeights):
+    """Counts the elements of what is a matrix: norms, biases, convolutions and decays are no part of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16, torch.device("cpu"))
+        self.elements = 0
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) > 1 and min(shape[-2:]) > 8:
+            self.elements += torch.Size(shape).numel()
+        return super().take(name, shape)
+
+
+def planned(name: str, folder: Path) -> tuple[Any, Any]:
+    config = ROWS[name]
+    config.architectures = [read_architecture(config)]
+    config.save_pretrained(folder)
+    return read_planned_model(str(folder))
+
+
+def read_architecture(config: PretrainedConfig) -> str:
+    from headway.models.families import FAMILIES
+
+    return FAMILIES[config.model_type].architecture
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_weights_are_what_the_decoder_takes(name: str, tmp_path: Path) -> None:
+    config, layers = planned(name, tmp_path)
+    counted = CountedWeights()
+    Decoder(read_decoder_config(read_config(tmp_path, weights=False)), counted)
+    costs = rank_costs(config, layers)
+    assert costs.weight_bytes / costs.itemsize == pytest.approx(counted.elements, rel=0.06), name
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
+    config, layers = read_planned_model(name)
+    cut = ModelCut(size, "none" if config.experts is None else "expert")
+    one, rank = rank_costs(config, layers), rank_costs(config, layers, cut)
+    assert 1 <= size * rank.weight_bytes / one.weight_bytes < 1.06  # routers, and repeated key-value heads, are on every rank
+    repeated = max(size / config.num_kv_heads, 1)
+    assert rank.cache_row_bytes * size == one.cache_row_bytes * repeated
+    assert size * rank.state_bytes == pytest.approx(one.state_bytes, rel=0.01)
+    assert one.num_sums == 0
+    assert rank.num_sums == 2 * config.num_layers + 1
+
+
+def test_formats_and_cache_types_take_their_bytes() -> None:
+    config, layers = read_planned_model("llama-3-8b")
+    plain = rank_costs(config, layers)
+    int4 = rank_costs(config, layers, weights=WEIGHT_FORMATS["int4"])
+    kept = plain.plain_bytes
+    assert int4.weight_bytes - kept == pytest.approx((plain.weight_bytes - kept) * 4.125 / 16)
+    fp8 = rank_costs(config, layers, kv_cache_dtype="fp8_e4m3")
+    assert 2 * fp8.cache_row_bytes == plain.cache_row_bytes
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    experts, _ = read_planned_model("qwen3-30b-a3b")
+    assert obstacle(experts, ModelCut(3, "expert")) == "32 heads do not divide by 3"
+    assert "768 columns over 8" in obstacle(experts, ModelCut(8, "column"))
+    assert not obstacle(experts, ModelCut(8, "expert"))
+    assert not check_cache_dtype(experts, "int8_per_token_head")
+
+
+def test_experts_touched_are_those_of_uneven_draws() -> None:
+    """Draw tokens' experts one by one, each expert with its own frequency, as the count assumes, and count them."""
+    config, layers = read_planned_model("qwen3-30b-a3b")
+    experts = rank_costs(config, layers).experts
+    assert experts is not None
+    one = [experts.touched(tokens) for tokens in (1, 16, 64, 4096)]
+    assert one[0] == pytest.approx(8, rel=0.01)
+    assert one == sorted(one)
+    assert one[-1] == pytest.approx(128, rel=0.01)
+    draw, chances = random.Random(), experts.chances
+    counts = [sum(any(draw.random() < chance for _ in range(16)) for chance in chances) for _ in range(200)]
+    assert one[1] == pytest.approx(sum(counts) / len(counts), rel=0.03)
+    halves = rank_costs(config, layers, ModelCut(2, "expert")).experts
+    assert halves is not None
+    assert one[1] / 2 < halves.touched(16) < one[1]
+
+
+def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
+    with pytest.raises(ModelError, match="needs num_attention_heads, num_hidden_layers, vocab_size, got none"):
+        read_planned_model(str(tmp_path))
