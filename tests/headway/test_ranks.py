@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import itertools
 import os
 import random
@@ -33,7 +32,6 @@ from headway.hosting.process_host import EngineProcess
 from headway.hosting.rank_assembly import rank_devices
 from headway.hosting.restarting_host import RestartingEngine
 from headway.hosting.thread_host import EngineThread
-from headway.models.decoder import Decoder
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from ranked_model import assert_ended, is_alive, pids_of, ranked_driver, ranked_engine
