@@ -9,6 +9,7 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.select.layer_specs import LayerSpecs
 from headway.models.attention_specs import cached_spec, expanded_spec, state_spec
+from headway.models.config import DecoderConfig
 from headway.models.loader import decoder_config, read_config
 from headway.models.locate import locate
 
@@ -33,11 +34,16 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
         from headway.models.transformers_adapter.shapes import adapted_specs
 
         return LayerSpecs(adapted_specs(read_config(folder, plain=False, weights=False), dtype, device))
-    sinks = (0.0,) * decoder.num_heads if decoder.sinks else None
-    cached = [cached_spec(decoder, layer, dtype, device, sinks=sinks) for layer in decoder.layers if layer.attention]
-    latent = decoder.latent
-    expanded = {} if latent is None else {spec: expanded_spec(decoder, latent, spec) for spec in cached}
-    states = (
-        [] if decoder.state is None else [state_spec(decoder.state, dtype, device)] * sum(each.state for each in decoder.layers)
-    )
+    return decoder_layer_specs(decoder, dtype, device)
+
+
+def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerSpecs:
+    """The specs of a decoder's layers; of one rank's, where the configuration is what that computes. Sinks, which are weights,
+    are 0."""
+    sinks = (0.0,) * config.num_heads if config.sinks else None
+    cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.attention]
+    latent = config.latent
+    expanded = {} if latent is None else {spec: expanded_spec(config, latent, spec) for spec in cached}
+    count = sum(layer.state for layer in config.layers)
+    states = [] if config.state is None else [state_spec(config.state, dtype, device)] * count
     return LayerSpecs(cached, expanded, states)

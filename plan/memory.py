@@ -58,7 +58,7 @@ def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> Engin
     :raises ConfigError: the weights do not fit, or not even one sequence of max_model_len.
     """
     usable = gpu.memory_bytes * limits.gpu_memory_utilization
-    taken = SPARE_BYTES + (GROUP_BYTES if costs.cut.size > 1 else 0)
+    taken = SPARE_BYTES + (GROUP_BYTES if costs.size > 1 else 0)
     activations = costs.largest_step_bytes(limits.max_num_batched_tokens, limits.max_num_seqs)
     left = int(usable - costs.weight_bytes - activations - taken)
     if left <= 0:

@@ -9,11 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ConfigError, ModelError
-from headway.core.select.layer_specs import LayerSpecs
 from headway.models.checkpoint import check_folder
 from headway.models.config import DecoderConfig
 from headway.models.families import TEXT_PARTS
-from headway.models.layer_specs import read_layer_specs
 from headway.models.loader import decoder_config, read_config
 from headway.models.locate import locate
 
@@ -31,7 +29,8 @@ class PlannedModel(NamedTuple):
     """What a plan must know of a model."""
 
     config: DecoderConfig
-    layers: LayerSpecs
+    dtype: torch.dtype
+    """Element type of its weights, activations and, unless another is asked for, its cache."""
 
 
 def read_planned_model(model: str) -> PlannedModel:
@@ -43,12 +42,12 @@ def read_planned_model(model: str) -> PlannedModel:
     missing = _missing(folder)
     if missing:
         raise ModelError(f"model {model}: config.json needs {', '.join(missing)}, got none; a plan is made of sizes alone")
-    config = decoder_config(read_config(folder, weights=False), required=True)
+    read = read_config(folder, weights=False)
+    config = decoder_config(read, required=True)
     assert config is not None
-    layers = read_layer_specs(model, torch.device("cpu"))
-    if not layers.cached:
+    if not any(layer.attention for layer in config.layers):
         raise ConfigError("model", "layers of attention, by whose cache a plan is made", f"{model}: none")
-    return PlannedModel(config, layers)
+    return PlannedModel(config, read.dtype or torch.bfloat16)
 
 
 def _missing(folder: Path) -> list[str]:

@@ -13,7 +13,6 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.plan.attention_times import Source
-from headway.plan.model_costs import ModelCut
 from headway.plan.search import FleetPlan, FleetSearch, Layout, RefusedLayout
 from headway.plan.step_time import StepParts
 
@@ -37,8 +36,6 @@ class PlanRow(BaseModel):
 
     tensor_parallel_size: int
     replicas: int
-    experts: str
-    """How experts are cut: none, column or expert."""
     kv_cache_dtype: str
     weights: str
     """A name in WEIGHT_FORMATS; model: as the checkpoint has them."""
@@ -68,7 +65,7 @@ class PlanRow(BaseModel):
 
 
 class RefusedRow(BaseModel):
-    """A layout that cannot start, or that another way of cutting the experts beats."""
+    """A layout that cannot start, or misses a limit."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -141,18 +138,18 @@ def report_of(search: FleetSearch, best: Sequence[FleetPlan], model: str, comman
 
 def _refused(layouts: Sequence[RefusedLayout]) -> Iterator[RefusedRow]:
     """A row for each reason why a size cannot be, and not for each cache and format that share the reason."""
-    by_reason: dict[tuple[ModelCut, str], list[Layout]] = {}
+    by_reason: dict[tuple[int, str], list[Layout]] = {}
     for each in layouts:
-        by_reason.setdefault((each.layout.cut, each.reason), []).append(each.layout)
-    for (cut, reason), same in by_reason.items():
-        yield RefusedRow(layout=str(same[0]) if len(same) == 1 else f"tensor-parallel size {cut}", reason=reason)
+        by_reason.setdefault((each.layout.size, each.reason), []).append(each.layout)
+    for (size, reason), same in by_reason.items():
+        yield RefusedRow(layout=str(same[0]) if len(same) == 1 else f"tensor-parallel size {size}", reason=reason)
 
 
 def nothing_meets(search: FleetSearch) -> ConfigError:
     """The error of a search that found no plan: the limit that fails for the closest plan, or why nothing starts."""
     closest = search.closest()
     if closest is None:
-        by_size = sorted(search.refused, key=lambda each: (not each.reason.startswith("memory"), -each.layout.cut.size))
+        by_size = sorted(search.refused, key=lambda each: (not each.reason.startswith("memory"), -each.layout.size))
         lines = [f"{each.reason} ({each.layout})" for each in by_size]  # the nearest to fitting first
         most = lines[0] if lines else "no layout was asked for"
         more = f"; {len(lines) - 1} more" if len(lines) > 1 else ""
@@ -171,8 +168,8 @@ def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
         behind = f"as many GPUs, {plan.per_token_ms / best.per_token_ms:.2f} times the time per token"
     else:
         behind = f"{plan.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu:.2f} of the best plan's tokens"
-    if search.num_gpus % plan.layout.cut.size and search.demand.rate is None:
-        behind += f"; {search.num_gpus % plan.layout.cut.size} GPUs idle"
+    if search.num_gpus % plan.layout.size and search.demand.rate is None:
+        behind += f"; {search.num_gpus % plan.layout.size} GPUs idle"
     own, its = _gpu_us(plan), _gpu_us(best)
     more = {name: own[name] - its[name] for name in own if name != "host"}
     name = max(more, key=lambda each: more[each])
@@ -188,15 +185,14 @@ def _smaller(plan: FleetPlan, best: FleetPlan) -> str:
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:
     """Microseconds of GPUs for each output token, by what takes them."""
-    return {name: us * plan.layout.cut.size for name, us in asdict(plan.latencies.parts).items()}
+    return {name: us * plan.layout.size for name, us in asdict(plan.latencies.parts).items()}
 
 
 def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanRow:
     layout = plan.layout
     return PlanRow(
-        tensor_parallel_size=layout.cut.size,
+        tensor_parallel_size=layout.size,
         replicas=plan.replicas,
-        experts=layout.cut.experts,
         kv_cache_dtype=layout.kv_cache_dtype,
         weights=layout.weights.name,
         batch=plan.batch,
@@ -222,8 +218,8 @@ def start_command(layout: Layout, model: str, batch: int, max_model_len: int) ->
     if not layout.weights.loads:
         return ""
     words = ["headway", "serve", model]
-    if layout.cut.size > 1:
-        words += ["--tensor-parallel-size", str(layout.cut.size)]
+    if layout.size > 1:
+        words += ["--tensor-parallel-size", str(layout.size)]
     if layout.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", layout.kv_cache_dtype]
     return shlex.join([*words, "--max-num-seqs", str(batch), "--max-model-len", str(max_model_len)])
@@ -241,7 +237,7 @@ def sources(search: FleetSearch) -> list[str]:
     products = "products, experts and the host: fitted to measurements of an NVIDIA H200"
     guess = "" if gpu.name == MEASURED_ON else ", a guess for this kind of GPU"
     lines.append(f"{products} (docs/plan.md){guess}")
-    if any(plan.layout.cut.size > 1 for plan in search.full_load):
+    if any(plan.layout.size > 1 for plan in search.full_load):
         lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
     unloaded = sorted({plan.layout.weights.name for plan in search.full_load if not plan.layout.weights.loads})
     if unloaded:

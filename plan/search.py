@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+import torch
+
 from headway.core.contract.errors import ConfigError
-from headway.core.select.layer_specs import LayerSpecs
 from headway.models.config import DecoderConfig
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, Source
 from headway.plan.demand import Demand
 from headway.plan.devices import GpuKind
 from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
-from headway.plan.model_costs import ExpertCut, ModelCut, RankCosts, WeightFormat, check_cache_dtype, obstacle, rank_costs
+from headway.plan.model_costs import RankCosts, WeightFormat, check_cache_dtype, rank_costs
 from headway.plan.simulation import Latencies, Replica
-from headway.plan.step_time import StepPredictor, StepWork
+from headway.plan.step_time import StepPredictor
 from headway.plan.utilisation import H200, Utilisation
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -35,14 +36,15 @@ _SIMULATED = 200
 class Layout:
     """How one engine is started, but for its number of sequences."""
 
-    cut: ModelCut
+    size: int
+    """Tensor-parallel size: GPUs of the engine."""
     kv_cache_dtype: str
     weights: WeightFormat
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_dtype == "auto" else f", {self.kv_cache_dtype} cache"
         weights = "" if self.weights.name == "model" else f", {self.weights.name} weights"
-        return f"tensor-parallel size {self.cut}{cache}{weights}"
+        return f"tensor-parallel size {self.size}{cache}{weights}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """A layout that cannot start, or whose experts had better be cut the other way."""
+    """A layout that cannot start."""
 
     layout: Layout
     reason: str
@@ -95,7 +97,8 @@ class FleetSearch:
     """The search over layouts for one model, kind of GPU and demand."""
 
     config: DecoderConfig
-    layers: LayerSpecs
+    dtype: torch.dtype
+    """The model's element type."""
     gpu: GpuKind
     num_gpus: int
     demand: Demand
@@ -114,14 +117,10 @@ class FleetSearch:
             raise ConfigError("--num-gpus", "at least 1", self.num_gpus)
         self._attention = AttentionTimes(self.gpu, self.reached, self.measured)
 
-    def layouts(self, sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightFormat]) -> Iterator[Layout]:
+    @staticmethod
+    def layouts(sizes: Sequence[int], caches: Sequence[str], formats: Sequence[WeightFormat]) -> list[Layout]:
         """All layouts of these tensor-parallel sizes, element types of caches and formats of weights."""
-        for size in sizes:
-            cuts: tuple[ExpertCut, ...] = ("none",) if size == 1 or self.config.experts is None else ("column", "expert")
-            for experts in cuts:
-                for cache in caches:
-                    for weights in formats:
-                        yield Layout(ModelCut(size, experts), cache, weights)
+        return [Layout(size, cache, weights) for size in sizes for cache in caches for weights in formats]
 
     def run(self, layouts: Sequence[Layout], advance: Callable[[], None] = lambda: None) -> list[FleetPlan]:
         """Simulate all layouts; returns one plan for each that meets the limits, the best first. `plans` has them all."""
@@ -147,18 +146,23 @@ class FleetSearch:
 
     def _try(self, layout: Layout) -> None:
         """Simulate a layout at full load with ever more sequences, and with a rate the fleet that it needs."""
-        reason = self._obstacle(layout) or self._slower_cut(layout)
+        reason = self._obstacle(layout)
         if reason:
-            self.refused.append(RefusedLayout(layout, reason))
+            self._refuse(layout, reason)
             return
-        times, curve = self._times(layout), list[FleetPlan]()
+        try:
+            times = self._times(layout)
+        except ConfigError as error:
+            self._refuse(layout, f"sizes: needs {error.reason.need} ({error.reason.hint})")
+            return
+        curve = list[FleetPlan]()
         memory: EngineMemory | None = None
         for batch in BATCHES:
             try:
                 larger = self._memory(times.costs, batch)
             except ConfigError as error:
                 if memory is None:
-                    self.refused.append(RefusedLayout(layout, f"memory: needs {error.reason.need}, has {error.reason.got}"))
+                    self._refuse(layout, f"memory: needs {error.reason.need}, has {error.reason.got}")
                 break
             if memory is not None and larger.num_tokens < batch * self.demand.max_model_len:
                 break  # more sequences than the cache holds only wait
@@ -186,29 +190,19 @@ class FleetSearch:
             curve.insert(-1, self._at_full_load(last.layout, batch, times, self._memory(times.costs, batch)))
 
     def _times(self, layout: Layout) -> StepPredictor:
-        costs = rank_costs(self.config, self.layers, layout.cut, layout.kv_cache_dtype, layout.weights)
+        costs = rank_costs(self.config, self.dtype, layout.size, layout.kv_cache_dtype, layout.weights)
         return StepPredictor(self.gpu, costs, self.reached, self._attention)
 
-    def _slower_cut(self, layout: Layout) -> str:
-        """Why the experts are cut the other way; empty if they are not."""
-        cut = layout.cut
-        if cut.experts == "none":
-            return ""
-        other = replace(cut, experts="expert" if cut.experts == "column" else "column")
-        if obstacle(self.config, other):
-            return ""
-        work = StepWork(num_decodes=64, decode_kv=self.demand.max_model_len, num_sampled=64)
-        own, its = (self._times(replace(layout, cut=each)).step(work).device for each in (cut, other))
-        slower = own > its or (own == its and cut.experts == "expert")
-        return f"a step is {own / its:.3f} times as long as with experts by {other.experts}" if slower else ""
+    def _refuse(self, layout: Layout, reason: str) -> None:
+        self.refused.append(RefusedLayout(layout, reason))
 
     def _obstacle(self, layout: Layout) -> str:
-        size = layout.cut.size
+        size = layout.size
         if size > self.num_gpus:
             return f"{size} GPUs for one replica, of {self.num_gpus}"
         if size > self.gpu.gpus_per_host:
             return f"{size} GPUs are more than a host's {self.gpu.gpus_per_host}"
-        return obstacle(self.config, layout.cut) or check_cache_dtype(self.config, layout.kv_cache_dtype)
+        return check_cache_dtype(self.config, layout.kv_cache_dtype)
 
     def _memory(self, costs: RankCosts, batch: int) -> EngineMemory:
         limits = EngineLimits(batch, self.demand.max_model_len, enable_prefix_caching=self.demand.prefix_len > 0)
@@ -221,7 +215,7 @@ class FleetSearch:
         """The plan of all GPUs whose replicas always serve `batch` requests."""
         requests, measured = self.demand.full_load(batch)
         found = self._replica(times, memory).run(requests, batch, measured)
-        replicas = self.num_gpus // layout.cut.size
+        replicas = self.num_gpus // layout.size
         return self._plan(layout, batch, times, memory, found, replicas, found.tokens_per_second * replicas)
 
     def _plan(
@@ -235,7 +229,7 @@ class FleetSearch:
         total: float,
     ) -> FleetPlan:
         """A plan with the reason why it misses its limits. total: output tokens a second of all replicas."""
-        limits, used = self.demand.limits, replicas * layout.cut.size
+        limits, used = self.demand.limits, replicas * layout.size
         plan = FleetPlan(
             layout=layout,
             batch=batch,
@@ -278,7 +272,7 @@ class FleetSearch:
         """
         assert self.demand.rate is not None
         full, wanted = curve[-1], self.demand.rate * self.demand.mean_output_len
-        most = self.num_gpus // full.layout.cut.size
+        most = self.num_gpus // full.layout.size
         if wanted > 1.03 * full.tokens_per_second:
             return full
         able = max(self._within(curve), wanted / most)

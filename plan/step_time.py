@@ -127,14 +127,13 @@ class StepPredictor:
         if experts is None:
             return 0.0
         read = experts.touched(tokens) * experts.params * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
-        whole = experts.params * (self.costs.cut.size if experts.cut.experts == "column" else 1)
-        operations = 2 * tokens * experts.config.top_k * whole * experts.share()
+        operations = 2 * tokens * experts.config.top_k * experts.params
         compute = operations / (self._matrix * self._reached.product_matrix)
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
         """Microseconds of all-reduces, and of gathering the logits, which moves half as much as a sum of them."""
-        costs, size = self.costs, self.costs.cut.size
+        costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0
         table = self.gpu.all_reduce

@@ -79,7 +79,7 @@ def plan(
     usual = [size for size in (1, 2, 4, 8) if size <= max(num_gpus, 1)]
     sizes = sizes_of("--tensor-parallel-sizes", tensor_parallel_sizes) or usual
     formats = [weight_format(name) for name in names_of(weights) or ["model"]]
-    layouts = list(search.layouts(sizes, names_of(kv_cache_dtypes) or ["auto"], formats))
+    layouts = search.layouts(sizes, names_of(kv_cache_dtypes) or ["auto"], formats)
     with progress_bar(Terminal(stderr=True)) as progress:
         task = progress.add_task("simulating", total=len(layouts))
         best = search.run(layouts, lambda: progress.advance(task))
@@ -136,13 +136,13 @@ def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Se
     from headway.plan.read_model import read_planned_model
     from headway.plan.search import FleetSearch
 
-    config, layers = read_planned_model(model)
+    config, dtype = read_planned_model(model)
     if demand.max_model_len > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise ConfigError(
             "--input-len and --output-len", f"at most {most} tokens together, the model's limit", demand.max_model_len
         )
-    return FleetSearch(config, layers, kind, num_gpus, demand, tables)
+    return FleetSearch(config, dtype, kind, num_gpus, demand, tables)
 
 
 def print_report(report: PlanReport, console: Terminal) -> None:
@@ -189,11 +189,10 @@ def _name(row: PlanRow) -> str:
 
 def _table(rows: Sequence[PlanRow]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, width=_WIDTH, padding=(0, 1, 0, 0), pad_edge=False)
-    experts, formats = any(row.experts != "none" for row in rows), any(row.weights != "model" for row in rows)
+    formats = any(row.weights != "model" for row in rows)
     columns: dict[str, Callable[[PlanRow], str]] = {
         "tp": lambda row: str(row.tensor_parallel_size),
         "repl.": lambda row: f"{row.replicas:,}",
-        "experts": lambda row: "-" if row.experts == "none" else row.experts,
         "cache": lambda row: row.kv_cache_dtype.removesuffix("_per_token_head"),
         "weights": lambda row: row.weights,
         "batch": lambda row: str(row.batch),
@@ -202,10 +201,9 @@ def _table(rows: Sequence[PlanRow]) -> Table:
         "ms/tok": lambda row: f"{row.per_token_ms:.2f}",
         "GiB": lambda row: f"{row.memory_gib:.0f}",
     }
-    left_out = {name for name, shown in (("experts", experts), ("weights", formats)) if not shown}
-    kept = {name: show for name, show in columns.items() if name not in left_out}
+    kept = {name: show for name, show in columns.items() if formats or name != "weights"}
     for name in kept:
-        table.add_column(name, justify="left" if name in ("experts", "cache", "weights") else "right")
+        table.add_column(name, justify="left" if name in ("cache", "weights") else "right")
     for row in rows:
         table.add_row(*(show(row) for show in kept.values()))
     return table

@@ -41,7 +41,6 @@ def to_picture(report: PlanReport) -> bytes:
 
 
 def _name(row: PlanRow) -> str:
-    experts = "" if row.experts == "none" else f", experts by {row.experts}"
     cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype}"
     weights = "" if row.weights == "model" else f", {row.weights} weights"
-    return f"tp {row.tensor_parallel_size}{experts}{cache}{weights}"
+    return f"tp {row.tensor_parallel_size}{cache}{weights}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
 import hybrid_models
-from headway.core.contract.errors import ModelError
+from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.ranks import ONE_RANK
+from headway.core.contract.state import KEY_VALUE
+from headway.models.axes import Shape, held_sizes, whole_sizes
 from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
-from headway.models.loader import read_config
 from headway.models.weights import DummyWeights
-from headway.plan.model_costs import WEIGHT_FORMATS, ModelCut, check_cache_dtype, obstacle, rank_costs
-from headway.plan.read_model import read_planned_model
+from headway.plan.model_costs import WEIGHT_FORMATS, check_cache_dtype, rank_costs
+from headway.plan.read_model import PlannedModel, read_planned_model
+from thread_ranks import alone
 
 SIZES: dict[str, Any] = {**hybrid_models.SMALL, "hidden_size": 128, "intermediate_size": 256}
 LATENT = {
@@ -53,13 +56,13 @@ class CountedWeights(DummyWeights):
         super().__init__(torch.bfloat16, torch.device("cpu"))
         self.elements = 0
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) > 1 and min(shape[-2:]) > 8:
-            self.elements += torch.Size(shape).numel()
+    def take(self, name: str, shape: Shape) -> torch.Tensor:
+        if len(shape) > 1 and min(whole_sizes(shape)[-2:]) > 8:
+            self.elements += torch.Size(held_sizes(shape)).numel()
         return super().take(name, shape)
 
 
-def planned(name: str, folder: Path) -> tuple[Any, Any]:
+def planned(name: str, folder: Path) -> PlannedModel:
     config = ROWS[name]
     config.architectures = [read_architecture(config)]
     config.save_pretrained(folder)
@@ -72,21 +75,25 @@ def read_architecture(config: PretrainedConfig) -> str:
     return FAMILIES[config.model_type].architecture
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", ROWS)
-def test_weights_are_what_the_decoder_takes(name: str, tmp_path: Path) -> None:
-    config, layers = planned(name, tmp_path)
+def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: int, tmp_path: Path) -> None:
+    config, dtype = planned(name, tmp_path)
     counted = CountedWeights()
-    Decoder(read_decoder_config(read_config(tmp_path, weights=False)), counted)
-    costs = rank_costs(config, layers)
+    decoder = Decoder(config, counted, ranks=ONE_RANK if size == 1 else alone(0, size))
+    costs = rank_costs(config, dtype, size)
     assert costs.weight_bytes / costs.itemsize == pytest.approx(counted.elements, rel=0.06), name
+    assert [replace(spec, sinks=None) for spec in costs.layers.cached] == [
+        replace(spec, sinks=None) for spec in decoder.attention_specs
+    ]
+    assert costs.state_bytes == sum(KEY_VALUE.bytes_per_slot(layer.spec) for layer in decoder.state_layers)
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
-    config, layers = read_planned_model(name)
-    cut = ModelCut(size, "none" if config.experts is None else "expert")
-    one, rank = rank_costs(config, layers), rank_costs(config, layers, cut)
+    config, dtype = read_planned_model(name)
+    one, rank = rank_costs(config, dtype), rank_costs(config, dtype, size)
     assert 1 <= size * rank.weight_bytes / one.weight_bytes < 1.06  # routers, and repeated key-value heads, are on every rank
     repeated = max(size / config.num_kv_heads, 1)
     assert rank.cache_row_bytes * size == one.cache_row_bytes * repeated
@@ -96,27 +103,33 @@ def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
 
 
 def test_formats_and_cache_types_take_their_bytes() -> None:
-    config, layers = read_planned_model("llama-3-8b")
-    plain = rank_costs(config, layers)
-    int4 = rank_costs(config, layers, weights=WEIGHT_FORMATS["int4"])
+    model = read_planned_model("llama-3-8b")
+    plain = rank_costs(*model)
+    int4 = rank_costs(*model, weights=WEIGHT_FORMATS["int4"])
     kept = plain.plain_bytes
     assert int4.weight_bytes - kept == pytest.approx((plain.weight_bytes - kept) * 4.125 / 16)
-    fp8 = rank_costs(config, layers, kv_cache_dtype="fp8_e4m3")
+    fp8 = rank_costs(*model, kv_cache_dtype="fp8_e4m3")
     assert 2 * fp8.cache_row_bytes == plain.cache_row_bytes
 
 
-def test_what_cannot_be_cut_is_named() -> None:
-    experts, _ = read_planned_model("qwen3-30b-a3b")
-    assert obstacle(experts, ModelCut(3, "expert")) == "32 heads do not divide by 3"
-    assert "768 columns over 8" in obstacle(experts, ModelCut(8, "column"))
-    assert not obstacle(experts, ModelCut(8, "expert"))
-    assert not check_cache_dtype(experts, "int8_per_token_head")
+def test_what_a_gpu_does_not_cut_is_refused() -> None:
+    """A decoder on a CPU would give each of 16 ranks eight whole experts."""
+    config, dtype = read_planned_model("qwen3-30b-a3b")
+    assert config.experts is not None
+    uneven = replace(config, experts=replace(config.experts, intermediate_size=776))
+    with pytest.raises(ConfigError, match="a divisor of the experts' inner size 776 .on a GPU they are not divided by expert."):
+        rank_costs(uneven, dtype, 16)
+
+
+def test_a_latent_cache_has_no_scales_for_each_token(tmp_path: Path) -> None:
+    assert not check_cache_dtype(read_planned_model("qwen3-30b-a3b").config, "int8_per_token_head")
+    assert "latent cache" in check_cache_dtype(planned("deepseek_v3", tmp_path).config, "int8_per_token_head")
 
 
 def test_experts_touched_are_those_of_uneven_draws() -> None:
     """Draw tokens' experts one by one, each expert with its own frequency, as the count assumes, and count them."""
-    config, layers = read_planned_model("qwen3-30b-a3b")
-    experts = rank_costs(config, layers).experts
+    model = read_planned_model("qwen3-30b-a3b")
+    experts = rank_costs(*model).experts
     assert experts is not None
     one = [experts.touched(tokens) for tokens in (1, 16, 64, 4096)]
     assert one[0] == pytest.approx(8, rel=0.01)
@@ -125,9 +138,9 @@ def test_experts_touched_are_those_of_uneven_draws() -> None:
     draw, chances = random.Random(), experts.chances
     counts = [sum(any(draw.random() < chance for _ in range(16)) for chance in chances) for _ in range(200)]
     assert one[1] == pytest.approx(sum(counts) / len(counts), rel=0.03)
-    halves = rank_costs(config, layers, ModelCut(2, "expert")).experts
+    halves = rank_costs(*model, 2).experts
     assert halves is not None
-    assert one[1] / 2 < halves.touched(16) < one[1]
+    assert (halves.touched(16), 2 * halves.params) == (one[1], experts.params)
 
 
 def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:

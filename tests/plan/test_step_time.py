@@ -14,7 +14,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer
 from headway.plan.devices import GPU_KINDS, MESSAGE_BYTES, gpu_kind
-from headway.plan.model_costs import ModelCut, rank_costs
+from headway.plan.model_costs import rank_costs
 from headway.plan.read_model import read_planned_model
 from headway.plan.step_time import StepPredictor, StepWork
 from headway.plan.utilisation import H200
@@ -30,9 +30,7 @@ def measured() -> MeasuredLayer:
 
 
 def predictor(model: str, size: int = 1, *tables: MeasuredLayer) -> StepPredictor:
-    config, layers = read_planned_model(model)
-    cut = ModelCut(size, "column" if config.experts is not None and size > 1 else "none")
-    return StepPredictor(GPU, rank_costs(config, layers, cut), H200, AttentionTimes(GPU, H200, tables))
+    return StepPredictor(GPU, rank_costs(*read_planned_model(model), size), H200, AttentionTimes(GPU, H200, tables))
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])

@@ -16,14 +16,12 @@ from headway.bench.studies.plan.points import DEEPSEEK_V2_LITE, RESULTS, Measure
 from headway.core.contract.metadata import Phase
 from headway.core.engine.state.groups import page_format
 from headway.core.select.costs import Shape
-from headway.core.select.layer_specs import LayerSpecs
-from headway.models.config import DecoderConfig
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
 from headway.plan.demand import Demand
 from headway.plan.devices import GPU_KINDS
 from headway.plan.memory import EngineLimits, EngineMemory
 from headway.plan.model_costs import rank_costs
-from headway.plan.read_model import read_planned_model
+from headway.plan.read_model import PlannedModel, read_planned_model
 from headway.plan.simulation import Replica, SimulatedRequest
 from headway.plan.step_time import StepParts, StepPredictor, StepWork
 from headway.plan.utilisation import Utilisation
@@ -46,7 +44,7 @@ FITTED = tuple(
 
 
 @cache
-def read_model(name: str, num_layers: int | None) -> tuple[DecoderConfig, LayerSpecs]:
+def read_model(name: str, num_layers: int | None) -> PlannedModel:
     """A model's sizes, of its first layers alone where fewer were measured."""
     if name == "deepseek-v2-lite":
         with tempfile.TemporaryDirectory() as folder:
@@ -55,11 +53,9 @@ def read_model(name: str, num_layers: int | None) -> tuple[DecoderConfig, LayerS
     return _read_folder(name, num_layers)
 
 
-def _read_folder(name: str, num_layers: int | None) -> tuple[DecoderConfig, LayerSpecs]:
-    config, layers = read_planned_model(name)
-    if num_layers is None:
-        return config, layers
-    return replace(config, layers=config.layers[:num_layers]), LayerSpecs(layers.cached[:num_layers], layers.expanded)
+def _read_folder(name: str, num_layers: int | None) -> PlannedModel:
+    config, dtype = read_planned_model(name)
+    return PlannedModel(replace(config, layers=config.layers[:num_layers]), dtype)
 
 
 @cache
@@ -103,15 +99,15 @@ def trace(point: MeasuredPoint) -> Trace:
 
 def step_times(point: MeasuredPoint, reached: Utilisation) -> StepPredictor:
     """The times of a point's steps."""
-    config, layers = read_model(point.model, point.num_layers)
+    model = read_model(point.model, point.num_layers)
     gpu = GPU_KINDS["h200"]
-    costs = rank_costs(config, layers, kv_cache_dtype=point.kv_cache_dtype)
+    costs = rank_costs(*model, kv_cache_dtype=point.kv_cache_dtype)
     return StepPredictor(gpu, costs, reached, AttentionTimes(gpu, reached, h200_tables()))
 
 
 def _replica(point: MeasuredPoint, times: Any, request_seconds: float = 0.0) -> Replica:
-    config, layers = read_model(point.model, point.num_layers)
-    caches = rank_costs(config, layers, kv_cache_dtype=point.kv_cache_dtype).layers.cached
+    model = read_model(point.model, point.num_layers)
+    caches = rank_costs(*model, kv_cache_dtype=point.kv_cache_dtype).layers.cached
     pages = page_format(caches, [layout_of(spec) for spec in caches], 16, _LONGEST)
     return Replica(
         times, EngineMemory(pages, _PAGES, EngineLimits(point.max_num_seqs, _LONGEST)), request_seconds=request_seconds

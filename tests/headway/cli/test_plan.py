@@ -42,10 +42,11 @@ def test_the_table_fits_80_columns_and_the_file_holds_it(tmp_path: Path) -> None
     assert {row.tensor_parallel_size for row in report.full_load} == {1, 2}
 
 
-def test_experts_are_cut_by_the_faster_way_and_the_other_says_why() -> None:
-    out = run("qwen3-30b-a3b", "--num-gpus", "2", *SHORT, "--tensor-parallel-sizes", "2", "--kv-cache-dtypes", "auto")
-    assert re.search(r"2 +1 +column +auto", out)
-    assert re.search(r"experts by expert: a step is 1\.\d+ times as long as\s+with experts by column", out)
+def test_sizes_that_do_not_divide_are_among_the_reasons() -> None:
+    out = run("qwen3-30b-a3b", "--num-gpus", "3", *SHORT, "--tensor-parallel-sizes", "2,3", "--kv-cache-dtypes", "auto")
+    assert re.search(r"^ +2 +1 +auto", out, re.MULTILINE)
+    assert "tensor-parallel size 3: sizes: needs a divisor of the 32 attention heads" in " ".join(out.split())
+    assert "(nearest that work: 2 and 4)" in " ".join(out.split())
 
 
 def test_a_rate_takes_as_few_gpus_as_will_do(tmp_path: Path) -> None:
@@ -76,7 +77,12 @@ WRONG = {
     "--weights: needs model, fp8, int4, got 'nf4'": ["--weights", "nf4"],
     "--picture: needs a file name that ends in .png, got p.jpg": ["--picture", "p.jpg"],
     "40960 tokens together, the model's limit, got 41216": ["--input-len", "40960"],
-    "one layout that can start, got 16 heads do not divide by 3": ["--tensor-parallel-sizes", "3", "--num-gpus", "3"],
+    "one layout that can start, got sizes: needs a divisor of the 16 attention heads": [
+        "--tensor-parallel-sizes",
+        "3",
+        "--num-gpus",
+        "3",
+    ],
     "time per token": ["--time-per-token", "0.01", *SHORT],
     "first token": ["--first-token", "0.01", *SHORT],
 }
