@@ -49,7 +49,7 @@ SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean")
 """high, low: every score near +200 or -200, which the exponential of no float32 holds; equal: all keys weigh the same;
 dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero."""
 WORKS = ("edges", "many", "again", "tables", "deep")
-"""edges: lengths around the ends of blocks; many: 65 sequences, then 200; again: the lengths of the step before over other
+"""edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the lengths of the step before over other
 blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
 one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
 EXPANDED = "-expanded"

@@ -111,12 +111,13 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     """The lengths of each step of a kind of work, in a phase (a name of cells.PHASES); empty where the phase has none of it."""
     first = first_step(phase, block_size)
     if work == "edges":
-        return [first, second_step(first)]
+        # Ragged: then as many short ones, which what a longer step has left must not reach, and nothing but padding rows.
+        return [first, second_step(first), *([_shortened(first), []] if phase == "ragged" else [])]
     if work == "again":
         shared = [turn for turn in first if turn[1] >= block_size]
         return [first, first, *([shared, shared] if shared else [])]
     if work == "many":
-        return [_many(phase, 65), _many(phase, 200)] if phase != "ragged" else []
+        return [_many(phase, 65), _many(phase, 300)] if phase != "ragged" else []
     length = TABLE_BLOCKS * block_size + 3 if work == "tables" else 16383
     found: dict[str, Lens] = {
         "extend": [(5, length, 0), (2, 30, 0)],
@@ -128,7 +129,13 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
         return []
     if work == "deep":  # long ones alone: beside a short sequence's large results their errors would not count
         return [[turn for turn in found[phase] if turn[1] > _SHORT]]
-    return [[turn for turn in found[phase] if turn[1] <= _SHORT], found[phase]]  # whoever keeps the first step's width shows it
+    few = [turn for turn in found[phase] if turn[1] <= _SHORT]
+    return [few, found[phase], _shortened(found[phase])]  # whoever keeps the width of the first step or of the second shows it
+
+
+def _shortened(lens: Lens) -> Lens:
+    """As many sequences and new tokens after short contexts."""
+    return [(query_len, min(context, 1 + context % _SHORT), drafts) for query_len, context, drafts in lens]
 
 
 def _many(phase: str, count: int) -> Lens:

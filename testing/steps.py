@@ -51,12 +51,12 @@ def padding_rows(phase: str) -> int:
 
 
 def second_step(lens: Lens) -> Lens:
-    """Other lengths with as many tokens, for a second step of the same instance at the same addresses."""
+    """As many tokens of other lengths in another order, for a second step of the same instance at the same addresses."""
     queries = [turn for turn in lens if not turn[1]]
     cached = [turn for turn in lens if turn[1]]
     contexts = [context for _, context, _ in cached]
     rotated = [(query, context, drafts) for (query, _, drafts), context in zip(cached, contexts[1:] + contexts[:1], strict=True)]
-    return sorted([*queries[1:], *queries[:1], *rotated], key=_decodes)
+    return sorted([*queries[1:], *queries[:1], *reversed(rotated)], key=_decodes)
 
 
 def blocks_for(lens: Lens, block_size: int) -> int:
