@@ -52,8 +52,8 @@ ROWS: dict[str, PretrainedConfig] = {
 class CountedWeights(DummyWeights):
     """Counts the elements of what is a matrix: norms, biases, convolutions and decays are no part of a plan."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.bfloat16, torch.device("cpu"))
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, torch.device("cpu"))
         self.elements = 0
 
     def take(self, name: str, shape: Shape) -> torch.Tensor:
@@ -79,7 +79,7 @@ def read_architecture(config: PretrainedConfig) -> str:
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: int, tmp_path: Path) -> None:
     config, dtype = planned(name, tmp_path)
-    counted = CountedWeights()
+    counted = CountedWeights(dtype)
     decoder = Decoder(config, counted, ranks=ONE_RANK if size == 1 else alone(0, size))
     costs = rank_costs(config, dtype, size)
     assert costs.weight_bytes / costs.itemsize == pytest.approx(counted.elements, rel=0.06), name

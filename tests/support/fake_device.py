@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from device_demands import demand
-from headway.core.engine.state.executor import Capacity
+from headway.core.engine.state.executor import Capacity, ExecutorLostError
 from headway.core.engine.state.groups import NULL_PAGE
 from headway.core.engine.state.step import NEWEST, Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
@@ -128,6 +128,12 @@ class FakeDevice:
 
     def failed(self, error: Exception) -> None:
         """The next step runs."""
+
+    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+        """It is never lost."""
+
+    def shutdown(self) -> None:
+        """There is nothing to end."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
         ready: Future[None] = Future()
