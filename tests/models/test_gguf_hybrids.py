@@ -20,7 +20,8 @@ from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.models import gguf
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
-from hybrid_models import ROWS, VOCAB
+from hybrid_models import ROWS
+from plain_models import VOCAB
 from thread_ranks import on_ranks
 from transformers_release import needs
 

@@ -18,7 +18,8 @@ from engine_logits import save_random
 from headway.core.contract.errors import ModelError
 from headway.models.families import FAMILIES, read_decoder_config
 from headway.models.loader import load_model
-from hybrid_models import READS_IMAGES, ROWS, VOCAB
+from hybrid_models import READS_IMAGES, ROWS
+from plain_models import VOCAB
 from transformers_release import needs
 
 STEPS = 20

@@ -22,20 +22,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-VOCAB = 97
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.1,  # large, so that attention is far from uniform and a wrong key shows
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+import plain_models
+
+SMALL: dict[str, Any] = {**plain_models.SMALL, "num_hidden_layers": 4, "initializer_range": 0.1}
 DELTA = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,

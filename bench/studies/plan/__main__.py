@@ -37,7 +37,7 @@ def plan(
 ) -> None:
     """Predict, and say how far off it is."""
     from headway.bench.studies.plan.points import measured_points
-    from headway.bench.studies.plan.predict import arrivals, fit_all, halves
+    from headway.bench.studies.plan.predict import arrivals, fit_all, halves, kernel_cells, kernel_errors
     from headway.plan.utilisation import H200
 
     console = Terminal(width=_WIDTH, highlight=False)
@@ -45,6 +45,10 @@ def plan(
         chosen, judged = halves(measured_points())
         _show(chosen, H200, console, "from which the utilisations were chosen")
         _show(judged, H200, console, "by which they are judged")
+        cells = kernel_cells()[1::2]
+        found = kernel_errors(cells, H200)
+        off = f"median {100 * found.median:.1f} %, worst {100 * found.worst:.0f} %"
+        console.print(f"attention by the data sheet at {len(cells)} cells of tables: {off}")
         for name, measured, predicted in arrivals(H200):
             console.print(f"{name}: measured {measured:.2f}, predicted {predicted:.2f}")
     elif what == "fit":
