@@ -25,9 +25,9 @@ from headway.integrations.selectors import LayerKind, registry, serving
 from headway.integrations.step_attention import StepAttention
 
 NAME = "headway"
-WORKS = "5.17 to 5.23"
+WORKS = "5.17 to 5.24"
 """Versions of transformers with which `generate` was tried."""
-PACKS = "5.19 to 5.23"
+PACKS = "5.19 to 5.24"
 """Versions with which continuous batching was tried."""
 
 try:
@@ -100,11 +100,11 @@ def _attend(
         found: tuple[Tensor, None] = _attend_untraced(request, module, query, key, value, attention_mask, scaling, **options)
         return found
     _check(module, query, options)
-    paged = options.get("cache")
-    if paged is not None:
-        key, value = paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    if options.get("cache") is not None:  # before transformers 5.24, which updates the cache in the layer itself
+        key, value = options["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
+    if options.get("cu_seq_lens_k") is not None:
         window = options.get("sliding_window") or None
-        visibility = _packed(paged, module.layer_idx, query, key, options)
+        visibility = _packed(module.layer_idx, query, key, options)
     else:
         visibility = _visibility_of(attention_mask, query, key)
         window = visibility.window
@@ -176,7 +176,20 @@ def _without_mask(sizes: tuple[int, int, int]) -> Visibility:
     return _MASKLESS.visibility
 
 
-def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
+class _Step(threading.local):
+    """The visibilities of a thread's step of continuous batching, by the place of their lengths."""
+
+    layer: int = 0
+    visibilities: dict[tuple[int, ...], Visibility]
+
+    def __init__(self) -> None:
+        self.visibilities = {}
+
+
+_STEP = _Step()
+
+
+def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> Visibility:
     """The visibility of a call of continuous batching, whose sequences are packed; layers of one kind share it in a step.
 
     :raises ConfigError: the call is being captured in a CUDA graph, or has block tables.
@@ -185,14 +198,11 @@ def _packed(paged: Any, layer: int, query: Tensor, key: Tensor, options: dict[st
         raise ConfigError("continuous batching", "use_cuda_graph=False", "a capture", "ContinuousBatchingConfig has it")
     if options.get("block_table") is not None:
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
-    last: int
-    seen: dict[tuple[int, ...], Visibility]
-    last, seen = getattr(paged, "headway_step", (layer, {}))
-    if layer <= last:  # a new step: lengths are read again, since their memory stays the same
-        seen = {}
-    paged.headway_step = layer, seen
+    if layer <= _STEP.layer:  # a new step: lengths are read again, since their memory stays the same
+        _STEP.visibilities = {}
+    _STEP.layer, seen = layer, _STEP.visibilities
     ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
-    place = tuple(each.data_ptr() for each in ends)
+    place = *(each.data_ptr() for each in ends), query.shape[2], key.shape[2]
     if place not in seen:
         query_ends, key_ends = (each.cpu().numpy().astype(numpy.int64) for each in ends)
         seen[place] = Visibility.packed(query_ends, key_ends, query.shape[2], key.shape[2])
