@@ -16,6 +16,7 @@ import torch
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import open_replies, reply
 from headway.testing.kit import Kit, make_kit, run_cell
+from headway.testing.sanitizer import OUT_OF_BOUNDS
 from headway.testing.state_kit import StateKit
 
 
@@ -30,18 +31,35 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
         try:
             if kit is None:
                 kit = make_kit(target, device, plugins, model)
-            reply(told, _answer(kit, request))
+            reply(told, _answer(kit, device, request))
         except HeadwayError as error:
             reply(told, {"error": str(error)})
         except Exception as error:
             reply(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
 
 
-def _answer(kit: Kit | StateKit, request: dict[str, Any]) -> dict[str, Any]:
+def _lost_gpu(device: str) -> str:
+    """The error after which a process can use its GPU no more, such as an illegal memory access; "": there is none."""
+    if device != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[str, Any]:
     if "load" in request:
         return {"loaded": kit.name}
     if "cell" in request:
-        return {"result": run_cell(kit, request["cell"]).model_dump()}
+        result = run_cell(kit, request["cell"])
+        lost = _lost_gpu(device)
+        if lost and result.status != "failed":
+            result = result.model_copy(update={"status": "failed", "reason": lost})
+        if lost:
+            result = result.model_copy(update={"guess": OUT_OF_BOUNDS})
+        return {"result": result.model_dump(), "lost_gpu": bool(lost)}
     return kit.listed(request.get("quick", False), request.get("layout", ""))
 
 

@@ -11,7 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
 from headway.testing.report import CellResult
-from headway.testing.sanitizer import ENVIRONMENT, SLOWER, Sanitizer
+from headway.testing.sanitizer import ENVIRONMENT, OUT_OF_BOUNDS, SLOWER, Sanitizer
 from headway.testing.state_cells import parse_cell
 
 TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
@@ -48,6 +48,8 @@ class CellProcess:
     """Whose layers are tried; "": those of the kit."""
     sanitizer: Sanitizer | None = None
     """What watches the memory of the process's kernels; None: nothing."""
+    deaths: int = 0
+    """Times that a cell took the process with it, or the process's use of the GPU."""
     _process: Child | None = None
 
     def list(self, **request: Any) -> Listed:
@@ -82,8 +84,7 @@ class CellProcess:
 
     def _insane(self, cell: str) -> CellResult | None:
         error = "" if self.sanitizer is None else self.sanitizer.new_error()
-        guess = "a kernel reads or writes memory that is not its own"
-        return _failed(cell, f"compute-sanitizer: {error}", guess) if error else None
+        return _failed(cell, f"compute-sanitizer: {error}", OUT_OF_BOUNDS) if error else None
 
     def _run(self, cell: str) -> CellResult:
         answer: dict[str, Any] = {}
@@ -93,6 +94,9 @@ class CellProcess:
             answer = self._ask({"cell": cell}, self.timeout)
         if "error" in answer:
             return _failed(cell, answer["error"], "the subject does not load in this process")
+        if answer["lost_gpu"]:  # every later call of this process would fail, whatever its cell
+            self.deaths += 1
+            self.stop()
         return CellResult.model_validate(answer["result"])
 
     def stop(self) -> None:
@@ -112,6 +116,7 @@ class CellProcess:
         try:
             return self._process.ask(request, timeout)
         except ChildDied:
+            self.deaths += 1
             self._process = None
             raise
 
@@ -139,7 +144,6 @@ class CellRun:
     children: Sequence[CellProcess]
     tell: Callable[[CellResult], None] = lambda result: None
     results: dict[str, CellResult] = field(default_factory=dict)
-    deaths: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _fault: BaseException | None = None
 
@@ -183,13 +187,13 @@ class CellRun:
                 if not left:
                     return
                 cell = left.pop()
-            if self.deaths >= MOST_DEATHS:
-                result = _failed(cell, f"not run: {self.deaths} cells before it took their process with them", "", "skipped")
+            deaths = sum(each.deaths for each in self.children)
+            if deaths >= MOST_DEATHS:
+                result = _failed(cell, f"not run: {deaths} cells before it took their process with them", "", "skipped")
             else:
                 try:
                     result = child.run(cell)
                 except ChildDied as died:
-                    self.deaths += 1
                     if died.timed_out:
                         result = _failed(cell, died.how, "hangs, or takes longer: --timeout SECONDS gives it more time")
                     else:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headway.core.contract.errors import ConfigError
 
+OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
 SLOWER = 20
 """Times as long as usual that a cell may take, for memcheck watches each access of each thread."""
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

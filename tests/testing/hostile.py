@@ -28,6 +28,14 @@ class Crashes(_Plain):
         os.kill(os.getpid(), 11)
 
 
+class ReadsFarAway(_Plain):
+    """Its decode leaves a fault behind, after which the process can use its GPU no more."""
+
+    def decode(self, q, cache, plan, out, lse=None):
+        super().decode(q, cache, plan, out, lse)
+        q.flatten()[torch.full((1,), 1 << 40, device=q.device)]
+
+
 class Exits(_Plain):
     name = "exits"
 

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from headway.testing.kit import CHECKS, Kit
 from headway.testing.report import CheckReport, machine_of, read_check
 from headway.testing.runner import CellProcess, CellRun, cell_timeout
 from headway.testing.scorecard import badge, command, patterns, scorecard
+from headway.testing.state_cells import parse_cell
 from headway.testing.subject import load_subject
 
 HERE = Path(__file__).parent
@@ -96,6 +99,46 @@ def test_a_process_that_dies_is_a_finding_and_the_next_cell_runs() -> None:
         assert "takes the process with it" in results[0].guess
         assert results[-1].status == "skipped"  # no options; and it ran
         assert "no options" in results[-1].reason
+
+
+def test_a_cell_that_loses_the_gpu_costs_the_next_cell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Process:
+        """Stands in for a process whose first cell leaves a fault behind, which every later call would report."""
+
+        def __init__(self, command: Sequence[str], limits: Mapping[str, str]) -> None:
+            started.append(self)
+            self.lost = False
+
+        def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+            if "load" in request:
+                return {"loaded": "subject"}
+            status = "failed" if self.lost or len(started) == 1 else "passed"
+            self.lost |= status == "failed"
+            cell = parse_cell(request["cell"])
+            return {
+                "result": {"cell": request["cell"], "check": cell.check, "status": status, **cell.axes},
+                "lost_gpu": self.lost,
+            }
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr("headway.testing.runner.Child", Process)
+    child = CellProcess("subject", "cuda", 1, 60.0)
+    cells = [str(PLAIN.plain("answer", phase=phase)) for phase in ("decode", "prefill", "extend")]
+    assert [each.status for each in CellRun([child]).all(cells)] == ["failed", "passed", "passed"]
+    assert (len(started), child.deaths) == (2, 1)
+
+
+@pytest.mark.gpu
+def test_a_read_out_of_bounds_on_a_gpu_is_the_finding_of_its_cell_alone() -> None:
+    cells = [str(PLAIN.plain("answer", phase=phase)) for phase in ("decode", "prefill")]
+    first, second = CellRun([CellProcess(f"{HOSTILE}:ReadsFarAway", "cuda", 1, 240.0)]).all(cells)
+    assert first.status == "failed"
+    assert "memory that is not its own" in first.guess
+    assert second.status == "passed", second
 
 
 def test_a_hang_is_a_finding() -> None:

@@ -56,9 +56,9 @@ def inverse_of(a, scratch_ptr, BLOCKS: tl.constexpr, DOT: tl.constexpr, PRECISIO
 
 @triton.jit
 def channel_products(
-    q,  # [64, K] float32, as all here
-    k,
-    sums,  # decays' logarithms, summed up
+    q,  # [64, K] float32
+    k,  # [64, K] float32
+    sums,  # [64, K] float32 or float64: decays' logarithms, summed up
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     K: tl.constexpr,
@@ -74,9 +74,9 @@ def channel_products(
     for block in tl.static_range(1, 4):
         edge = tl.sum(tl.where((row == 16 * block - 1)[:, None], sums, 0.0), 0)[None, :]
         mine = (row // 16 == block)[:, None]
-        from_edge = tl.where(mine, tl.exp(tl.where(mine, sums - edge, 0.0)), 0.0)
+        from_edge = tl.where(mine, tl.exp(tl.where(mine, sums - edge, 0.0).to(tl.float32)), 0.0)
         earlier = (row < 16 * block)[:, None]
-        to_edge = tl.where(earlier, tl.exp(tl.where(earlier, edge - sums, 0.0)), 0.0)
+        to_edge = tl.where(earlier, tl.exp(tl.where(earlier, edge - sums, 0.0).to(tl.float32)), 0.0)
         right = tl.trans((k * to_edge).to(DOT))
         kk += tl.dot((k * from_edge).to(DOT), right, input_precision=PRECISION)
         qk += tl.dot((q * from_edge).to(DOT), right, input_precision=PRECISION)
@@ -89,7 +89,7 @@ def channel_products(
         later = (r >= j)[None, :, None]
         sums_j = tl.sum(tl.where(at, sums4, 0.0), 1)[:, None, :]
         k_j = tl.sum(tl.where(at, k4, 0.0), 1)[:, None, :]
-        decayed = tl.where(later, tl.exp(tl.where(later, sums4 - sums_j, 0.0)), 0.0) * k_j
+        decayed = tl.where(later, tl.exp(tl.where(later, sums4 - sums_j, 0.0).to(tl.float32)), 0.0) * k_j
         column = (r == j)[None, None, :]
         kk4 += tl.where(column, tl.sum(k4 * decayed, 2)[:, :, None], 0.0)
         qk4 += tl.where(column, tl.sum(q4 * decayed, 2)[:, :, None], 0.0)
@@ -104,7 +104,8 @@ def cut_chunks(
     a_log_ptr,
     dt_bias_ptr,
     chunks_ptr,  # see CHUNK_FIELDS
-    sums_ptr,  # float32 [chunks, HEADS, 64]: decays' logarithms up to a token; kda: [chunks, HEADS, KEY_DIM], of the chunk
+    sums_ptr,  # [chunks, HEADS, 64]: decays' logarithms up to a token; kda: [chunks, HEADS, KEY_DIM], of the chunk.
+    # float32; float64 beside float32 products, where the difference of two large sums must be right to the last bit
     put_ptr,  # float32 [chunks, HEADS, 64]: dt of mamba2
     inverse_ptr,  # [chunks, HEADS, 64, 64]: (I + A)^-1 diag(beta), of gated_delta and kda
     inner_ptr,  # [chunks, HEADS, 64, 64]: q k^T with decays
@@ -148,22 +149,25 @@ def cut_chunks(
     q = tl.load(lines + q_at, mask=inside, other=0.0).to(DOT)
     slope = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     place = (chunk * HEADS + head).to(tl.int64)
+    SUM: tl.constexpr = sums_ptr.dtype.element_ty
 
     if KIND == "kda":
         a = tl.load(a_ptr + (first + row)[:, None] * stride_a + head * KEY_DIM + i[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
         dt_bias = tl.load(dt_bias_ptr + head * KEY_DIM + i, mask=in_key, other=0.0)
-        sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0), 0)
+        sums = tl.cumsum(tl.where(inside, -slope * softplus(a + dt_bias[None, :]), 0.0).to(SUM), 0)
         whole = tl.sum(tl.where((row == 63)[:, None], sums, 0.0), 0)
         tl.store(sums_ptr + place * KEY_DIM + i, whole, mask=in_key)
         q32, k32 = q.to(tl.float32), k.to(tl.float32)
         kk, qk = channel_products(q32, k32, sums, DOT, PRECISION, BLOCK_K)
         size = tl.num_programs(1).to(tl.int64) * HEADS * 64 * KEY_DIM
         there = rows_ptr + place * 64 * KEY_DIM + row[:, None] * KEY_DIM + i[None, :]
-        tl.store(there, (k32 * tl.exp(sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
-        tl.store(there + size, (k32 * tl.exp(whole[None, :] - sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
-        tl.store(there + 2 * size, (q32 * tl.exp(sums)).to(rows_ptr.dtype.element_ty), mask=in_key[None, :])
+        ROW: tl.constexpr = rows_ptr.dtype.element_ty
+        from_start, to_end = tl.exp(sums.to(tl.float32)), tl.exp((whole[None, :] - sums).to(tl.float32))
+        tl.store(there, (k32 * from_start).to(ROW), mask=in_key[None, :])
+        tl.store(there + size, (k32 * to_end).to(ROW), mask=in_key[None, :])
+        tl.store(there + 2 * size, (q32 * from_start).to(ROW), mask=in_key[None, :])
     else:
         if KIND == "lightning":
             steps = tl.where(live, -slope, 0.0)
@@ -176,11 +180,11 @@ def cut_chunks(
                 dt = tl.minimum(tl.maximum(dt, dt_least), dt_most)
                 tl.store(put_ptr + place * 64 + row, tl.where(live, dt, 0.0))
             steps = tl.where(live, -slope * dt, 0.0)
-        sums = tl.cumsum(steps, 0)
+        sums = tl.cumsum(steps.to(SUM), 0)
         tl.store(sums_ptr + place * 64 + row, sums)
         k_turned = tl.trans(k)
         earlier = row[:, None] >= row[None, :]
-        decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        decay = tl.where(earlier, tl.exp(tl.where(earlier, sums[:, None] - sums[None, :], 0.0).to(tl.float32)), 0.0)
         qk = tl.dot(q, k_turned, input_precision=PRECISION) * decay
     square = place * 64 * 64 + row[:, None] * 64 + row[None, :]
     tl.store(inner_ptr + square, qk.to(inner_ptr.dtype.element_ty))

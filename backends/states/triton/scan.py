@@ -26,9 +26,12 @@ from headway.backends.states.triton.scan_plan import CHUNK, ChunkedPlan
 from headway.backends.states.triton.tuning import StateTuning
 from headway.backends.triton.launch import Launcher, shared_memory
 from headway.backends.triton.layer import INTERPRETED
-from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, StateCache, StateParameters, StateSpec
+from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2, StateCache, StateParameters, StateSpec
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+_COPY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,18 @@ class _WalkCut:
     """Chunks on their way from memory at a time."""
 
 
+def _whole_rows(spec: StateSpec) -> int:
+    """Elements of a row of convolved inputs: each row begins at a multiple of 16 bytes, which a copy ahead needs."""
+    unit = _COPY_BYTES // spec.dtype.itemsize
+    return triton.cdiv(spec.input_channels, unit) * unit
+
+
+def _aligned(spec: StateSpec) -> bool:
+    """Whether the keys and queries of every head begin at a multiple of 16 bytes, so that they can be copied ahead."""
+    places = spec.key_dim, spec.num_heads * spec.value_dim if spec.kind == MAMBA2 else 0
+    return all(each * spec.dtype.itemsize % _COPY_BYTES == 0 for each in places)
+
+
 class StateScan:
     """Launches the prompts of one kind of layer."""
 
@@ -53,16 +68,19 @@ class StateScan:
         whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
+        self._sum = torch.float64 if whole else torch.float32
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 
     def workspace_bytes(self, num_tokens: int, num_seqs: int) -> int:
         """Bytes that a call takes from torch's allocator."""
         spec, chunks = self._spec, num_tokens // CHUNK + num_seqs
         size = spec.dtype.itemsize
-        total = num_tokens * spec.input_channels * size
+        total = num_tokens * _whole_rows(spec) * size
         if spec.recurrent and spec.kind != MAMBA1:
             rows = 3 * spec.key_dim if spec.kind == KDA else 0
-            total += chunks * spec.num_heads * (CHUNK * (2 * CHUNK + rows) * size + 4 * (CHUNK + max(CHUNK, spec.key_dim)))
+            total += (
+                chunks * spec.num_heads * (CHUNK * (2 * CHUNK + rows) * size + 2 * self._sum.itemsize * max(CHUNK, spec.key_dim))
+            )
         return total
 
     def __call__(
@@ -73,7 +91,7 @@ class StateScan:
         spec = self._spec
         if not plan.num_chunks:
             return
-        mixed = torch.empty_like(x, memory_format=torch.contiguous_format) if spec.recurrent else out
+        mixed = x.new_empty(len(x), _whole_rows(spec))[:, : spec.input_channels] if spec.recurrent else out
         self._run_convolution(x, parameters, cache, plan, mixed, tuning)
         if spec.kind == MAMBA1:
             self._run_tokens(mixed, gates, parameters, cache, plan, out, tuning)
@@ -124,8 +142,8 @@ class StateScan:
         block_k = max(16, triton.next_power_of_2(spec.key_dim))
         shared = {**sizes, "BLOCK_K": block_k}
         delta, per_key = spec.kind in (GATED_DELTA, KDA), spec.kind == KDA
-        sums = torch.empty(*pairs, spec.key_dim if per_key else CHUNK, dtype=torch.float32, device=x.device)
-        put = torch.empty_like(sums)
+        sums = torch.empty(*pairs, spec.key_dim if per_key else CHUNK, dtype=self._sum, device=x.device)
+        put = torch.empty_like(sums, dtype=torch.float32)
         inner = x.new_empty(*pairs, CHUNK, CHUNK)
         inverse = torch.empty_like(inner) if delta else inner
         rows = x.new_empty(3, *pairs, CHUNK, spec.key_dim) if per_key else inner
@@ -161,8 +179,8 @@ class StateScan:
         rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands, the output
         stages = tuning.walk_stages or max(1, min(2 if turned else 3, (self._shared - rest) // stage))
         warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
-        if stages < 2 and not exact:
-            warps = min(warps, 2)  # wgmma without chunks ahead: Triton 3.6 compiles wrong programs on Hopper
+        if (stages < 2 or not _aligned(spec)) and not exact:
+            warps = min(warps, 2)  # wgmma of operands that are not on their way: Triton 3.6 compiles wrong programs on Hopper
         return _WalkCut(turned, block_v, warps, stages)
 
     def _run_tokens(

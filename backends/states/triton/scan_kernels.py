@@ -109,16 +109,16 @@ def walk_chunks(
                 k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
                 k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
-                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[:, None]
+                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32))[:, None]
             else:
                 k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 k_out = k_in
                 sums = tl.load(sums_ptr + place * 64 + row)
                 last = tl.load(sums_ptr + place * 64 + 63)
-                whole = tl.exp(last)
-                from_start = tl.exp(sums)[:, None]
-                to_end = tl.exp(last - sums)[:, None]
+                whole = tl.exp(last.to(tl.float32))
+                from_start = tl.exp(sums.to(tl.float32))[:, None]
+                to_end = tl.exp((last - sums).to(tl.float32))[:, None]
             state_dot = state.to(DOT)
             y = tl.dot(q, state_dot, input_precision=PRECISION)
             if KIND == "gated_delta" or KIND == "kda":
@@ -242,16 +242,16 @@ def walk_turned(
                 k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
                 k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
-                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0))[None, :]
+                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32))[None, :]
             else:
                 k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 k_out = k_in
                 sums = tl.load(sums_ptr + place * 64 + row)
                 last = tl.load(sums_ptr + place * 64 + 63)
-                whole = tl.exp(last)
-                from_start = tl.exp(sums)[None, :]
-                to_end = tl.exp(last - sums)[None, :]
+                whole = tl.exp(last.to(tl.float32))
+                from_start = tl.exp(sums.to(tl.float32))[None, :]
+                to_end = tl.exp((last - sums).to(tl.float32))[None, :]
             state_dot = state.to(DOT)
             if KIND == "gated_delta" or KIND == "kda":
                 inverse = tl.load(inverse_ptr + place * 4096 + of_square).to(DOT)
