@@ -153,7 +153,7 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
 	end
     run hybrid bench throughput --model "$cut" --load-format dummy --max-model-len 8192 --batch-size 1,16,64 --input-len 512 --output-len 512 \
         --repeat 2 --output "$out/hybrid-512.json"
-    study hybrid-turns requests second-turn --model "$cut" --output "$out/hybrid-turns.json"
+    study hybrid-turns hybrid_engine "$cut" --output "$out/hybrid-turns.json"
     $PYTHON -P -m headway.bench.studies.engines vllm --model "$cut" --repeat 2 --batch-size 1,16,64 --input-len 512 \
         --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
 }

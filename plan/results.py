@@ -26,6 +26,7 @@ _WORDS: Final = {
     "sums": "sums over ranks",
     "other": "norms and sampling",
     "host": "the host",
+    "launches": "kernels launched one by one",
 }
 
 
@@ -171,7 +172,7 @@ def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
     if search.num_gpus % plan.layout.size and search.demand.rate is None:
         behind += f"; {search.num_gpus % plan.layout.size} GPUs idle"
     own, its = _gpu_us(plan), _gpu_us(best)
-    more = {name: own[name] - its[name] for name in own if name != "host"}
+    more = {name: own[name] - its[name] for name in own if name not in ("host", "launches")}
     name = max(more, key=lambda each: more[each])
     if more[name] > 0.02 * sum(its.values()):
         behind += f"; {_WORDS[name]}: {own[name]:.0f} us of a GPU a token, not {its[name]:.0f}"

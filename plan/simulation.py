@@ -142,9 +142,7 @@ class Replica:
                 self._add(coming.popleft(), None if concurrency is None else now)
             step = self.scheduler.schedule() if self.scheduler.has_unfinished else None
             if step:
-                parts = self._predict(step)
-                now += 1e-6 * parts.host
-                device_free = max(now, device_free) + 1e-6 * parts.device
+                now, device_free = self._predict(step).times(now, device_free)
                 flights.append(_InFlight(step.sampling, device_free))
                 self.scheduler.launched(step)
             if flights and (not step or len(flights) > self.in_flight):

@@ -42,7 +42,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Microseconds of a step by what takes them; all but `host` come one after the other on the device."""
+    """Microseconds of a step by what takes them; all but `host` and `launches` come one after the other on the device."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -52,7 +52,15 @@ class StepParts:
     """All-reduces, and the gather of the logits."""
     other: float = 0.0
     host: float = 0.0
-    """The host's work, which the device does not wait for while it is shorter than the step before."""
+    """The host's work before a step, which the device does not wait for while it is shorter than the step before."""
+    launches: float = 0.0
+    """The host's work while the device has begun: kernels that are launched one by one."""
+
+    def times(self, host_free: float, device_free: float) -> tuple[float, float]:
+        """Seconds at which the host and the device are done with a step, from those at which they are free for it."""
+        begun = host_free + 1e-6 * self.host
+        launched = begun + 1e-6 * self.launches
+        return launched, max(max(begun, device_free) + 1e-6 * self.device, launched)
 
     @property
     def device(self) -> float:
@@ -101,24 +109,24 @@ class StepPredictor:
             states=sum(self._state(spec, work) for spec in costs.layers.states),
             sums=self._sums(tokens, work.num_sampled),
             other=reached.step_us + costs.config.num_layers * reached.layer_us + elements,
-            host=self._host(work),
+            host=reached.host_us + reached.host_sequence_us * (work.num_decodes + len(work.query_lens)),
+            launches=costs.config.num_layers * self._launches_of_a_layer(work),
         )
 
-    def _host(self, work: StepWork) -> float:
-        """Microseconds of the host: decodes and few tokens of prompts are one graph, mixed steps are launched layer by layer."""
-        reached, layers = self._reached, self.costs.config.num_layers
-        us = reached.host_us + reached.host_sequence_us * (work.num_decodes + len(work.query_lens))
+    def _launches_of_a_layer(self, work: StepWork) -> float:
+        """Microseconds of the host: decodes and few tokens of prompts are one graph, other steps are launched layer by layer."""
         if not work.query_lens:
-            return us
+            return 0.0
         if work.num_decodes:
-            return us + layers * reached.host_mixed_us
-        return us + layers * (reached.host_layer_us if work.num_tokens > GRAPH_TOKENS else 0.0)
+            return self._reached.host_mixed_us
+        return self._reached.host_layer_us if work.num_tokens > GRAPH_TOKENS else 0.0
 
     def _product(self, product: ProductShape, tokens: int) -> float:
         """Microseconds of a product: its weights are read while the tensor cores compute."""
         weights = product.rows * product.columns
         read = weights * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
-        compute = 2 * weights * tokens / (self._matrix * self._reached.product_matrix)
+        depth = 1 + self._reached.product_depth / product.columns
+        compute = 2 * weights * tokens * depth / (self._matrix * self._reached.product_matrix)
         return self._reached.product_us + math.hypot(read, compute)
 
     def _experts(self, tokens: int) -> float:

@@ -19,19 +19,21 @@ class Utilisation:
     product_matrix: float = 0.748
     """Share of the matrix rate of a product of many rows: 740 of 989 TFLOP/s, the median of `matrix_tflops` in the files of
     bench/results/h200."""
-    product_us: float = 1.03
+    product_depth: float = 220.0
+    """Columns of the weights that a tile's first reads and its end cost as much time as: short sums reach less of the rate."""
+    product_us: float = 1.07
     """Microseconds of a product beside that: its launch in a graph, its first and its last wave."""
     layer_us: float = 3.19
     """Microseconds of what else a layer does in a step of few tokens: norms, rotations, activations."""
-    element_read: float = 0.79
+    element_read: float = 0.445
     """Share of the read rate at which activations pass between products."""
-    expert_us: float = 10.9
+    expert_us: float = 11.1
     """Microseconds of a layer of experts beside its weights: routing and sorting."""
-    alone_us: float = 3.87
+    alone_us: float = 3.66
     """Microseconds by which a table's time of a decode exceeds the same launch among others: a graph of it alone has to start."""
-    decode_read: float = 0.88
+    decode_read: float = 0.86
     """Share of the read rate at which a decode reads keys and values, where no crossover table tells."""
-    decode_us: float = 7.77
+    decode_us: float = 7.95
     """Microseconds of a layer's decode beside that."""
     narrow_us: float = 7.0
     """Microseconds of a decode over a cache of 8 bits beside that: what bench/results/h200/decode-fp8.json has over its bytes."""
@@ -45,7 +47,7 @@ class Utilisation:
     """Microseconds of a layer with a state beside that."""
     scan_flops: float = 6e13
     """Operations a second of the scan of a prompt's states, at 6 for each element of a state and token, as a whole GPU does."""
-    step_us: float = 32.6
+    step_us: float = 22.0
     """Microseconds of a step beside its layers: embedding, sampling, copies."""
     host_us: float = 300.0
     """Microseconds of the host for a step, which overlap with the device's: this and the next are 0.84 ms at 256 sequences
@@ -54,11 +56,10 @@ class Utilisation:
     """Microseconds of the host for each sequence of a step."""
     host_layer_us: float = 80.6
     """Microseconds of the host for each layer of prompts that are no graph."""
-    host_mixed_us: float = 150.0
+    host_mixed_us: float = 210.0
     """Microseconds of the host for each layer of a step in which some decode and others have prompts computed, which runs as
-    graphs' pieces with two launches of attention between: 4.8 ms between two tokens at the 95th percentile of
-    bench/results/h200/server.json at half load, over 28 layers."""
-    request_us: float = 466.0
+    graphs' pieces with two launches of attention between: with it the latencies of bench/results/h200/server.json come out."""
+    request_us: float = 434.0
     """Microseconds from a request's arrival until the scheduler sees it."""
 
 

@@ -68,7 +68,7 @@ def test_a_higher_rate_takes_more_gpus_and_no_replica_misses_its_limits() -> Non
         assert best.first_token_ms <= 100.0
         assert best.per_token_ms <= 6.0
     assert taken[0] == 1
-    assert 1 < taken[1] < 20
+    assert 1 < taken[1] < 40
     assert taken[2] == pytest.approx(3 * taken[1], rel=0.4)
 
 

@@ -28,8 +28,10 @@ class Crashes(_Plain):
         os.kill(os.getpid(), 11)
 
 
-class ReadsFarAway(_Plain):
+class ReadsFarAway(SDPAMath):
     """Its decode leaves a fault behind, after which the process can use its GPU no more."""
+
+    name = "reads_far_away"
 
     def decode(self, q, cache, plan, out, lse=None):
         super().decode(q, cache, plan, out, lse)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import Any
 
 from headway.bench.crossover.worker_protocol import receive_request
@@ -29,6 +30,8 @@ class Engine:
 def vllm(request: dict[str, Any]) -> Engine:
     """vLLM's offline LLM."""
     library: Any = import_module("vllm")
+    # On Hopper it takes FlashInfer for prompts of gated delta layers, and does not look whether FlashInfer is there.
+    without = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
     llm = library.LLM(
         model=request["folder"],
         load_format=request["load_format"],
@@ -37,6 +40,7 @@ def vllm(request: dict[str, Any]) -> Engine:
         max_model_len=request["max_model_len"],
         max_num_seqs=request["max_num_seqs"],
         enable_prefix_caching=False,
+        **without,
     )
 
     def generate(prompts: Sequence[list[int]], output_lens: Sequence[int], temperature: float) -> list[int]:
@@ -48,6 +52,7 @@ def vllm(request: dict[str, Any]) -> Engine:
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     settings = f"max_num_seqs {request['max_num_seqs']}, prefix caching off, no detokenisation"
+    settings += ", Triton for gated delta prompts (no FlashInfer)" if without else ""
     return Engine(metadata.version("vllm"), settings, generate)
 
 

@@ -76,7 +76,7 @@ class MeasuredPoint:
 def measured_points() -> list[MeasuredPoint]:
     """Every point, in an order that does not depend on any figure. What was measured several times is one point: the median."""
     runs: dict[MeasuredPoint, list[MeasuredPoint]] = {}
-    for each in (*_throughput(), *_engine_level(), *_experts(), *_wide()):
+    for each in (*_throughput(), *_engine_level(), *_experts(), *_wide(), *_generations()):
         runs.setdefault(replace(each, measured=0.0, file=""), []).append(each)
     found = [
         replace(same[0], measured=statistics.median(each.measured for each in same), file=", ".join(each.file for each in same))
@@ -131,3 +131,9 @@ def _wide() -> Iterator[MeasuredPoint]:
         yield MeasuredPoint("qwen3-0.6b", None, batch, 256, 256, "seconds", seconds, "engine-wide.json", max_num_seqs=512)
     for length, ms in read["first_token_ms"].items():
         yield MeasuredPoint("qwen3-0.6b", None, 1, int(length), 1, "first_token_ms", ms, "engine-wide.json")
+
+
+def _generations() -> Iterator[MeasuredPoint]:
+    """What `measure` has measured."""
+    for each in _read("plan-points.json")["points"]:
+        yield MeasuredPoint(**{name: value for name, value in each.items() if name != "predicted"} | {"file": "plan-points.json"})

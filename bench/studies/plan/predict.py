@@ -38,7 +38,7 @@ FITTED = tuple(
     each.name
     for each in fields(Utilisation)
     if each.name not in ATTENTION
-    and not each.name.startswith(("state", "scan", "narrow", "product_matrix", "host_us", "host_sequence", "host_mixed"))
+    and not each.name.startswith(("state", "scan", "narrow", "host_us", "host_sequence", "host_mixed"))
 )
 """Fields that whole generations tell."""
 
@@ -133,11 +133,11 @@ def predict(point: MeasuredPoint, reached: Utilisation) -> float:
     seen: list[float] = []
     launched = 1e-6 * reached.request_us
     for number, work in enumerate(steps.works):
-        parts = times.step(work)
-        launched = max(launched, ends[number - 2] if number > 1 else 0.0) + 1e-6 * parts.host
+        free, busy = max(launched, ends[number - 2] if number > 1 else 0.0), ends[-1] if ends else 0.0
+        launched, end = times.step(work).times(free, busy)
         if ends:
             seen.append(max(launched, ends[-1]))
-        ends.append(max(launched, ends[-1] if ends else 0.0) + 1e-6 * parts.device)
+        ends.append(end)
     seen.append(ends[-1])
     first, last = ([seen[step] for step in each] for each in (steps.first, steps.last))
     if point.metric == "seconds":
