@@ -158,7 +158,7 @@ LIKE_OTHERS = {
     "qwen3_moe",
 }
 """Families whose experts take the compiler long and differ from another family's in sizes alone: left to `make soak`."""
-MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear"}
+MANY_EXPERTS = {"deepseek_v3", "qwen3_next", "qwen3_5_moe_text", "kimi_linear", "gpt_oss"}
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def levels(samples: list[dict[str, float]], width: float) -> list[tuple[float, f
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_mixed_work_with_faults_aborts_and_reloads_keeps_its_memory(tmp_path: Path) -> None:
     """HEADWAY_SOAK_SECONDS=1800 is the long form, and HEADWAY_SOAK_OUTPUT names a folder for its samples as JSON and CSV.
 
