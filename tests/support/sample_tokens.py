@@ -28,7 +28,7 @@ def choose(
     hosts: HostRows | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> Chosen:
-    """One row a sequence. tokens: those before, of which the first are the prompt. ranks: each takes its own part of the logits."""
+    """One row a sequence. tokens: those before, of which the first are the prompt. ranks: each takes its part of the logits."""
     return chooser(logits, params, seeds, positions, tokens, num_prompt_tokens, stops, ops, hosts, ranks)[0]
 
 
