@@ -9,9 +9,10 @@ import torch
 
 from headway.core.engine.device.token_sampler import Chosen
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.ranked_vocabulary import vocabulary_of
 from headway.core.sampling.sampler import NOT_A_TOKEN, TORCH_SAMPLING, SamplingOps
 from headway.core.sampling.vocabulary import Gathers
-from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE, chooser
+from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE, chooser, part_of
 from thread_ranks import ThreadRanks, on_ranks
 
 VOCAB = 1003
@@ -95,17 +96,27 @@ def test_what_gathers_is_counted_by_what_asks_for_it(ops: SamplingOps) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_top_k_is_that_of_the_logits_times_the_scale(size: int) -> None:
     """Of which some are equal though the logits are not: then the first tokens stay."""
-    steps = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))
-    logits = (1.5 + steps * 2.0**-23)[None].float()
-    wishes: list[dict[str, Any]] = [{"top_k": top_k, "temperature": 1.1} for top_k in (1, 2, 3, 4, 5, 6)]
-    scaled = logits * torch.tensor(1 / 1.1)
-    assert scaled.unique().numel() < VOCAB
-    for seed in range(6):
-        first, *others = (
-            [found.tokens.tolist() for found, _, _ in chosen_by(count, logits.expand(6, -1), wishes, seed, TORCH_SAMPLING)]
-            for count in (1, size)
-        )
-        assert others[0] == first * size
+    generator = torch.Generator().manual_seed(0)
+    steps = torch.stack([torch.randperm(VOCAB, generator=generator) for _ in range(40)])
+    logits = 1.5 + steps * 2.0**-23
+    assert (logits * torch.tensor(1 / 1.49))[0].unique().numel() < 0.8 * VOCAB
+    wishes: list[dict[str, Any]] = [{"top_k": 1, "temperature": 1.49}] * 40
+    ((expected, _, _),) = chosen_by(1, logits, wishes, 0)
+    for found, _, _ in chosen_by(size, logits, wishes, 0):
+        assert found.tokens.tolist() == expected.tokens.tolist()
+
+
+def test_the_rank_of_a_token_that_cannot_come_counts_all_tokens() -> None:
+    """A logits processor may choose it."""
+    logits, tokens = torch.randn(2, VOCAB), torch.tensor([7, 1002])
+    logits[:, tokens] = -torch.inf
+
+    def scored(ranks: Any) -> Any:
+        return vocabulary_of(TORCH_SAMPLING, VOCAB, ranks).score(part_of(logits, ranks), tokens, 2, "logprobs")
+
+    for found in on_ranks(4, scored):
+        assert found.ranks.tolist() == [VOCAB, VOCAB]
+        assert found.logprobs[:, 0].tolist() == [-torch.inf] * 2
 
 
 @pytest.mark.parametrize("size", [2, 4])
