@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.sampling.draw_kernels import _gumbel_argmax
+from headway.backends.sampling.draw_kernels import gumbel_argmax
 
 _LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 _NAN: tl.constexpr = tl.constexpr(0x7FC00000)
@@ -43,11 +43,11 @@ def argmax_of_part_chunks(
         scale = tl.load(scales + row) * 1.4426950408889634
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
         if scale > 0:
-            best, at, has_nan = _gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, True, True)
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, True, True)
         else:
-            best, at, has_nan = _gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, False, True)
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, False, True)
     else:
-        best, at, has_nan = _gumbel_argmax(own, counter, first, begin, end, 1.0, 0, LANES, False, True)
+        best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, 1.0, 0, LANES, False, True)
     most = tl.max(best, axis=0)
     token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
     out = row * tl.num_programs(1) + chunk

@@ -164,7 +164,7 @@ class RankedVocabulary:
 
 
 def _pick(rows: ChangingRows, some: NDArray[numpy.bool_]) -> ChangingRows:
-    return ChangingRows(*(each[some] for each in rows))
+    return ChangingRows(rows.at[some], rows.needs[some], rows.top_k[some], rows.scales[some])
 
 
 def _needs_of(filters: NDArray[numpy.float32]) -> NDArray[numpy.int32]:
