@@ -76,7 +76,7 @@ class RankedVocabulary:
             return sample(logits, draws, self.sampling, best)
         at = numpy.flatnonzero(draws.filters[0])
         filters = draws.filters[:, at]
-        rows = self.changing(logits, ChangingRows(at, _needs_of(filters), filters[1], filters[0]))
+        rows = self.changing(logits, ChangingRows(at, _needs_of(filters), draws.filters, at))
         drawn = sample(rows, Draws(draws.scales[at], draws.keys[at], filters), self._inner)
         if len(at) == len(logits):
             return drawn
@@ -89,7 +89,8 @@ class RankedVocabulary:
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
         """See `Vocabulary`; the rows that change alone."""
-        few = (rows.top_k > 0) & self._fits(rows.top_k, logits)
+        top_k = rows.top_k
+        few = (top_k > 0) & self._fits(top_k, logits)
         self._gathers.candidates += int(few.sum())
         self._count(rows.needs[~few])
         if few.all():
@@ -97,7 +98,7 @@ class RankedVocabulary:
         if not few.any():
             return join_logits(self._some(logits, rows.at), self._size, self._ranks)
         out = logits.new_empty(len(rows.at), self._size)
-        out.index_copy_(0, self._up(numpy.flatnonzero(few), logits), self._candidates(logits, _pick(rows, few)))
+        out.index_copy_(0, self._up(numpy.flatnonzero(few), logits), self._candidates(logits, rows.only(few)))
         whole = join_logits(self._some(logits, rows.at[~few]), self._size, self._ranks)
         return out.index_copy_(0, self._up(numpy.flatnonzero(~few), logits), whole)
 
@@ -161,10 +162,6 @@ class RankedVocabulary:
 
     def _up(self, numbers: NDArray[numpy.int64], logits: Tensor) -> Tensor:
         return upload(torch.from_numpy(numbers), logits.device)
-
-
-def _pick(rows: ChangingRows, some: NDArray[numpy.bool_]) -> ChangingRows:
-    return ChangingRows(rows.at[some], rows.needs[some], rows.top_k[some], rows.scales[some])
 
 
 def _needs_of(filters: NDArray[numpy.float32]) -> NDArray[numpy.int32]:

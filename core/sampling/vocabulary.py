@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.sampling.logprobs import Scores, score
+from headway.core.sampling.row_needs import FILTERING, SHAPING
 from headway.core.sampling.sampler import Draws, SamplingOps, sample
 
 
@@ -21,10 +22,24 @@ class ChangingRows(NamedTuple):
     """[changing]: which of the step's rows each is."""
     needs: NDArray[numpy.int32]
     """[changing]: its `Need`s."""
-    top_k: NDArray[numpy.float32]
-    """[changing]: how many of the most likely tokens are all that its token depends on; 0: it depends on all."""
-    scales: NDArray[numpy.float32]
-    """[changing]: 1 / temperature."""
+    filters: NDArray[numpy.float32]
+    """[4, any]: columns that are a `TokenFilter` each."""
+    columns: NDArray[numpy.int64]
+    """[changing]: which of them is its own."""
+
+    @property
+    def scales(self) -> NDArray[numpy.float32]:
+        """1 / temperature, of rows that filter: float32 [changing]."""
+        return self.filters[0, self.columns]
+
+    @property
+    def top_k(self) -> NDArray[numpy.float32]:
+        """How many of the most likely tokens are all that a row's token depends on, float32 [changing]; 0: it depends on all."""
+        return self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
+
+    def only(self, some: NDArray[numpy.bool_]) -> ChangingRows:
+        """Return some of them."""
+        return ChangingRows(self.at[some], self.needs[some], self.filters, self.columns[some])
 
 
 @dataclass

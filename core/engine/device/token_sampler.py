@@ -226,7 +226,8 @@ class TokenSampler:
         waited, errors = 0.0, dict[int, str]()
         if len(at):
             shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
-            changed, waited, errors = self._shape(self._changing(logits, shaped), shaped, drafts or {})
+            changing = self.vocabulary.changing(logits, ChangingRows(at, shaped.needs, self._filters, shaped.rows))
+            changed, waited, errors = self._shape(changing, shaped, drafts or {})
             tokens = self._choose(changed, tokens, shaped)
             if needed & ON_HOST:
                 tokens = self._ranks.broadcast(tokens)
@@ -244,12 +245,6 @@ class TokenSampler:
             scores=scores,
             scored=scored,
         )
-
-    def _changing(self, logits: Tensor, shaped: Shaped) -> Tensor:
-        """The logits that change, over the whole vocabulary; of a row that filters alone, what its top_k may keep."""
-        scale, top_k, _, _ = self._filters[:, shaped.rows]
-        filters_alone = shaped.needs & SHAPING & ~FILTERING == 0
-        return self.vocabulary.changing(logits, ChangingRows(shaped.at, shaped.needs, top_k * filters_alone, scale))
 
     def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
         """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
