@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy
@@ -30,12 +32,14 @@ class ChangingRows(NamedTuple):
     @property
     def scales(self) -> NDArray[numpy.float32]:
         """1 / temperature, of rows that filter: float32 [changing]."""
-        return self.filters[0, self.columns]
+        scales: NDArray[numpy.float32] = self.filters[0, self.columns]
+        return scales
 
     @property
     def top_k(self) -> NDArray[numpy.float32]:
         """How many of the most likely tokens are all that a row's token depends on, float32 [changing]; 0: it depends on all."""
-        return self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
+        top_k: NDArray[numpy.float32] = self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
+        return top_k
 
     def only(self, some: NDArray[numpy.bool_]) -> ChangingRows:
         """Return some of them."""
@@ -91,18 +95,13 @@ class WholeVocabulary:
 
     def __init__(self, sampling: SamplingOps) -> None:
         self.sampling = sampling
-
-    def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
-        """See `Vocabulary`."""
-        return sample(logits, draws, self.sampling, best)
+        self.sample: Callable[..., Tensor] = partial(sample, ops=sampling)
+        """See `Vocabulary`: nothing stands between a step and its choice."""
+        self.sample_changed = self.sample
 
     def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
         """See `Vocabulary`; all rows, as they are."""
         return logits
-
-    def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
-        """See `Vocabulary`."""
-        return sample(logits, draws, self.sampling)
 
     def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
         """See `Vocabulary`."""

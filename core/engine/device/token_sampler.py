@@ -218,7 +218,7 @@ class TokenSampler:
         than once.
         """
         needs = self._needs_at(rows, positions) & ~self._served
-        tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best)
+        tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():
             return Chosen(tokens)
         at = numpy.flatnonzero(needs & SHAPING)
