@@ -100,9 +100,9 @@ class VocabularyCut:
         return held if self._divided else None
 
     @property
-    def joined(self) -> int | None:
-        """Logits that are joined of all ranks'; None: there is one."""
-        return self.axis.whole if self._divided else None
+    def missing(self) -> int:
+        """Rows of the rank's head that are no token's."""
+        return self._rows - self.axis.size
 
     def table(self, own: Tensor) -> Tensor:
         """Return the rank's embedding with rows of zeros behind it, of which the last stands for the tokens of other ranks."""

@@ -59,7 +59,7 @@ class Decoder:
         """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
 
         batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
-        layers' specs are those of this rank's own heads, and every rank gets the same logits.
+        layers' specs are those of this rank's own heads, and its logits those of its own tokens.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
@@ -84,7 +84,7 @@ class Decoder:
         head = f"{names.head}.weight"
         tied = config.tie_word_embeddings and head not in weights
         rows = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
-        self.lm_head = Linear(vocabulary.head(rows), joined=vocabulary.joined)
+        self.lm_head, self._missing = Linear(vocabulary.head(rows)), vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
@@ -125,9 +125,13 @@ class Decoder:
         return self.operations.norm(x, self.norm)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns [rows, vocab_size], see core.model.Model."""
+        """hidden: [rows, hidden_size], only the rows that will be sampled. Returns logits of the rank's own tokens, see
+        core.contract.Model."""
         logits, cap = self.operations.product(hidden, self.lm_head, out), self.config.logit_softcap
-        return logits if cap is None else self.operations.softcap(logits, cap)
+        logits = logits if cap is None else self.operations.softcap(logits, cap)
+        if self._missing:
+            logits[:, -self._missing :] = -torch.inf
+        return logits
 
 
 class DecoderLayer:

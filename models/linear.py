@@ -16,13 +16,12 @@ class Linear:
     are private, so they are probed with a small product, and torch.mm serves where they are missing or wrong.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, summed: bool = False, joined: int | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, summed: bool = False) -> None:
         """weight: [out_features, in_features]; bias: [out_features].
 
-        summed: the weight is some columns of the whole one, and what all ranks get is to be summed. joined: it is some rows, and
-        what all ranks get is to be put side by side, to so many features. `RankedOperations` does both.
+        summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
         """
-        self.summed, self.joined = summed, joined
+        self.summed = summed
         self.out_features, self.in_features = weight.shape
         large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > _SMALL
         self._packed = large and _can_pack()

@@ -39,11 +39,7 @@ class RankedOperations:
         return self._ranks.all_reduce(x), ropes
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
-        """See Operations. The whole product: the sum over ranks, or all ranks' features side by side."""
-        if linear.joined is not None:
-            parts, size = self._ranks.all_gather(self._inner.product(x, linear)), linear.out_features
-            last = linear.joined
-            return torch.cat([part[:, : last - rank * size] for rank, part in enumerate(parts) if rank * size < last], 1, out=out)
+        """See Operations. The sum over ranks, where a rank's product is a part of it."""
         if linear.summed:
             return _into(out, self._ranks.all_reduce(self._inner.product(x, linear)))
         return self._inner.product(x, linear, out)

@@ -21,11 +21,20 @@ def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead 
     if device.type == "cuda":
         try:
             from headway.backends.sampling.draw import FusedSampling
+            from headway.backends.sampling.part import FusedPart
             from headway.backends.sampling.top_k_top_p import TopKTopPSampler
         except ImportError as error:
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:
-            fused = FusedSampling(device)
+            fused, part = FusedSampling(device), FusedPart(device)
             filtering = verified_filter(TopKTopPSampler(device), vocab_size, device, ahead)
-            return SamplingOps(fused.greedy, fused.draw, choose=fused.draw, filter=filtering, accept_drafts=fused.accept_drafts)
+            return SamplingOps(
+                fused.greedy,
+                fused.draw,
+                choose=fused.draw,
+                filter=filtering,
+                best_of_part=part.best_of_part,
+                winners=part.winners,
+                accept_drafts=fused.accept_drafts,
+            )
     return TORCH_SAMPLING

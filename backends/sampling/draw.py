@@ -11,7 +11,7 @@ from headway.backends.triton.launch import FixedLauncher
 from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
 
-_BLOCK = 4096
+BLOCK = 4096
 """Logits per program: enough bytes in flight, and enough programs for one row."""
 
 
@@ -20,7 +20,7 @@ class FusedSampling:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        sizes = {"BLOCK": _BLOCK, "LANES": LANES}
+        sizes = {"BLOCK": BLOCK, "LANES": LANES}
         self._plain, self._noisy = (FixedLauncher(argmax_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
         self._last: dict[int, FixedLauncher] = {}
         self._hold: dict[int, FixedLauncher] = {}
@@ -51,7 +51,7 @@ class FusedSampling:
         chosen = make(rows, dtype=torch.int64, device=self._device)
         if rows == 0:
             return chosen
-        chunks = triton.cdiv(vocab_size, _BLOCK)
+        chunks = triton.cdiv(vocab_size, BLOCK)
         scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
         tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
         first = self._plain if scales is None else self._noisy

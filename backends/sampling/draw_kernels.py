@@ -47,14 +47,20 @@ def _log2_exponential(bits):
 
 
 @triton.jit
-def _gumbel_argmax(logits, counter, first, vocab_size, scale, key, LANES: tl.constexpr, NOISE: tl.constexpr):
-    """The largest score of the four columns of each counter, its column, and whether one of the logits is NaN."""
+def gumbel_argmax(logits, counter, first, begin, end, scale, key, LANES: tl.constexpr, NOISE: tl.constexpr, PART: tl.constexpr):
+    """The largest score of the four columns of each counter, its column, and whether one of the logits is NaN.
+
+    Columns are tokens, up to `end`, and with PART from `begin` on.
+    """
     if NOISE:
         bits = _philox(counter, key)
     # A comparison suffices, since the columns are in order.
     for number in tl.static_range(4):
         column = first + number * LANES
-        x = tl.load(logits + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
+        inside = column < end
+        if PART:
+            inside = inside & (column >= begin)
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
         score = x
         if NOISE:
             score = x * scale - _log2_exponential(bits[number])
@@ -95,11 +101,15 @@ def argmax_of_chunks(
         scale = tl.load(scales + row) * 1.4426950408889634
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
         if scale > 0:
-            best, at, has_nan = _gumbel_argmax(logits + row * stride, counter, first, vocab_size, scale, key, LANES, True)
+            best, at, has_nan = gumbel_argmax(
+                logits + row * stride, counter, first, 0, vocab_size, scale, key, LANES, True, False
+            )
         else:
-            best, at, has_nan = _gumbel_argmax(logits + row * stride, counter, first, vocab_size, scale, key, LANES, False)
+            best, at, has_nan = gumbel_argmax(
+                logits + row * stride, counter, first, 0, vocab_size, scale, key, LANES, False, False
+            )
     else:
-        best, at, has_nan = _gumbel_argmax(logits + row * stride, counter, first, vocab_size, 1.0, 0, LANES, False)
+        best, at, has_nan = gumbel_argmax(logits + row * stride, counter, first, 0, vocab_size, 1.0, 0, LANES, False, False)
     most = tl.max(best, axis=0)
     token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
     out = row * tl.num_programs(1) + chunk

@@ -81,7 +81,11 @@ class Model(Protocol):
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions: int64 [num_tokens]."""
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits [rows, vocab_size] in the model's dtype (in `out`, where given). hidden: [rows, hidden_size]."""
+        """Return logits [rows, vocab_size] in the model's dtype (in `out`, where given). hidden: [rows, hidden_size].
+
+        A model that is cut over ranks returns those of its own tokens, [rows, width]: width is vocab_size / ranks rounded up,
+        rank r's tokens begin at r * width, and logits of those beyond the vocabulary are -inf.
+        """
 
 
 class LatentLayer(Protocol):

@@ -44,6 +44,10 @@ A column of filters is a `filtering.TokenFilter`: the token is drawn (see `draw`
 times its scale, NOT_A_TOKEN where a logit is NaN; a row of scale 0 has its token from `others`."""
 
 
+BestOfPart = Callable[[Tensor, Tensor | None, Tensor | None, int], Tensor]
+"""(logits [rows, part], scales and keys as `Draw` takes them or None, first token) -> int64 [rows], see `candidates`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
     """Operations that choose tokens; kernels replace torch's where they are faster and choose the same."""
@@ -54,6 +58,10 @@ class SamplingOps:
     """Both in one pass, where a kernel has it: like `draw`, but a row of scale 0 is greedy. NOT_A_TOKEN where a logit is NaN."""
     filter: Filter | None = None
     """A draw from what top_k, top_p and min_p keep; None: rows that want one are changed by torch's operations, then drawn."""
+    best_of_part: BestOfPart | None = None
+    """What a rank finds in its part of the vocabulary; None: `candidates.best_of_part` does."""
+    winners: Callable[[Tensor], Tensor] | None = None
+    """Chooses among what ranks have found; None: `candidates.winners` does."""
     accept_drafts: AcceptDrafts = accept_drafts
     """Compares drafts with the tokens sampled in their positions."""
 
@@ -112,17 +120,18 @@ LANES = 128
 """Columns from one number of a counter to its next: neighbouring counters are neighbouring columns, as a kernel reads them."""
 
 
-def exponential(keys: Tensor, vocab_size: int) -> Tensor:
-    """Exp(1) numbers, float32 [rows, vocab_size], from counters instead of a generator's state (Salmon et al. 2011).
+def exponential(keys: Tensor, num_tokens: int, first: int = 0) -> Tensor:
+    """Exp(1) numbers, float32 [rows, num_tokens], from counters instead of a generator's state (Salmon et al. 2011).
 
-    Each depends on its row's key and its column alone, so that a draw can be repeated, dropped, or made beside others without
-    changing any other.
+    Each depends on its row's key and its token alone, so that a draw can be repeated, dropped, or made beside others without
+    changing any other. first: token of the first column.
     """
-    groups = -(-vocab_size // (4 * LANES))
+    before, skipped = divmod(first, 4 * LANES)
+    groups = -(-(skipped + num_tokens) // (4 * LANES))
     zero = torch.zeros((), dtype=torch.int64, device=keys.device)
-    counter = torch.arange(groups * LANES, device=keys.device), zero, zero, zero
+    counter = torch.arange(before * LANES, (before + groups) * LANES, device=keys.device), zero, zero, zero
     words = philox(counter, (keys[:, None] & _WORD, (keys[:, None] >> 32) & _WORD))
-    bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, :vocab_size]
+    bits = torch.stack([word.view(-1, groups, LANES) for word in words], dim=2).flatten(1)[:, skipped : skipped + num_tokens]
     # All 32 bits, though a float32 near 1 holds only 24: small numbers keep their digits, and they decide the race. The step is
     # a little under 2^-32, or the largest would round to 1, and the half step keeps 0 out: both have no finite logarithm.
     uniform = bits.float() * (2.0**-32 - 2.0**-56) + 2.0**-33

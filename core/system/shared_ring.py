@@ -157,7 +157,7 @@ class RingWriter(_Ring):
         self._lines[0, _WRITTEN] = self._written
         _fence()
         if self._asleep.any():
-            for reader in numpy.flatnonzero(self._asleep):
+            for reader in numpy.flatnonzero(self._asleep.copy()):  # numpy raises where a reader wakes meanwhile
                 with suppress(OSError):  # a full pipe wakes it as well, and one without a reader is not the writer's concern
                     os.write(self._wake_pipes[reader], b"!")
 

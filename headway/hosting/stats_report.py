@@ -81,6 +81,11 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
     ):
         if counts:
             lines.append(f"           {text}: {_listed(counts)}")
+    if done.rows_gathered or done.rows_of_candidates:
+        lines.append(
+            f"ranks      {done.rows_gathered:,} rows of logits gathered whole: {_listed(done.rows_gathered_for)}; "
+            f"{done.rows_of_candidates:,} as candidates"
+        )
     return lines
 
 

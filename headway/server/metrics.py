@@ -157,6 +157,7 @@ class Metrics:
         for name, text, counts in (
             ("steps_without_graph", "Steps that were launched kernel by kernel, by reason.", totals.steps_without_graph),
             ("steps_in_pieces", "Steps that were graphs with attention between them, by reason.", totals.steps_in_pieces),
+            ("rows_gathered", "Rows of logits that all ranks put together, by what asked for it.", totals.rows_gathered_for),
             ("compilations", "Kernels that were compiled while requests waited, by name.", totals.compilations),
         ):
             family = CounterMetricFamily(f"headway:{name}", text, labels=[*self._labels, "reason"])

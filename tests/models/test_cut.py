@@ -16,6 +16,7 @@ from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models import weights as weights_module
 from headway.models.cut import ModelCut
 from headway.models.families import FAMILIES, read_decoder_config
@@ -70,11 +71,16 @@ def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:
     for step, places in (((11, 7), [*range(11), *range(7)]), ((1, 1), [11, 7])):
         attention.begin([*enumerate(step)])
         now, ids = ids.split([sum(step), len(ids) - sum(step)])
-        logits.append(model.compute_logits(model(now, torch.tensor(places), attention)))
+        logits.append(joined(model, model(now, torch.tensor(places), attention), ranks))
     assert logits[0].shape == (18, model.vocab_size)
-    out = torch.empty_like(logits[0])
+    out = torch.empty(18, -(-model.vocab_size // ranks.size))
     assert model.compute_logits(torch.ones(18, model.config.hidden_size), out) is out
     return torch.cat(logits)
+
+
+def joined(model: Any, hidden: Tensor, ranks: Ranks) -> Tensor:
+    """Logits of the whole vocabulary."""
+    return join_logits(model.compute_logits(hidden), model.vocab_size, ranks)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
@@ -176,7 +182,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
             attention.begin([(0, before), (1, 5)] if before else [(1, 5)])
             places = torch.tensor([*range(before), *range(5)])
             hidden = model(ids[7 - before :], places, attention)
-            found.append(model.compute_logits(hidden[before:]))
+            found.append(joined(model, hidden[before:], ranks))
         return found
 
     for by_itself, beside in on_ranks(4, both):

@@ -17,6 +17,7 @@ from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models import gguf
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
@@ -87,7 +88,7 @@ def same_logits(path: Path, reference: Any, ranks: Ranks = ONE_RANK) -> None:
     attention = DenseAttention(model)
     attention.begin([(0, len(text))])
     with torch.inference_mode():
-        logits = model.compute_logits(model(text, torch.arange(len(text)), attention))
+        logits = join_logits(model.compute_logits(model(text, torch.arange(len(text)), attention)), model.vocab_size, ranks)
         torch.testing.assert_close(logits, reference(text[None]).logits[0], rtol=0, atol=1e-4)
 
 

@@ -69,6 +69,7 @@ class Flight:
     after_model: tuple[str, ...] = ()
     waited_for: tuple[str, ...] = ()
     wait_seconds: float = 0.0
+    gathers: None = None
     first_nan: str | None = None
     interrupted: bool = False
     """Whether Ctrl-C breaks the first wait."""

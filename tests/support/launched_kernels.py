@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_layer import AttentionLayer
 from headway.backends.sampling.draw import FusedSampling
+from headway.backends.sampling.part import FusedPart
 from headway.backends.sampling.top_k_top_p import TopKTopPSampler
 from headway.backends.states.triton.backend import TritonStates
 from headway.backends.triton.backend import TritonAttention
@@ -108,12 +109,16 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
 
 
 def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
-    """The most likely, drawn, drawn from what top_k, top_p and min_p keep, and held against drafts."""
+    """The most likely, drawn, drawn from what top_k, top_p and min_p keep, by one of several ranks, and held against drafts."""
     logits = torch.empty(rows, vocab_size, dtype=dtype, device=GPU)
     keys, scales = torch.zeros(rows, dtype=torch.int64, device=GPU), torch.ones(rows, device=GPU)
     sampling = FusedSampling(GPU)
     sampling.greedy(logits)
     TopKTopPSampler(GPU)(logits, sampling.draw(logits, scales, keys), keys, torch.ones(4, rows, device=GPU))
+    part = FusedPart(GPU)
+    for ranks in (2, 8):
+        part.winners(part.best_of_part(logits, None, None, vocab_size).expand(ranks, -1).contiguous())
+        part.best_of_part(logits, scales, keys, 5)
     for width in (2, 4, 8):
         sampled, ids = torch.zeros(2, rows, width, dtype=torch.int64, device=GPU)
         sampling.accept_drafts(sampled, ids, keys, keys, keys)

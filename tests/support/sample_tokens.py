@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.token_sampler import Chosen, TokenSampler
 from headway.core.engine.state.step import StartedRow
@@ -25,9 +26,26 @@ def choose(
     stops: Sequence[int] = (),
     ops: SamplingOps = TORCH_SAMPLING,
     hosts: HostRows | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> Chosen:
-    """One row a sequence. tokens: those before, of which the first are the prompt."""
-    sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts)
+    """One row a sequence. tokens: those before, of which the first are the prompt. ranks: each takes its part of the logits."""
+    return chooser(logits, params, seeds, positions, tokens, num_prompt_tokens, stops, ops, hosts, ranks)[0]
+
+
+def chooser(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    tokens: Sequence[Sequence[int]] | None = None,
+    num_prompt_tokens: int = 0,
+    stops: Sequence[int] = (),
+    ops: SamplingOps = TORCH_SAMPLING,
+    hosts: HostRows | None = None,
+    ranks: Ranks = ONE_RANK,
+) -> tuple[Chosen, TokenSampler]:
+    """Like `choose`, and what has chosen."""
+    sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts, ranks)
     before = tokens or [()] * len(params)
     sampler.update(
         [
@@ -36,7 +54,15 @@ def choose(
         ]
     )
     rows = numpy.arange(len(params), dtype=numpy.int32)
-    return sampler.sample(logits, rows, numpy.array(positions, dtype=numpy.int32))
+    own = part_of(logits, ranks)
+    return sampler.sample(own, rows, numpy.array(positions, dtype=numpy.int32)), sampler
+
+
+def part_of(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The logits that a rank's part of a model computes."""
+    width = -(-logits.shape[1] // ranks.size)
+    padded = torch.nn.functional.pad(logits, (0, width * ranks.size - logits.shape[1]), value=-torch.inf)
+    return padded[:, ranks.rank * width :][:, :width]
 
 
 def take(logits: torch.Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:

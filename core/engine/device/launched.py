@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headway.core.engine.state.step import Sampled, SampledExtras
 from headway.core.sampling.logprobs import Scores, TokenLogprobs
+from headway.core.sampling.vocabulary import Gathers
 
 
 class HostResults:
@@ -123,6 +124,7 @@ class Launched:
     after_model: tuple[str, ...] = ()
     waited_for: tuple[str, ...] = ()
     wait_seconds: float = 0.0
+    gathers: Gathers | None = None
     extras: DeviceExtras | None = None
     check: Callable[[], None] | None = None
     """Raises where what the step has left is void, though the device reports no fault: another rank has been lost."""

@@ -89,5 +89,7 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
     count = min(num_seqs, num_tokens)
     logits = model.compute_logits(model(ids, positions, AttentionFunctions(attention, state))[:count])
+    if logits.shape[1] < model.vocab_size:  # those of one rank, which may have to gather all
+        logits = logits.new_zeros(count, model.vocab_size)
     likely = keep_top(logits.float(), torch.zeros(count, device=device), torch.full((count,), 0.9, device=device))
     sample(likely, Draws(numpy.ones(count, dtype=numpy.float32), numpy.zeros(count, dtype=numpy.int64)))

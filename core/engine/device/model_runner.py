@@ -83,7 +83,6 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._selector = selector
-        self._sampling = sampling
         self._block_size = block_size
         self._groups = groups
         self._num_blocks = [attention.caches[group.layers[0]].geometry.num_blocks for group in groups]
@@ -94,13 +93,15 @@ class ModelRunner:
         self._hosts = hosts or HostRows(None, {})
         self._ranks = ranks
         self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts, ranks)
-        self._prompt_scorer = PromptScorer(model, self._device)
+        self._vocabulary = self._sampler.vocabulary
+        self._prompt_scorer = PromptScorer(model, self._vocabulary, self._device)
         self._results = HostResults(max_num_seqs, self._device)
         self._graphs: GraphSet | None = None
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
-        """Function that every step calls with the rows that sample and their logits, which the next step overwrites."""
+        """Function that every step calls with the rows that sample and their logits, which the next step overwrites. On several
+        ranks those are shown of steps that say so."""
 
     def capture(
         self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
@@ -113,7 +114,7 @@ class ModelRunner:
         step = ModelStep(
             model=self._model,
             attention=self._attention,
-            sampling=self._sampling,
+            sampling=self._vocabulary.sampling,
             newest=self._newest,
             block_size=self._block_size,
             max_model_len=self._max_model_len,
@@ -164,6 +165,7 @@ class ModelRunner:
             after_model=ran.chosen.after_model,
             waited_for=ran.chosen.waited_for,
             wait_seconds=ran.chosen.wait_seconds,
+            gathers=self._vocabulary.take_gathers(),
             extras=extras,
         )
         self._hosts.launched(launched, sampling)
@@ -176,18 +178,17 @@ class ModelRunner:
         order: NDArray[numpy.int64] = numpy.argsort(-step.context_lens, kind="stable")
         if isinstance(graph, PrefillGraph):
             rows, positions = step.rows, step.query_lens
-            draws = self._draws(rows, positions)
+            draws = self._draws(graph, rows, positions)
             logits, best = graph.replay(step, self._tables, draws)
         else:
             assert isinstance(graph, DecodeGraph)
             # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
             rows, context_lens = step.rows[order], step.context_lens[order]
             positions = context_lens + 1
-            draws = self._draws(rows, positions)
+            draws = self._draws(graph, rows, positions)
             states = self._state_slots(step, order)
             logits, best = graph.replay(rows, context_lens, self._tables, draws, states)
-        if self.observe is not None:
-            self.observe(rows, logits)
+        self._show(step, rows, logits)
         chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
         if chosen.tokens is not best:  # those are in their rows already
             self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
@@ -212,9 +213,9 @@ class ModelRunner:
     def _verify(self, graph: VerifyGraph, step: StepInput) -> _DeviceResults:
         """Run a step as a graph that verifies; tokens that the graph cannot choose are chosen and verified after it."""
         rows, positions = numpy.repeat(step.rows, step.query_lens), positions_of(step).astype(numpy.int32)
-        draws = self._draws(rows, positions + 1)
+        draws = self._draws(graph, rows, positions + 1)
         tokens = graph.replay(step, rows, positions, self._tables, draws)
-        if self.observe is not None or draws is None or not self._sampler.plain(step.rows):
+        if self.observe is not None or step.shows_logits or draws is None or not self._sampler.plain(step.rows):
             return self._choose(step, graph.logits_of(step), step.rows)
         return _DeviceResults(Chosen(tokens), tokens, numpy.arange(step.num_seqs))
 
@@ -228,8 +229,7 @@ class ModelRunner:
     ) -> _DeviceResults:
         """Choose the tokens of a step, and compare its drafts with them. sampling: rows of the sequences that sample."""
         rows, positions = sampled_at(step)
-        if self.observe is not None:
-            self.observe(rows, logits)
+        self._show(step, rows, logits)
         owners: NDArray[numpy.int64] = numpy.arange(len(sampling))
         drafts = drafts_by_row(step) if step.num_draft_tokens.any() else {}
         if drafts:
@@ -306,6 +306,19 @@ class ModelRunner:
             ids = torch.where(ids == NEWEST, self._newest.index_select(0, own_rows).clamp_min(0), ids)
         return ids, positions
 
-    def _draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
+    def _draws(self, graph: CapturedStep, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
         """How a graph chooses a step's tokens; None where it can choose the most likely ones alone."""
-        return None if self._sampling.choose is None else self._sampler.draws(rows, positions)
+        if self._vocabulary.sampling.choose is None:
+            return None
+        draws = self._sampler.draws(rows, positions)
+        if draws.filters is not None:
+            self._vocabulary.filtered_in_graph(draws.filters, graph.num_rows)
+        return draws
+
+    def _show(self, step: StepInput, rows: NDArray[numpy.int32], logits: Tensor) -> None:
+        """Show the logits of a step to who observes them, on this rank or on rank 0."""
+        if self.observe is None and not step.shows_logits:
+            return
+        whole = self._vocabulary.whole(logits, "shown")
+        if self.observe is not None:
+            self.observe(rows, whole)

@@ -22,9 +22,21 @@ from headway.core.engine.device.launched import PromptScores
 from headway.core.engine.state.step import StartedRow, StepInput
 from headway.core.sampling.filtering import NO_FILTER, TokenFilter
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
-from headway.core.sampling.logprobs import Scores, score
-from headway.core.sampling.row_needs import FILTERING, OF_HISTORY, ON_HOST, SHAPING, Need, need_of, reasons_of, scale_of
-from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of, sample
+from headway.core.sampling.logprobs import Scores
+from headway.core.sampling.ranked_vocabulary import vocabulary_of
+from headway.core.sampling.row_needs import (
+    FILTERING,
+    OF_HISTORY,
+    ON_HOST,
+    REASONS,
+    SHAPING,
+    Need,
+    need_of,
+    reasons_of,
+    scale_of,
+)
+from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of
+from headway.core.sampling.vocabulary import ChangingRows, Vocabulary
 
 
 def positions_of(step: StepInput) -> NDArray[numpy.int64]:
@@ -91,8 +103,9 @@ class TokenSampler:
     one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
     model's launch and the sampler's, and works while the device computes the model.
 
-    Of several ranks each chooses for itself: equal logits, seeds and positions give equal tokens. Grammars and logits processors
-    are on rank 0 alone, and the others take its tokens in steps that have one.
+    Of several ranks each chooses for itself, from the same numbers: seeds and positions are equal, and what a rank has of the
+    logits `vocabulary` puts together. Grammars and logits processors are on rank 0 alone, and the others take its tokens in steps
+    that have one.
     """
 
     def __init__(
@@ -104,7 +117,10 @@ class TokenSampler:
         hosts: HostRows | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._ops, self._vocab_size, self._device = ops, vocab_size, device
+        """ops: choose from logits of the whole vocabulary."""
+        self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
+        """What chooses from the logits that the model computes."""
+        self._vocab_size, self._device = vocab_size, device
         self._hosts, self._ranks = hosts or HostRows(None, {}), ranks
         self._shaper = LogitsShaper(vocab_size, device)
         self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
@@ -195,14 +211,14 @@ class TokenSampler:
         drawn: bool = False,
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> Chosen:
-        """Choose a token for each row of logits [rows, vocab_size].
+        """Choose a token for each row of logits, [rows, vocab_size] or a rank's part of it.
 
         rows, positions: the sequence of each, and where in it the token will stand. best: tokens that a graph has chosen: as
         `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
         than once.
         """
         needs = self._needs_at(rows, positions) & ~self._served
-        tokens = best if drawn and best is not None else sample(logits, self.draws(rows, positions), self._ops, best)
+        tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
         if not needs.any():
             return Chosen(tokens)
         at = numpy.flatnonzero(needs & SHAPING)
@@ -210,7 +226,8 @@ class TokenSampler:
         waited, errors = 0.0, dict[int, str]()
         if len(at):
             shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
-            changed, waited, errors = self._shape(logits, shaped, drafts or {})
+            changing = self.vocabulary.changing(logits, ChangingRows(at, shaped.needs, self._filters, shaped.rows))
+            changed, waited, errors = self._shape(changing, shaped, drafts or {})
             tokens = self._choose(changed, tokens, shaped)
             if needed & ON_HOST:
                 tokens = self._ranks.broadcast(tokens)
@@ -261,7 +278,7 @@ class TokenSampler:
         else:
             filters = None
         keys = self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))
-        chosen = sample(changed, Draws(scales, keys, filters), self._ops)
+        chosen = self.vocabulary.sample_changed(changed, Draws(scales, keys, filters))
         chosen = torch.where(changed.amax(-1) == -torch.inf, NO_TOKEN_LEFT, chosen)
         some = len(shaped.at) < len(tokens)
         at = self._up(shaped.at) if some else None
@@ -279,7 +296,8 @@ class TokenSampler:
         if len(at) < len(logits):
             index = self._up(at)
             logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
-        return score(logits, tokens, int(wanted.max())), list(zip(at.tolist(), wanted.tolist(), strict=True))
+        scores = self.vocabulary.score(logits, tokens, int(wanted.max()), REASONS[Need.LOGPROBS])
+        return scores, list(zip(at.tolist(), wanted.tolist(), strict=True))
 
     def _up(self, numbers: NDArray[numpy.int64]) -> Tensor:
         return upload(torch.from_numpy(numbers), self._device)
@@ -292,8 +310,8 @@ _AT_ONCE = 64
 class PromptScorer:
     """Scores the tokens of prompts, for the rows that want log-probabilities of them."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: Model, vocabulary: Vocabulary, device: torch.device) -> None:
+        self._model, self._vocabulary, self._device = model, vocabulary, device
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
         """The prompt of each row that wants log-probabilities, and how many of the most likely tokens it wants."""
 
@@ -332,6 +350,6 @@ class PromptScorer:
             for first in range(0, count, _AT_ONCE):
                 last = min(first + _AT_ONCE, count)
                 logits = self._model.compute_logits(hidden[start + first : start + last])
-                slices.append(score(logits, targets[first:last], k))
+                slices.append(self._vocabulary.score(logits, targets[first:last], k, REASONS[Need.PROMPT_LOGPROBS]))
             found.append(PromptScores(index, position + 1, k, Scores(*(torch.cat(each) for each in zip(*slices, strict=True)))))
         return found

@@ -65,6 +65,8 @@ class CapturedStep(ABC):
         """Rows of `newest` that the last replay wrote, padding included."""
         self._keys, self._scales = fields.keys.view(-1), fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)
+        self.num_rows = len(self._scales)
+        """Rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
         self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if _replans(backends[spec])]
         """Plans that every replay brings up to date; none where lengths are fixed. No dictionary of specs: hashing them takes
@@ -96,7 +98,7 @@ class CapturedStep(ABC):
 
     def _logits_memory(self) -> Tensor | None:
         """Memory into which logits are computed; None: there is none yet."""
-        logits, rows = self._step.logits, len(self._scales)
+        logits, rows = self._step.logits, self.num_rows
         # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
         return None if logits is None or len(logits) < rows else logits[:rows]
 

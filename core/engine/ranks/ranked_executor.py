@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ class RankedExecutor:
     def __init__(self, local: LocalExecutor, processes: RankProcesses) -> None:
         """local: rank 0's. processes: the other ranks, which have joined."""
         self._local, self._processes = local, processes
+        self._shows_logits = False
         self.capacity, self.selector, self.selection = local.capacity, local.selector, local.selection
 
     @property
@@ -48,7 +50,8 @@ class RankedExecutor:
         return self._local.attention_us(num_seqs, query_len, kv_len)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """See `Executor`; every rank has the logits of the whole vocabulary, and rank 0 shows its own."""
+        """See `Executor`; all ranks put the logits of every step together, and rank 0 shows them."""
+        self._shows_logits = look is not None
         self._local.observe(look)
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
@@ -60,6 +63,8 @@ class RankedExecutor:
 
         :raises ExecutorLostError: a rank is lost, or this one has failed.
         """
+        if self._shows_logits:
+            step = replace(step, shows_logits=True)
         progress = self._processes.progress
         self._processes.send(encode(step))
         progress.begin_step()

@@ -17,6 +17,7 @@ from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.state_slots import StateSlots
 from headway.core.engine.state.step import Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.vocabulary import Gathers
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
 
@@ -72,6 +73,10 @@ class InFlight(Protocol):
     @property
     def wait_seconds(self) -> float:
         """Seconds that launching waited for the step before."""
+
+    @property
+    def gathers(self) -> Gathers | None:
+        """What ranks have put together to choose tokens; None where there is one."""
 
     @property
     def first_nan(self) -> str | None:

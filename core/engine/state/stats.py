@@ -90,6 +90,12 @@ class EngineStats:
     steps_waiting: Counter[str] = field(default_factory=Counter)
     """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
     itself was under way meanwhile."""
+    rows_gathered: int = 0
+    """Rows of logits that all ranks put together whole: those whose tokens depend on the whole distribution."""
+    rows_of_candidates: int = 0
+    """Rows of which each rank sent the others its most likely tokens alone, as many as top_k asks for."""
+    rows_gathered_for: Counter[str] = field(default_factory=Counter)
+    """The rows among `rows_gathered`, by what requests asked for; a row with several reasons counts under each."""
     compilations: Counter[str] = field(default_factory=Counter)
     """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
@@ -102,6 +108,10 @@ class EngineStats:
         self.steps_after_model.update(launched.after_model)
         self.steps_waiting.update(launched.waited_for)
         self.wait_seconds += launched.wait_seconds
+        if launched.gathers is not None:
+            self.rows_gathered += launched.gathers.rows
+            self.rows_of_candidates += launched.gathers.candidates
+            self.rows_gathered_for.update(launched.gathers.reasons)
         if launched.no_graph:
             (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short

@@ -80,6 +80,8 @@ class StepInput:
     """(slot of a checkpoint, row): states to be copied before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
     """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
+    shows_logits: bool = False
+    """Whether somebody looks at the step's logits, so that all ranks put them together."""
 
     @property
     def num_seqs(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 from triton_interpreter import passed_in_the_interpreter
 
 pytest.importorskip("triton")
-FILES = tuple(Path(__file__).with_name(name) for name in ("test_draw.py", "test_top_k_top_p.py"))
+FILES = tuple(Path(__file__).with_name(name) for name in ("test_draw.py", "test_part.py", "test_top_k_top_p.py"))
 
 
 def test_kernels_are_right_in_the_interpreter() -> None:

@@ -14,6 +14,7 @@ import plain_models
 from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.ranks import Ranks
+from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models import decoder
 from headway.models.loader import load_model
 from thread_ranks import on_ranks
@@ -45,5 +46,5 @@ def logits_of(folder: Path, ranks: Ranks) -> Tensor:
     model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks).decoder
     attention = DenseAttention(model)
     attention.begin([(0, 4)])
-    logits: Tensor = model.compute_logits(model(torch.arange(5, 9), torch.arange(4), attention))
-    return logits
+    own: Tensor = model.compute_logits(model(torch.arange(5, 9), torch.arange(4), attention))
+    return join_logits(own, model.vocab_size, ranks)

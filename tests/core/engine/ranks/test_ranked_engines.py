@@ -100,6 +100,9 @@ def test_two_ranks_write_what_one_writes_and_a_killed_one_ends_the_engine(engine
     engines.append(engine)
     compare(expected, write_all(engine))
     assert engine.stats.num_preemptions > 0
+    assert engine.stats.rows_of_candidates > 0
+    assert set(engine.stats.rows_gathered_for) == {"penalties", "logit_bias", "bad_words", "min_tokens", "logits_processors"}
+    assert not alone.stats.rows_gathered
     pids = pids_of(engine)
     psutil.Process(pids[0]).kill()
     began = time.monotonic()

@@ -1,0 +1,172 @@
+"""The vocabulary of several ranks: each chooses among its own tokens, and ranks compare one number for each row.
+
+Whatever needs the whole distribution gathers it, for its own rows alone, and is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.ranks import Ranks
+from headway.core.contract.transfer import upload
+from headway.core.sampling.candidates import best_of_part, most_likely, scores_of, tokens_of, winners
+from headway.core.sampling.logprobs import Scores, score
+from headway.core.sampling.row_needs import REASONS, SHAPING, Need
+from headway.core.sampling.sampler import Draws, SamplingOps, sample
+from headway.core.sampling.vocabulary import ChangingRows, Gathers, Vocabulary, WholeVocabulary
+
+_NUMBER = 8
+"""Bytes of a candidate."""
+
+
+def vocabulary_of(sampling: SamplingOps, size: int, ranks: Ranks) -> Vocabulary:
+    """Make the vocabulary, of `size` tokens, of one rank or of several. sampling: operations on logits of all of them."""
+    return WholeVocabulary(sampling) if ranks.size == 1 else RankedVocabulary(sampling, size, ranks)
+
+
+def join_logits(own: Tensor, size: int, ranks: Ranks) -> Tensor:
+    """Put the parts of all ranks side by side: [rows, size]. own: [rows, width], see `Model.compute_logits`."""
+    parts, width = ranks.all_gather(own.contiguous()), own.shape[1]
+    return torch.cat([part[:, : size - rank * width] for rank, part in enumerate(parts) if rank * width < size], 1)
+
+
+class RankedVocabulary:
+    """The `Vocabulary` of a rank that has the logits of its own tokens. All ranks call the same methods with the same rows."""
+
+    def __init__(self, sampling: SamplingOps, size: int, ranks: Ranks) -> None:
+        """sampling: operations on logits of the whole vocabulary, of so many tokens."""
+        self._inner, self._size, self._ranks = sampling, size, ranks
+        width = -(-size // ranks.size)
+        self._first = ranks.rank * width
+        self._held = min(max(size - self._first, 0), width)
+        """Tokens of this rank; logits beyond them are -inf."""
+        self._best, self._winners = sampling.best_of_part or best_of_part, sampling.winners or winners
+        self._gathers = Gathers()
+        self.sampling = replace(
+            sampling,
+            greedy=self._greedy,
+            draw=self._draw,
+            choose=None if sampling.choose is None else self._draw,
+            filter=None if sampling.filter is None else self._filter,
+        )
+
+    def _greedy(self, logits: Tensor) -> Tensor:
+        return self._agree(self._best(logits, None, None, self._first))
+
+    def _draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        return self._agree(self._best(logits, scales, keys, self._first))
+
+    def _agree(self, best: Tensor) -> Tensor:
+        # In the middle of a prompt there are no rows, on any rank.
+        return best if len(best) == 0 else self._winners(self._ranks.all_gather(best))
+
+    def _filter(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
+        """A `Filter` of fixed shapes, for graphs: of all rows, whichever filter."""
+        assert self._inner.filter is not None
+        return self._inner.filter(join_logits(logits, self._size, self._ranks), others, keys, filters)
+
+    def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
+        """See `Vocabulary`."""
+        if draws.filters is None:
+            return sample(logits, draws, self.sampling, best)
+        at = numpy.flatnonzero(draws.filters[0])
+        filters = draws.filters[:, at]
+        rows = self.changing(logits, ChangingRows(at, _needs_of(filters), draws.filters, at))
+        drawn = sample(rows, Draws(draws.scales[at], draws.keys[at], filters), self._inner)
+        if len(at) == len(logits):
+            return drawn
+        others = sample(logits, draws._replace(filters=None), self.sampling, best)
+        return others.index_copy(0, self._up(at, logits), drawn)
+
+    def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `Vocabulary`."""
+        return sample(logits, draws, self._inner)
+
+    def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
+        """See `Vocabulary`; the rows that change alone."""
+        top_k = rows.top_k
+        few = (top_k > 0) & self._fits(top_k, logits)
+        self._gathers.candidates += int(few.sum())
+        self._count(rows.needs[~few])
+        if few.all():
+            return self._candidates(logits, rows)
+        if not few.any():
+            return join_logits(self._some(logits, rows.at), self._size, self._ranks)
+        out = logits.new_empty(len(rows.at), self._size)
+        out.index_copy_(0, self._up(numpy.flatnonzero(few), logits), self._candidates(logits, rows.only(few)))
+        whole = join_logits(self._some(logits, rows.at[~few]), self._size, self._ranks)
+        return out.index_copy_(0, self._up(numpy.flatnonzero(~few), logits), whole)
+
+    def _candidates(self, logits: Tensor, rows: ChangingRows) -> Tensor:
+        """Logits of the whole vocabulary, -inf but for each rank's most likely tokens, among which are the most likely of all."""
+        scales = upload(torch.from_numpy(rows.scales), logits.device)
+        k = int(rows.top_k.max())
+        numbers = torch.cat(self._ranks.all_gather(most_likely(self._some(logits, rows.at), k, self._first, scales)).unbind(), 1)
+        # A rank of few tokens sends some beyond the vocabulary.
+        out = logits.new_full((len(numbers), self._ranks.size * logits.shape[1]), -torch.inf)
+        return out.scatter_(1, tokens_of(numbers), scores_of(numbers).to(out.dtype))[:, : self._size]
+
+    def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
+        """See `Vocabulary`: the k best and a sum of exponentials by rank, where they are less than the row."""
+        if not self._fits(k, logits):
+            return score(self.whole(logits, reason), tokens, k)
+        own = logits.float()
+        at = tokens.clamp_min(0)[:, None] - self._first
+        is_own = (at >= 0) & (at < own.shape[1])
+        picked = own.gather(1, at.clamp(0, own.shape[1] - 1))
+        facts = self._ranks.all_gather(torch.stack([torch.where(is_own, picked, -torch.inf)[:, 0], own.logsumexp(-1)]))
+        total = facts[:, 1].logsumexp(0)
+        of_token = facts[:, 0].amax(0) - total
+        likely = (own[:, : self._held] - total[:, None] >= of_token[:, None]).sum(-1)
+        ranks = self._ranks.all_gather(likely).sum(0)
+        if k == 0:
+            return Scores(tokens[:, None], of_token[:, None], ranks)
+        numbers = torch.cat(self._ranks.all_gather(most_likely(logits, k, self._first)).unbind(), 1).topk(k, dim=-1).values
+        ids, values = tokens_of(numbers), scores_of(numbers) - total[:, None]
+        return Scores(torch.cat([tokens[:, None], ids], 1), torch.cat([of_token[:, None], values], 1), ranks)
+
+    def whole(self, logits: Tensor, reason: str) -> Tensor:
+        """See `Vocabulary`."""
+        self._gathers.rows += len(logits)
+        self._gathers.reasons[reason] += len(logits)
+        return join_logits(logits, self._size, self._ranks)
+
+    def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
+        """See `Vocabulary`; a graph gathers all of its rows."""
+        needs = numpy.bitwise_or.reduce(_needs_of(filters))
+        self._count(numpy.full(num_rows, needs, dtype=numpy.int32))
+
+    def take_gathers(self) -> Gathers | None:
+        """See `Vocabulary`."""
+        taken, self._gathers = self._gathers, Gathers()
+        return taken
+
+    def _count(self, needs: NDArray[numpy.int32]) -> None:
+        self._gathers.rows += len(needs)
+        for need, reason in REASONS.items():
+            if need & SHAPING and (count := int(numpy.count_nonzero(needs & need))):
+                self._gathers.reasons[reason] += count
+
+    def _fits(self, k: NDArray[numpy.float32] | int, logits: Tensor) -> NDArray[numpy.bool_] | bool:
+        """Whether k candidates of each rank are fewer bytes than its part of a row."""
+        fits: NDArray[numpy.bool_] | bool = _NUMBER * k <= logits.shape[1] * logits.element_size()
+        return fits
+
+    def _some(self, logits: Tensor, at: NDArray[numpy.int64]) -> Tensor:
+        return logits if len(at) == len(logits) else logits.index_select(0, self._up(at, logits))
+
+    def _up(self, numbers: NDArray[numpy.int64], logits: Tensor) -> Tensor:
+        return upload(torch.from_numpy(numbers), logits.device)
+
+
+def _needs_of(filters: NDArray[numpy.float32]) -> NDArray[numpy.int32]:
+    """What asks for filters, float32 [4, rows], see `TokenFilter`."""
+    active, top_k, top_p, log_min_p = filters
+    top = numpy.where((active > 0) & ((top_k > 0) | (top_p < 1)), int(Need.TOP), 0)
+    likely = numpy.where((active > 0) & (log_min_p > -numpy.inf), int(Need.MIN_P), 0)
+    return (top | likely).astype(numpy.int32)

@@ -1,0 +1,61 @@
+"""Tokens of decoders whose ranks are processes, over gloo: every family's are those of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hybrid_models
+import plain_models
+from engine_logits import save_random
+from headway.core.sampling.params import SamplingParams
+from headway.models.families import FAMILIES
+from ranked_decoder import decoder_engine
+from run_engine import Written, drain
+from transformers_release import needs
+
+ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
+EVERY_DAY = {"qwen3_moe": "experts", "qwen3_next": "a state beside attention"}
+CASES = [
+    pytest.param(name, size, marks=() if size == 2 and name in EVERY_DAY else pytest.mark.slow)
+    for size in (2, 4)
+    for name in ROWS
+]
+WISHES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "logprobs": 2},
+    {"temperature": 1.2, "n": 2},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.9},
+    {"top_p": 0.8, "repetition_penalty": 1.2},
+    {"temperature": 0, "prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_several_processes_write_what_one_writes(tmp_path: Path, name: str, size: int) -> None:
+    needs(FAMILIES[ROWS[name].model_type].architecture)
+    save_random(ROWS[name], tmp_path)
+    expected, found = write(tmp_path, 1), write(tmp_path, size)
+    assert found.keys() == expected.keys()
+    for key, one in expected.items():
+        assert found[key].token_ids == one.token_ids, key
+        for mine, theirs in zip(
+            [*found[key].logprobs, *found[key].prompt_logprobs], [*one.logprobs, *one.prompt_logprobs], strict=True
+        ):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def write(folder: Path, size: int) -> dict[tuple[str, int], Written]:
+    """What an engine of so many ranks writes after prompts of which some are longer than a step."""
+    engine = decoder_engine(folder, size)
+    try:
+        for number, wish in enumerate(WISHES):
+            prompt = [3 + (7 * place + number) % 90 for place in range(5 + 9 * number)]
+            params = SamplingParams(max_tokens=8, seed=number, ignore_eos=True, **wish)
+            engine.add_request(str(number), engine.limits.checked(prompt, params))
+        return drain(engine)
+    finally:
+        engine.executor.shutdown()
