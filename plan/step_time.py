@@ -49,7 +49,7 @@ class StepParts:
     experts: float = 0.0
     states: float = 0.0
     sums: float = 0.0
-    """All-reduces, and the gather of the logits."""
+    """All-reduces, and the exchange of sampled tokens."""
     other: float = 0.0
     host: float = 0.0
     """The host's work before a step, which the device does not wait for while it is shorter than the step before."""
@@ -140,13 +140,13 @@ class StepPredictor:
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:
-        """Microseconds of all-reduces, and of gathering the logits, which moves half as much as a sum of them."""
+        """Microseconds of all-reduces, and of the number that ranks exchange for each row that samples without a filter."""
         costs, size = self.costs, self.costs.size
         if size == 1:
             return 0.0
         table = self.gpu.all_reduce
         summed = costs.num_sums * table.us(size, tokens * costs.config.hidden_size * costs.itemsize)
-        return summed + table.us(size, rows * costs.config.vocab_size * costs.itemsize / 2)
+        return summed + table.us(size, rows * 8)
 
     def _state(self, spec: StateSpec, work: StepWork) -> float:
         """Microseconds of a layer with a state: decodes read and write each sequence's, prompts scan their tokens."""
