@@ -16,7 +16,7 @@ from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.products import FewRows
-from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, norm_and_rotate, norm_rows
+from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
 from headway.models.operations import (
@@ -236,8 +236,28 @@ class Fused:
         return FusedLatentLayer(expanded, config, kv_b, self._latent)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
-        """A few launches, of torch's."""
-        return apply_gate(x, by, gate)
+        """One launch; some of torch's where ranks share the norm, and where one program cannot hold a group."""
+        norm, (rows, width) = gate.norm, x.shape
+        if norm is not None and (norm.share is not None or gate.size > _LONGEST):
+            return apply_gate(x, by, gate)
+        size = _GATED if norm is None else gate.size
+        x, by = (each if each.stride(1) == 1 else each.contiguous() for each in (x, by))
+        y = torch.empty(rows, width, dtype=x.dtype, device=self._device)
+        if rows:
+            block = triton.next_power_of_2(size)
+            groups = max(1, _GATED // block)
+            kind = {"ACTIVATION": gate.activation, "NORM": norm is not None, "GATE_FIRST": gate.gate_first}
+            sizes = {"STRIDE_X": x.stride(0), "STRIDE_BY": by.stride(0), "WIDTH": width, "SIZE": size}
+            kind["WHOLE"] = norm is not None and len(norm.weight) != size
+
+            def make() -> FixedLauncher:
+                warps = 4 if block <= 2048 else 8
+                return FixedLauncher(gate_rows, warps, self._device, **sizes, BLOCK=block, BLOCK_G=groups, **kind)
+
+            launch = self._launcher(("gate", *sizes.values(), *kind.values()), make)
+            weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+            launch((rows, triton.cdiv(triton.cdiv(width, size), groups), 1), x, by, weight, y, eps)
+        return y
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """Three launches, of torch's."""
@@ -255,6 +275,8 @@ _ROTATED = 512
 """Elements of half heads that one program of two warps turns: eight a thread, one 16-byte access in half precision."""
 _GATED = 1024
 """Likewise for activate-and-multiply, four warps."""
+_LONGEST = 8192
+"""Elements of a group that one program of eight warps norms."""
 _SHORT = 2048
 """Elements of a row that every program of those two may read for the sum of its squares, 4 KB out of L2."""
 

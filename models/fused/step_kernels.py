@@ -220,3 +220,53 @@ def activate_and_mul(
         gate, up = gate * scale, up * scale
     y = activate(gate, ACTIVATION) * up
     tl.store(y_ptr + row * SIZE + at, y.to(y_ptr.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
+def gate_rows(
+    x_ptr,  # rows of WIDTH elements
+    by_ptr,  # likewise
+    weight_ptr,  # [SIZE], or [WIDTH] (WHOLE) (NORM)
+    y_ptr,  # [rows, WIDTH], written
+    eps,
+    STRIDE_X: tl.constexpr,
+    STRIDE_BY: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,  # of a group
+    BLOCK: tl.constexpr,  # SIZE rounded up to a power of two
+    BLOCK_G: tl.constexpr,  # groups of a program
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,  # RMSNorm of x by groups
+    WHOLE: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = norm(x) * activation(by), or the norm of x * activation(by) (GATE_FIRST). Grid (rows, cdiv(groups, BLOCK_G))."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    at = group * SIZE + i
+    inside = (i < SIZE) & (at < WIDTH)
+    if NORM:
+        if WHOLE:
+            weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            weight = tl.load(weight_ptr + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.load(x_ptr + row * STRIDE_X + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(by_ptr + row * STRIDE_BY + at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        factor = factor * tl.sigmoid(factor)
+    elif ACTIVATION == "sigmoid":
+        factor = tl.sigmoid(factor)
+    else:
+        tl.static_assert(ACTIVATION == "none")
+    if GATE_FIRST:
+        y = y * factor
+    if NORM:
+        y = y * tl.rsqrt(tl.sum(y * y, 1) / SIZE + eps)[:, None] * weight
+    if not GATE_FIRST:
+        y = y * factor
+    tl.store(y_ptr + row * WIDTH + at, y.to(y_ptr.dtype.element_ty), mask=inside)

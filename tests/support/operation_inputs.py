@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.models.config import Activation
 from headway.models.linear import Linear
-from headway.models.operations import Embedding, Heads, Norm, Operations
+from headway.models.operations import Embedding, Gate, Heads, Norm, Operations
 
 NUM_POSITIONS = 5000
 
@@ -56,6 +56,7 @@ class Inputs:
         self.positions = torch.randint(0, NUM_POSITIONS, (sizes.rows,), generator=self._generator)
         self.table = self._draw(sizes.vocab, sizes.hidden)
         self.x, self.attended, self.residual = (self._draw(sizes.rows, size) for size in (sizes.hidden, q, sizes.hidden))
+        self.by, self.gate_norm = self._draw(sizes.rows, q + sizes.head_dim), self._draw(q)
         self.norm_weight = self._draw(sizes.hidden)
         self.head_norms = [self._draw(size if sizes.whole_norm else sizes.head_dim) for size in (q, kv)]
         shapes = {
@@ -76,8 +77,17 @@ class Inputs:
         few = copy.copy(self)
         few.sizes = replace(self.sizes, rows=rows)
         few.ids, few.positions, few.x = self.ids[:rows], self.positions[:rows], self.x[:rows]
-        few.attended, few.residual = self.attended[:rows], self.residual[:rows]
+        few.attended, few.residual, few.by = self.attended[:rows], self.residual[:rows], self.by[:rows]
         return few
+
+    def _gates(self, put: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Gate]]:
+        """Gates of hybrids: attention's, and those of layers with a state, whose norm is of a head, of a group or of a row."""
+        dim, whole = self.sizes.head_dim, Norm(put(self.gate_norm), 1e-5)
+        yield "of attention", Gate("sigmoid")
+        yield "none", Gate("none")
+        yield "after the norm of a head", Gate("silu", Norm(put(self.gate_norm[:dim]), 1e-5), dim)
+        yield "before the norm of a group", Gate("silu", whole, dim, gate_first=True)
+        yield "after the norm of a row", Gate("sigmoid", whole, len(self.gate_norm))
 
     def results(self, ops: Operations, dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor]]:
         """What each step gives, by its name, in float64 on the CPU."""
@@ -104,6 +114,8 @@ class Inputs:
         results["norm_gated_product"] = ops.norm_gated_product(put(self.x), *gated, sizes.activation)
         results["gated_product"] = ops.norm_gated_product(put(self.x), None, linear("gate_up"), sizes.activation)
         results["norm_product"] = ops.norm_product(put(self.x), norm, linear("gate_up"), sizes.activation)
+        for name, gate in self._gates(put):
+            results[f"gate, {name}"] = ops.gate(put(self.attended), put(self.by)[:, sizes.head_dim :], gate)
         results["softcap"] = ops.softcap(put(self.x), 1.5)
         results["add_product"] = ops.add_product(put(self.residual), put(self.attended), linear("out"))
         results["product"] = ops.product(put(self.x), linear("qkv"))
