@@ -39,6 +39,7 @@ from launched_kernels import (
     attend,
     choose_tokens,
     family,
+    gate_outputs,
     run_model,
     run_states,
     shipped,
@@ -82,6 +83,7 @@ def launch_every_kernel(
     ),
 ) -> None:
     choose_tokens(151_936, BF16)
+    gate_outputs(BF16)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
     run_model(with_experts(), BF16, (2, 600), every=7)
     run_model(with_latents(), BF16, (2,))

@@ -23,8 +23,10 @@ from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, State
 from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
+from headway.models.fused.operations import Fused
 from headway.models.loader import read_config
 from headway.models.locate import locate
+from headway.models.operations import Gate, Norm
 from headway.models.weights import DummyWeights
 
 GPU = torch.device("cuda", 0)
@@ -106,6 +108,20 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
             for way in list(kind.methods.values())[::every]:
                 if way.takes(count, dtype):
                     way.add(hidden, way.route(hidden, model.norm, kind.example), kind.example)
+
+
+def gate_outputs(dtype: torch.dtype) -> None:
+    """Gates behind attention, and norms with one behind layers with a state."""
+    rotated = torch.empty(1, 64, device=GPU)
+    x, by = torch.empty(2, 8192, dtype=dtype, device=GPU), torch.empty(2, 12288, dtype=dtype, device=GPU)[:, 4096:]
+    norms = {size: Norm(torch.empty(size, dtype=FP32, device=GPU), 1e-6) for size in (128, 8192)}
+    for gate in (
+        Gate("sigmoid"),
+        Gate("silu", norms[128], 128),
+        Gate("silu", norms[8192], 1024, gate_first=True),
+        Gate("sigmoid", norms[8192], 8192),
+    ):
+        Fused(rotated, rotated).gate(x, by, gate)
 
 
 def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:
