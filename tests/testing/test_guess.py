@@ -136,7 +136,7 @@ def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words:
     [
         (TakesQForOnePiece, {}, "ignores the strides of q"),
         (HidesByANumber, {"phase": "extend", "scores": "low"}, "what hides them is no -inf"),
-        (KeepsPlansByFirstBlocks, {"work": "again"}, "had in the step before: a plan that is kept too long"),
+        (KeepsPlansByFirstBlocks, {"work": "again"}, "had in a step before: a plan that is kept too long"),
         (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
         (LosesHeadsBehind64, {"phase": "verify", "kv_heads": 40}, ""),
         (EndsTablesAtZero, {"work": "again"}, ""),
