@@ -21,6 +21,8 @@ _OF_ONE_CELL, _OF_ALL = 6.0, 40.0
 """Seconds that one cell's controls may take, and those of all cells of a process."""
 _SWEPT: dict[str, Sequence[str | int]] = {"kv_heads": (1, 2, 3, 8), "group": (1, 2, 4, 7, 8), "block_size": (8, 16, 24, 32, 64)}
 """Axes of which other values are tried too, where the plain one makes a cell right."""
+_SINGLE = ("window", "softcap", "alibi", "sinks")
+"""Features of which "together" is made."""
 _FEW, _SEVERAL, _MANY = 2, 8, 16
 Turn = tuple[int, int, int]
 """(query_len, context, num_draft_tokens) of a sequence."""
@@ -97,11 +99,12 @@ class Controls:
         """Values of an axis that are right, and those that are wrong."""
         own = getattr(cell, axis)
         found: dict[str | int, bool | None] = {plain: True, own: False}
-        for other in _SWEPT.get(axis, ()):
+        others = _SINGLE if axis == "feature" and str(own).endswith("together") else _SWEPT.get(axis, ())
+        for other in others:
             if other not in found:
                 found[other] = self._tried(replace(cell, **{axis: other}), run)  # type: ignore[arg-type]
         right, wrong = ([str(value) for value in sorted(found, key=_order) if found[value] is each] for each in (True, False))
-        return " or ".join(right) + (f" (wrong with {', '.join(wrong)})" if axis in _SWEPT else "")
+        return " or ".join(right) + (f" (wrong with {', '.join(wrong)})" if others else "")
 
     def _tried(self, cell: CheckCell, run: Callable[[CheckCell], object]) -> bool | None:
         phase = "mixed" if cell.phase in ("-", "long") else cell.phase
@@ -141,6 +144,8 @@ class Controls:
 
     def _of_sequences(self, lens: Lens, right: Callable[..., bool | None]) -> list[str]:
         """What other sequences do to a wrong one; or, where it is wrong alone, from which length on."""
+        if not lens:
+            return ["wrong for a step of padding rows alone"]
         kinds = list(dict.fromkeys(lens))
         alone = {each: right([each]) for each in _thinned(kinds)}
         wrong = [each for each, is_right in alone.items() if is_right is False]
@@ -154,7 +159,7 @@ class Controls:
         if prompts and decodes and right(prompts) and right(decodes):
             return [*found, "prompts and decodes are right apart: what one part of the step leaves reaches the other"]
         longest = max(lens, key=lambda each: each[0] + each[1])
-        if len(lens) > _MANY and (most := _most(lambda count: right(lens[:count]), len(lens))) >= _SEVERAL:
+        if len(lens) > _MANY and (most := _most(lambda count: right(lens[:count]), 1, len(lens))) >= _SEVERAL:
             found.append(f"right with up to {most} of them, wrong with {most + 1}")
         elif right([longest] * min(len(lens), 4)):
             order = sorted(lens, key=lambda each: (_decodes(each), -each[0] - each[1]))
@@ -191,16 +196,16 @@ def _shared(wrong: Sequence[Turn], right: Sequence[Turn]) -> str:
 def _limit(wrong: Sequence[Turn], right: Callable[..., bool | None]) -> str:
     """From how many tokens on a sequence is wrong by itself."""
     query, context, drafts = min(wrong, key=lambda each: each[0] + each[1])
-    if context:
-        most = _most(lambda cached: right([(query, cached, drafts)]), context) + query
-        return f"a sequence alone is right up to {most:,} tokens, and wrong with {most + 1:,}" if most > query else ""
-    most = _most(lambda count: right([(count, 0, 0)]), query)
-    return f"a prompt alone is right up to {most:,} tokens, and wrong with {most + 1:,}" if most else ""
+    turn = (lambda length: (query, length - query, drafts)) if context else (lambda length: (length, 0, 0))
+    most = _most(lambda length: right([turn(length)]), query + 1 if context else 1, query + context)
+    if not most:
+        return ""
+    after = f", and right again with {most + 2:,}" if right([turn(most + 2)]) else ""
+    return f"a {'sequence' if context else 'prompt'} alone is right up to {most:,} tokens, and wrong with {most + 1:,}{after}"
 
 
-def _most(right: Callable[[int], bool | None], wrong: int) -> int:
-    """The largest number below `wrong` that is right, if numbers are right up to one; 0: 1 is wrong already, or time is up."""
-    least = 1
+def _most(right: Callable[[int], bool | None], least: int, wrong: int) -> int:
+    """The largest number below `wrong` that is right, if all are right up to one; 0: `least` is wrong already, or time is up."""
     if not right(least):
         return 0
     while wrong - least > 1:

@@ -151,12 +151,19 @@ def _apart(wrong: Wrong, answer: Tensor) -> float:
     return distance(out[kept], answer[kept]) if bool(kept.any()) else 0.0
 
 
+def _same(candidate: Candidate, name: str) -> bool:
+    """Whether two names are of one mistake; where it is read off the output, what it says of a short sequence may be less."""
+    if candidate.concept in (mistakes.heads_read, misreads.rearranged):
+        return candidate.name.partition(":")[0] == name.partition(":")[0]
+    return candidate.name == name
+
+
 def _explains(candidate: Candidate, wrong: Wrong, tolerance: float) -> bool:
     """Whether a mistake gives this sequence's answer too; zeros, where a mistake finds no key, count here."""
     missed = distance(wrong.out, wrong.right)
     within = max(4 * tolerance, _CLEARLY * missed if math.isfinite(missed) else 0.0)
     return any(
-        candidate.name == name and (_apart(wrong, answer) if answer.any() else float(wrong.out.nan_to_num(0.0).norm())) <= within
+        _same(candidate, name) and (_apart(wrong, answer) if answer.any() else float(wrong.out.nan_to_num(0.0).norm())) <= within
         for name, answer in answers_of(candidate.concept, wrong)
     )
 
@@ -164,7 +171,7 @@ def _explains(candidate: Candidate, wrong: Wrong, tolerance: float) -> bool:
 def _changes(candidate: Candidate, fine: Wrong, tolerance: float) -> bool:
     """Whether a mistake would show in a sequence that is right."""
     return any(
-        candidate.name == name and not distance(answer, fine.right) <= 16 * tolerance
+        _same(candidate, name) and not distance(answer, fine.right) <= 16 * tolerance
         for name, answer in answers_of(candidate.concept, fine)
     )
 
@@ -225,11 +232,11 @@ def _precision(wrong: Sequence[Wrong]) -> str:
 def _rounding(first: Wrong) -> str:
     """The type in which something is kept on the way, if an answer with that rounding lies clearly nearer than the right one."""
     missed = distance(first.out, first.right)
-    if not missed < 0.2:
+    if not missed < 1.0:
         return ""
     near = [(_apart(first, answer), name) for name, answer in answers_of(tiled.roundings, first)]
     error, name = min(near, default=(math.inf, ""))
-    return name if error < 0.5 * missed else ""
+    return name if error < 0.4 * missed else ""
 
 
 def rounding(wrong: Wrong) -> str:

@@ -123,6 +123,7 @@ def reading_of(wrong: Wrong) -> Reading:
 
 
 _TANH: dict[str, Callable[[Tensor], Tensor]] = {
+    "x cut at 1": lambda x: x.clamp(-1, 1),
     "x / (1 + |x|)": lambda x: x / (1 + x.abs()),
     "x / sqrt(1 + x^2)": lambda x: x / (1 + x.square()).sqrt(),
     "x (27 + x^2) / (27 + 9 x^2)": lambda x: (x * (27 + x.square()) / (27 + 9 * x.square())).clamp(-1, 1),
@@ -136,20 +137,11 @@ def scores(reading: Reading) -> Answers:
     if spec.softcap is not None:
         yield "matches the answer without the soft-cap", with_spec(softcap=None)
         yield "matches a soft-cap applied before the scale", with_spec(softcap=spec.softcap * spec.scale)
-        yield "matches a soft-cap without its division: cap * tanh(score)", with_spec(scale=spec.scale * spec.softcap)
-        yield (
-            "matches a soft-cap without its factor: tanh(score / cap)",
-            reading.attend(bend=lambda scores: scores / spec.softcap),
-        )
-        most = spec.softcap
-        cut = reading.attend(spec=replace(spec, softcap=None), bend=lambda scores: scores.clamp(-most, most))
-        yield "matches scores cut at the soft-cap in place of tanh", cut
+        cap = spec.softcap
         for text, tanh in _TANH.items():
-            bent = reading.attend(
-                spec=replace(spec, softcap=None, alibi_slopes=None), bend=lambda s, tanh=tanh: most * tanh(s / most)
-            )
-            if spec.alibi_slopes is None:
-                yield f"matches a soft-cap by an approximation of tanh: {text}", bent
+            yield f"matches a soft-cap with {text} in place of tanh(x)", reading.attend(tanh=tanh)
+        yield "matches a soft-cap without its division: cap * tanh(score)", reading.attend(tanh=lambda x: torch.tanh(x * cap))
+        yield "matches a soft-cap without its factor: tanh(score / cap)", reading.attend(tanh=lambda x: torch.tanh(x) / cap)
         yield "matches a soft-cap applied after the mask: hidden keys count", reading.attend(masked=-spec.softcap)
     if spec.sinks is not None:
         yield "matches the answer without the sinks", with_spec(sinks=None)

@@ -88,7 +88,8 @@ def _cache(session: Watched, step: StepTensors, layer: int) -> None:
         said.append(f"{len(stray)} slots of no new token are changed (slots {stray[:_LISTED]})")
     if not wrong:
         said.append("memory between the rows, which belongs to somebody else, is changed")
-    looks = looks_of_cache(given, right, step.inputs[layer], step.metadata.slot_mapping, missing, stray)
+    with step.metadata.slot_mapping.device:
+        looks = looks_of_cache(given, right, step.inputs[layer], step.metadata.slot_mapping, missing, stray)
     last = session.num_blocks * session.block_size - 1
     if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
         looks = "writes padding rows to the cache: slot -1 means that nothing is written"
@@ -135,7 +136,8 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     if not looks:
         wrong = [_wrong(session, step, layer, number, right) for number in numbers]
         fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
-        looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
+        with given.out.device:  # what mistakes are made of lies where the step does
+            looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
         guess=looks or _MEMORY.get(session.memory, ""),
