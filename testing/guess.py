@@ -179,7 +179,7 @@ def _changes(candidate: Candidate, fine: Wrong, tolerance: float) -> bool:
 def _sums(wrong: Sequence[Wrong]) -> str:
     """A guess about answers whose rows are the right ones, each times a number: what was added to the sum of weights."""
     found = [_sum(each) for each in wrong[:6]]
-    for kind in _FACTOR, _SINKS, _EMPTY:
+    for kind in _FACTOR, _SINKS, _EMPTY, _OTHERS:
         numbers = {each.get(kind, "") for each in found}
         if "" not in numbers and (len(numbers) == 1 or kind in (_SINKS, _EMPTY)):
             return kind.format(numbers.pop() if len(numbers) == 1 else "as many as a sequence has parts")
@@ -188,6 +188,7 @@ def _sums(wrong: Sequence[Wrong]) -> str:
 
 _FACTOR = "matches the right answer times {}"
 _SINKS = "counts the sink more than once: {} more"
+_OTHERS = "matches other sinks than the layer's: {}"
 _EMPTY = "counts a weight of 1 that no key brings, {} times: empty parts whose log-sum-exp is 0, or zeros for keys"
 _ROWS = "matches the right answer but for the sum of the weights: each row is the right one times a number"
 
@@ -208,9 +209,21 @@ def _sum(wrong: Wrong) -> dict[str, str]:
     sums = attend(spec, wrong.row.q, reading.keys, reading.values, wrong.row.context)[1].T.exp()  # [query_len, num_heads]
     added, telling = sums * (1 / factor - 1), (1 / factor - 1).abs() > 1e-3
     if spec.sinks is not None:
+        found[_OTHERS] = _other_sinks(spec.sinks, added)
         found[_SINKS] = _whole((added / torch.tensor(spec.sinks, dtype=torch.float64, device=out.device).exp())[telling])
     found[_EMPTY] = _whole(added[telling])
     return found
+
+
+def _other_sinks(sinks: Sequence[float], added: Tensor) -> str:
+    """The sinks that each head would have had, if they are the same for every query. added: [query_len, num_heads]."""
+    own = torch.tensor(sinks, dtype=torch.float64).exp()
+    read = own + added
+    if not bool(((read - read.mean(0)).abs() < 0.02 * read.mean(0).abs()).all()) or bool((read <= 0).any()):
+        return ""
+    said = [(f"{one:.2g}", f"{other:.2g}") for one, other in zip(read.mean(0).log().tolist(), sinks, strict=True)]
+    wrong = [f"{one} in head {head}, where its own is {other}" for head, (one, other) in enumerate(said) if one != other]
+    return ", ".join(wrong[:_SAID]) + (", ..." if len(wrong) > _SAID else "")
 
 
 def _whole(numbers: Tensor) -> str:

@@ -289,6 +289,8 @@ def heads(reading: Reading) -> Answers:
         yield "matches kv head 0 read by every query head", reading.attend(keys=keys, values=values)
 
 
+_MOST_APART = 8
+"""Kv heads up to which keys and values are told apart."""
 _MOST_NAMED = 6
 """Groups of query heads that a guess lists."""
 
@@ -298,16 +300,25 @@ def heads_read(reading: Reading) -> Answers:
     spec, out = reading.row.spec, reading.wrong.out.double()
     if spec.num_kv_heads == 1:
         return
-    tried = []
-    for head in range(spec.num_kv_heads):
-        keys, values = (of_heads[:, head : head + 1].expand_as(of_heads) for of_heads in (reading.keys, reading.values))
-        tried.append(reading.attend(keys=keys, values=values))
-    apart = torch.stack([(answer - out).nan_to_num(torch.inf).norm(dim=(0, 2)) for answer in tried])
-    read = apart.argmin(0).tolist()
-    answer = torch.stack([tried[of][:, head] for head, of in enumerate(read)], dim=1)
+    for name, of_keys, of_values in (("", True, True), (" of the values", False, True), (" of the keys", True, False)):
+        if name and spec.num_kv_heads > _MOST_APART:
+            return
+        tried = []
+        for head in range(spec.num_kv_heads):
+            one = [own[:, head : head + 1].expand_as(own) for own in (reading.keys, reading.values)]
+            tried.append(reading.attend(keys=one[0] if of_keys else reading.keys, values=one[1] if of_values else reading.values))
+        apart = torch.stack([(answer - out).nan_to_num(torch.inf).norm(dim=(0, 2)) for answer in tried])
+        read = apart.argmin(0).tolist()
+        answer = torch.stack([tried[of][:, head] for head, of in enumerate(read)], dim=1)
+        said = _mapped(read, spec.group_size)
+        yield f"wrong kv heads{name} (query head h reads number h // {spec.group_size}): query heads {said}", answer
+
+
+def _mapped(read: Sequence[int], group: int) -> str:
+    """Words for query heads that read another kv head than theirs. read: the one that each of them reads."""
     groups: list[list[int]] = []
     for head, of in enumerate(read):
-        if of == head // spec.group_size:
+        if of == head // group:
             continue
         if groups and groups[-1][1] == head - 1 and groups[-1][2] == of:
             groups[-1][1] = head
@@ -315,7 +326,7 @@ def heads_read(reading: Reading) -> Answers:
             groups.append([head, head, of])
     said = ", ".join(f"{first} to {last} read {of}" for first, last, of in groups[:_MOST_NAMED])
     more = ", ..." if len(groups) > _MOST_NAMED else ""
-    yield f"wrong kv heads (query head h reads number h // {spec.group_size}): query heads {said}{more}", answer
+    return f"{said}{more}"
 
 
 def weights(reading: Reading) -> Answers:
@@ -324,6 +335,13 @@ def weights(reading: Reading) -> Answers:
     if spec.value_in_key:
         last = reading.keys[..., -spec.v_head_dim :]
         yield "matches values that are the last elements of the key; they are its first", reading.attend(values=last)
+    if reading.keys.shape == reading.values.shape and not spec.value_in_key:
+        yield "matches keys taken for values, and values for keys", reading.attend(keys=reading.values, values=reading.keys)
+    hidden = reading.hidden()
+    if hidden.numel() * spec.num_heads < 2**22:
+        for below in (4, 5, 6, 8, 10, 12, 16, 20):
+            text = f"matches an answer without the keys whose scores lie {below} or more below the largest"
+            yield text, reading.attend(bend=lambda scores, below=below: _pruned(scores, hidden, below))
     yield "matches values that are not weighted: an average over the keys", reading.with_spec(scale=1e-9)
     for size in (8, 16, 32, 64, 128):
         whole = spec.head_dim // size * size
@@ -331,6 +349,11 @@ def weights(reading: Reading) -> Answers:
             keys = reading.keys.clone()
             keys[..., whole:] = 0.0
             yield f"matches scores over the first {whole} of {spec.head_dim} elements of a head", reading.attend(keys=keys)
+
+
+def _pruned(scores: Tensor, hidden: Tensor, below: int) -> Tensor:
+    largest = scores.masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+    return scores.masked_fill(scores < largest - below, -torch.inf)
 
 
 def _ratio(scaled: Tensor, plain: Tensor) -> Tensor:

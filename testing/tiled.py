@@ -87,7 +87,7 @@ def empties(reading: Reading) -> Answers:
             blind = torch.zeros(row.query_len, dtype=torch.bool)
             for start in range(0, row.query_len, queries):
                 seen = ~hidden[start : start + queries]
-                tiles = torch.stack([part.any(1) for part in seen.split(size, dim=1)], 1)  # [n, tiles]
+                tiles = torch.stack([part.any(1) for part in torch.split(seen, size, dim=1)], 1)  # [n, tiles]
                 read = tiles.any(0).nonzero().flatten()
                 if len(read):
                     blind[start : start + queries] = ~tiles[:, read[0]]

@@ -275,7 +275,11 @@ class RoundsTwiceOnWriting(PlainBackend):
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
-        (HidesByWholeTiles, {"phase": "extend"}, "no causal mask in tiles of 16 or 32 keys that end before the sequence's last token"),
+        (
+            HidesByWholeTiles,
+            {"phase": "extend"},
+            "no causal mask in tiles of 16 or 32 keys that end before",
+        ),
         (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}, "a window whose begin is rounded up to whole tiles of 16"),
         (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}, "a block table whose rows are as wide as its part's longest"),
         (ReadsKvHeadsInPairs, {"kv_heads": 3}, "query heads 2 to 3 read 0"),
