@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headway.testing import misreads, mistakes, tiled
+from headway.testing import misreads, mistakes, solved, tiled
 from headway.testing.mistakes import Answers, Reading, Wrong, reading_of
 from headway.testing.oracle import attend, distance
 
@@ -72,13 +72,23 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
         search.try_all(stage)
         if search.exact:
             break
+    if search.found and (search.exact or first.row.spec.dtype != torch.float32):
+        return _listed(search.found)
+    weighed = "" if any(bool(each.out.isnan().any()) for each in wrong) else solved.weighed([first, *others])
+    if weighed and weighed != solved.OTHER_VALUES:
+        return weighed
     if search.found:
         return _listed(search.found)
     if said := _sums(wrong) or _precision(wrong) or _rounding(first):
         return said
     if search.elsewhere and not bool(first.out.isnan().all()):
         return f"{_listed(search.elsewhere)}; {f'in exactly {shared}' if shared else 'others of the step are right'}"
-    return _ROWS if all(_sum(each) for each in wrong[:3]) else ""
+    return solved.where(wrong[:8]) or weighed or (_ROWS if all(_sum(each) for each in wrong[:3]) else "")
+
+
+def names_a_mistake(said: str) -> bool:
+    """Whether a guess says what is done wrongly, and not only where or in what way it shows."""
+    return not said.startswith((misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS))
 
 
 def _telling(wrong: Wrong) -> tuple[bool, int]:

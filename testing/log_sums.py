@@ -48,6 +48,10 @@ def looks_of_lse(got: Tensor, right: Sequence[Tensor], rows: Sequence[StepSequen
     for text, factor in _BASES.items():
         if near(got / factor, whole):
             return text
+    nearest = torch.cdist(got, whole).argmin(1)
+    if bool((nearest != torch.arange(len(nearest), device=got.device)).any()) and near(got, whole[nearest]):
+        moved = [f"row {at} holds that of head {of}" for at, of in enumerate(nearest.tolist()) if at != of]
+        return f"lse of other heads: {', '.join(moved[:3])}{', ...' if len(moved) > 3 else ''}"
     for text, changed in _SPECS.items():
         spec = changed(rows[0].spec)
         if spec != rows[0].spec and near(got, torch.cat([attend(spec, row.q, *row.kv(), row.context)[1] for row in rows], 1)):
@@ -69,7 +73,7 @@ def _added(own: Tensor, right: Tensor, row: StepSequence) -> str:
     if _whole(added[telling]):
         return "lse counts weights of 1 that no key brings: empty parts whose log-sum-exp is 0, or zeros for keys"
     apart = own - right
-    if bool((apart - apart.mean()).abs().max() < 1e-3):
+    if own.shape[1] > 1 and bool((apart - apart.mean()).abs().max() < 1e-3):
         return f"lse is off by the same number everywhere, {float(apart.mean()):+.4g}"
     return ""
 

@@ -12,6 +12,7 @@ from headway.testing.mistakes import Answers, Reading
 from headway.testing.oracle import StepSequence, attend, expected
 
 _LIMITS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+ANOTHER_ORDER = "matches the right answers of the step's tokens in another order"
 _MOST_MIXED = 1500
 """Tokens of sequences that are tried as one."""
 _NAMED = 3
@@ -200,7 +201,7 @@ def displaced(reading: Reading) -> Answers:
     if len(shifts) == 1:
         shift = shifts.pop()
         yield f"matches the answer of the token {abs(shift)} rows {'before' if shift < 0 else 'after'} it", right[nearest]
-    yield "matches the right answers of the step's tokens in another order", right[nearest]
+    yield ANOTHER_ORDER, right[nearest]
 
 
 def rearranged(reading: Reading) -> Answers:

@@ -261,6 +261,9 @@ def positions(reading: Reading) -> Answers:
             if row.context % size:
                 text = f"matches queries whose positions count from the context's last whole {name}"
                 yield text, reading.attend(first=row.context // size * size)
+    most = max((each.query_len for each in reading.wrong.rows[reading.wrong.part]), default=row.query_len)
+    text = "matches queries whose positions count back by the most new tokens of any sequence of the step, not by their own"
+    yield text, reading.attend(first=row.kv_len - most)
     if row.query_len > 1:
         yield "a causal mask off by one (a query sees the next token)", reading.attend(future=1)
         yield "a causal mask off by one (a query does not see itself)", reading.attend(future=-1)

@@ -12,7 +12,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import Finding
-from headway.testing.guess import guess, rounding
+from headway.testing.guess import guess, names_a_mistake, rounding
 from headway.testing.inputs import Numbers
 from headway.testing.mistakes import Wrong
 from headway.testing.oracle import distance, expected
@@ -136,8 +136,11 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     if not looks:
         wrong = [_wrong(session, step, layer, number, right) for number in numbers]
         fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
-        with given.out.device:  # what mistakes are made of lies where the step does
-            looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
+        try:
+            with given.out.device:  # what mistakes are made of lies where the step does
+                looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
+        except (RuntimeError, ValueError, IndexError) as error:  # what was found counts more than what it looks like
+            looks, named = f"no guess, by an error of the kit's own: {type(error).__name__}: {error}", False
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
         guess=looks or _MEMORY.get(session.memory, ""),
@@ -203,7 +206,7 @@ def _looks(wrong: list[Wrong], fine: list[Wrong], tolerance: float, shared: str,
     if not looks and computed and len(computed) < len(wrong) and bad:
         looks = guess(computed, fine, tolerance, shared)
     if looks:
-        return looks, True
+        return looks, names_a_mistake(looks)
     if not computed:
         looks = "NaN for one sequence" if len(wrong) == 1 and fine else "NaN"
         if abs(lift) > _EXPONENT and wrong[0].row.spec.sliding_window is None:  # with one there may be no key that is seen

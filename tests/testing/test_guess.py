@@ -272,9 +272,47 @@ class RoundsTwiceOnWriting(PlainBackend):
         self.decode(q, cache, plan, out)
 
 
+class ScalesOnceMore(PlainBackend):
+    def scale(self) -> float:
+        return super().scale() * self.spec.head_dim**-0.5
+
+
+class ReadsValuesOneLate(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().rows(cache, blocks, kv_len)
+        return keys, torch.cat([values[:1], values[:-1]])
+
+
+class SeesWholeBlocks(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        ago = self.ago(scores, context)
+        first = (torch.arange(context, context + len(ago)) - self.window() + 1).clamp(min=0) // 8 * 8
+        return scores.masked_fill((ago < 0) | (torch.arange(scores.shape[2]) < first[:, None]), -torch.inf)
+
+
+class BendsScores(PlainBackend):
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores + 0.1 * scores**3
+
+
+class LosesElements(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().rows(cache, blocks, kv_len)
+        return keys, torch.cat([values[..., :24], torch.zeros_like(values[..., 24:])], -1)
+
+
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
+        (ScalesOnceMore, {}, "scores are multiplied by 0.177, which is 1/sqrt(head_dim)"),
+        (ReadsValuesOneLate, {}, "each key's weight goes to the value one before it"),
+        (
+            SeesWholeBlocks,
+            {"feature": "window-16", "phase": "extend"},
+            "before the window are seen, seen from a multiple of 8 on",
+        ),
+        (BendsScores, {}, "they are another function of the scores"),
+        (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32: they hold zeros"),
         (
             HidesByWholeTiles,
             {"phase": "extend"},
