@@ -25,8 +25,10 @@ _CLEARLY = 0.25
 _NUMBER = re.compile(r"[\d,]*\d")
 _LONG = 600
 """Tokens of a sequence with which every mistake is tried in little time."""
-_PATIENCE = 5.0
+_PATIENCE = 3.0
 """Seconds that a step's mistakes are tried for."""
+_QUIET = 0.1
+"""Share of the median error below which a row is not wrong by rounding."""
 _SAID = 2
 """Mistakes that are said where several give the same answers."""
 Concept = Callable[[Reading], Answers]
@@ -76,7 +78,7 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
         return _listed(search.found)
     weighed = "" if any(bool(each.out.isnan().any()) for each in wrong) else solved.weighed([first, *others])
     if weighed and weighed != solved.OTHER_VALUES:
-        return weighed
+        return f"{weighed}{f'; in exactly {shared}' if shared and any(each.row.kv_len > 4 for each in fine) else ''}"
     if search.found:
         return _listed(search.found)
     if said := _sums(wrong) or _precision(wrong) or _rounding(first):
@@ -88,7 +90,7 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
 
 def names_a_mistake(said: str) -> bool:
     """Whether a guess says what is done wrongly, and not only where or in what way it shows."""
-    return not said.startswith((misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS))
+    return not said.startswith((misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS, _ROUNDED))
 
 
 def _telling(wrong: Wrong) -> tuple[bool, int]:
@@ -242,14 +244,24 @@ def _whole(numbers: Tensor) -> str:
     return str(number) if number > 0 and bool(((numbers - number).abs() < 0.05 * number).all()) else ""
 
 
+_ROUNDED = "float32 rounded to"
+
+
+def _noisy(wrong: Sequence[Wrong]) -> bool:
+    """Whether all rows are wrong by about as much, as rounding does it, and none is right."""
+    rows = [(each.out.double() - each.right).norm(dim=-1) / each.right.norm(dim=-1) for each in wrong if each.row.kv_len > 4]
+    apart = torch.cat([each.flatten() for each in rows]) if rows else torch.ones(1)
+    return float(apart.quantile(0.1)) > _QUIET * float(apart.median()) if len(apart) < 2**20 else True
+
+
 def _precision(wrong: Sequence[Wrong]) -> str:
     """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
     errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
-    if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8:
+    if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
         return ""
     if sorted(errors)[len(errors) // 2] < _ROUNDED_TO_11:
-        return "float32 rounded to 11 bits on the way: TF32 (tl.dot without input_precision='ieee') or float16"
-    return "float32 rounded to 8 bits on the way: bfloat16"
+        return f"{_ROUNDED} 11 bits on the way: TF32 (tl.dot without input_precision='ieee') or float16"
+    return f"{_ROUNDED} 8 bits on the way: bfloat16"
 
 
 def _rounding(first: Wrong) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.oracle import StepSequence, attend
 
+_DISTINCT = 4
 _BASES = {
     "a logarithm to base 2 where the natural one is asked for": 1 / math.log(2),
     "a natural logarithm of a sum of powers of two": math.log(2),
@@ -57,8 +58,14 @@ def looks_of_lse(got: Tensor, right: Sequence[Tensor], rows: Sequence[StepSequen
         if spec != rows[0].spec and near(got, torch.cat([attend(spec, row.q, *row.kv(), row.context)[1] for row in rows], 1)):
             return text
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        if torch.equal(own, own.to(dtype).double()):
+        if torch.equal(got, got.to(dtype).double()) and len(torch.unique(got)) > _DISTINCT:
             return f"lse is rounded to {name}"
+    lengths = torch.cat([torch.full((sums.shape[1],), float(row.kv_len + 1)) for sums, row in zip(right, rows, strict=True)])
+    most = lengths.log().to(got.device)
+    if bool(((got > -allowed) & (got <= most + allowed)).all()) and not bool(
+        ((whole > -allowed) & (whole <= most + allowed)).all()
+    ):
+        return "lse without the largest score: the logarithm of the sum relative to it"
     return _added(own, right[wrong], rows[wrong])
 
 

@@ -69,8 +69,7 @@ def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
 
 def finding_of(error: Exception) -> Finding:
     """What a backend raised, as a finding."""
-    guess = _guess_of(error)
-    return Finding(_raised(error), guess=guess, named=bool(guess))
+    return Finding(_raised(error), guess=_guess_of(error), named=False)
 
 
 def _raised(error: Exception) -> str:

@@ -119,12 +119,12 @@ def _visible(solved: Solved) -> str:
         begins = at.int().argmax(1)[at.any(1)]
         said.append(f"keys up to {int(ago[at].max()) - window + 1} before the window are seen{_multiple(begins, 'seen from')}")
     if bool(lost.any()) and bool((most > _SEEN).any(1).all()):  # a row without any weight says another thing
-        keys = lost.any(0).nonzero().flatten().tolist()
         query = int(lost.any(1).int().argmax())
         own = lost[query].nonzero().flatten().tolist()
-        said.append(
-            f"keys that are seen have no weight: of the query at {row.context + query} those at {_spans(own)}" if keys else ""
-        )
+        if not bool(ago[lost].any()):
+            said.append("queries do not see themselves")
+        else:
+            said.append(f"keys that are seen have no weight: of the query at {row.context + query} those at {_spans(own)}")
     return f"solved for the weights: {'; '.join(said)}" if said else ""
 
 

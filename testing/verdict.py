@@ -139,8 +139,8 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
         try:
             with given.out.device:  # what mistakes are made of lies where the step does
                 looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
-        except (RuntimeError, ValueError, IndexError) as error:  # what was found counts more than what it looks like
-            looks, named = f"no guess, by an error of the kit's own: {type(error).__name__}: {error}", False
+        except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it looks like
+            looks, named = f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}", False
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
         guess=looks or _MEMORY.get(session.memory, ""),

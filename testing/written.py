@@ -111,11 +111,15 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def unwritten_parts(out: Tensor, group: int) -> str:
-    """Which part of every sequence is unwritten. out: [num_tokens, num_heads, v_head_dim], rows of one or several sequences;
+    """Say which part of every sequence is unwritten. out: [num_tokens, num_heads, v_head_dim], rows of one or several sequences;
     group: query heads of a kv head.
 
-    Returns words for heads or elements behind some number, or ""."""
+    Returns words for its first or last token, for heads or for elements, or ""."""
     missed = bits(out) == UNWRITTEN[out.dtype]
+    if len(out) > 1 and bool(missed[-1].all()) and not bool(missed[:-1].any()):
+        return "the last new token"
+    if len(out) > 1 and bool(missed[0].all()) and not bool(missed[1:].any()):
+        return "the first new token"
     for name, where in (("heads", missed.any(0).any(-1)), ("elements", missed.any(0).any(0))):
         count, numbers = len(where), where.nonzero().flatten().tolist()
         if numbers and len(numbers) < count:

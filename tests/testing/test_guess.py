@@ -309,7 +309,7 @@ class LosesElements(PlainBackend):
         (
             SeesWholeBlocks,
             {"feature": "window-16", "phase": "extend"},
-            "before the window are seen, seen from a multiple of 8 on",
+            "keys up to 7 before the window are seen",
         ),
         (BendsScores, {}, "they are another function of the scores"),
         (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32: they hold zeros"),
