@@ -76,6 +76,8 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
             break
     if search.found and (search.exact or first.row.spec.dtype != torch.float32):
         return _listed(search.found)
+    if any(each.error <= 2 * tolerance for each in search.elsewhere) and not bool(first.out.isnan().all()):
+        return search.said_elsewhere(shared)
     weighed = "" if any(bool(each.out.isnan().any()) for each in wrong) else solved.weighed([first, *others])
     if weighed and weighed != solved.OTHER_VALUES:
         return f"{weighed}{f'; in exactly {shared}' if shared and any(each.row.kv_len > 4 for each in fine) else ''}"
@@ -84,7 +86,7 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
     if said := _sums(wrong) or _precision(wrong) or _rounding(first):
         return said
     if search.elsewhere and not bool(first.out.isnan().all()):
-        return f"{_listed(search.elsewhere)}; {f'in exactly {shared}' if shared else 'others of the step are right'}"
+        return search.said_elsewhere(shared)
     return solved.where(wrong[:8]) or weighed or (_ROWS if all(_sum(each) for each in wrong[:3]) else "")
 
 
@@ -110,14 +112,18 @@ class _Search:
     tolerance: float
     until: float
     found: list[Candidate] = field(default_factory=list)
-    """Those that leave the right sequences as they are, of those that come nearest."""
+    """Mistakes that leave the right sequences as they are, the nearest of them."""
     elsewhere: list[Candidate] = field(default_factory=list)
-    """Those that would show in right sequences, too."""
+    """Mistakes that would show in right sequences, too."""
 
     @property
     def exact(self) -> bool:
         """Whether a mistake was found that leaves no more than rounding."""
         return any(each.error <= 2 * self.tolerance for each in self.found)
+
+    def said_elsewhere(self, shared: str) -> str:
+        """Words for mistakes that would show in right sequences, with what the wrong ones share."""
+        return f"{_listed(self.elsewhere)}; {f'in exactly {shared}' if shared else 'others of the step are right'}"
 
     def try_all(self, stage: Sequence[Concept]) -> None:
         """Try the mistakes of a stage."""
@@ -230,10 +236,11 @@ def _sum(wrong: Wrong) -> dict[str, str]:
 def _other_sinks(sinks: Sequence[float], added: Tensor) -> str:
     """The sinks that each head would have had, if they are the same for every query. added: [query_len, num_heads]."""
     own = torch.tensor(sinks, dtype=torch.float64).exp()
-    read = own + added
-    if not bool(((read - read.mean(0)).abs() < 0.02 * read.mean(0).abs()).all()) or bool((read <= 0).any()):
+    read = (own + added).sort(0).values
+    middle = read[len(read) // 2]
+    if not bool(((read - middle).abs() < 0.02 * middle.abs()).double().mean() > 0.5) or bool((middle <= 0).any()):
         return ""
-    said = [(f"{one:.2g}", f"{other:.2g}") for one, other in zip(read.mean(0).log().tolist(), sinks, strict=True)]
+    said = [(f"{one:.2g}", f"{other:.2g}") for one, other in zip(middle.log().tolist(), sinks, strict=True)]
     wrong = [f"{one} in head {head}, where its own is {other}" for head, (one, other) in enumerate(said) if one != other]
     return ", ".join(wrong[:_SAID]) + (", ..." if len(wrong) > _SAID else "")
 

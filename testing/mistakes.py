@@ -23,7 +23,7 @@ class Wrong:
     """One sequence that came out wrong, with what else its step held."""
 
     number: int
-    """Its place in the step."""
+    """The sequence's place in the step."""
     row: StepSequence
     out: Tensor
     dense: tuple[Tensor, Tensor] | None = None
@@ -340,6 +340,19 @@ def weights(reading: Reading) -> Answers:
         yield "matches values that are the last elements of the key; they are its first", reading.attend(values=last)
     if reading.keys.shape == reading.values.shape and not spec.value_in_key:
         yield "matches keys taken for values, and values for keys", reading.attend(keys=reading.values, values=reading.keys)
+    if spec.head_dim % 2 == 0:
+        halves = reading.keys.unflatten(-1, (2, -1))
+        yield "matches keys whose halves are exchanged", reading.attend(keys=halves.flip(-2).flatten(-2))
+        yield (
+            "matches keys in pairs of elements, where halves are asked for",
+            reading.attend(keys=halves.transpose(-1, -2).flatten(-2)),
+        )
+        pairs = reading.keys.unflatten(-1, (-1, 2))
+        yield "matches keys whose odd and even elements are exchanged", reading.attend(keys=pairs.flip(-1).flatten(-2))
+        yield (
+            "matches keys in halves, where pairs of elements are asked for",
+            reading.attend(keys=pairs.transpose(-1, -2).flatten(-2)),
+        )
     hidden = reading.hidden()
     if hidden.numel() * spec.num_heads < 2**22:
         for below in (4, 5, 6, 8, 10, 12, 16, 20):

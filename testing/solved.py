@@ -123,6 +123,8 @@ def _visible(solved: Solved) -> str:
         own = lost[query].nonzero().flatten().tolist()
         if not bool(ago[lost].any()):
             said.append("queries do not see themselves")
+        elif bool((lost == (~hidden & (solved.right.abs().amax(1) > _SEEN) & (ago >= int(ago[lost].min())))).all()):
+            said.append(f"keys that lie {int(ago[lost].min())} or more before a query have no weight")
         else:
             said.append(f"keys that are seen have no weight: of the query at {row.context + query} those at {_spans(own)}")
     return f"solved for the weights: {'; '.join(said)}" if said else ""
