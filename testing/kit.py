@@ -24,6 +24,7 @@ from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
 from headway.testing.state_subject import StateSubject
 from headway.testing.subject import Subject, load_any_subject
+from headway.testing.verdict import MEMORY
 
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
@@ -164,6 +165,8 @@ class Kit:
             )
             return
         said = self._controls.explain(cell, lambda other: check(self.stage, other), named=finding.named)
+        if "memory own" in said:  # whatever it looks like, it comes of the memory
+            finding.guess = MEMORY[cell.memory]
         finding.guess = "; ".join(part for part in (finding.guess, said) if part)
 
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:

@@ -341,13 +341,13 @@ def weights(reading: Reading) -> Answers:
     if reading.keys.shape == reading.values.shape and not spec.value_in_key:
         yield "matches keys taken for values, and values for keys", reading.attend(keys=reading.values, values=reading.keys)
     if spec.head_dim % 2 == 0:
-        halves = reading.keys.unflatten(-1, (2, -1))
+        halves = reading.keys.reshape(*reading.keys.shape[:-1], 2, -1)
         yield "matches keys whose halves are exchanged", reading.attend(keys=halves.flip(-2).flatten(-2))
         yield (
             "matches keys in pairs of elements, where halves are asked for",
             reading.attend(keys=halves.transpose(-1, -2).flatten(-2)),
         )
-        pairs = reading.keys.unflatten(-1, (-1, 2))
+        pairs = reading.keys.reshape(*reading.keys.shape[:-1], -1, 2)
         yield "matches keys whose odd and even elements are exchanged", reading.attend(keys=pairs.flip(-1).flatten(-2))
         yield (
             "matches keys in halves, where pairs of elements are asked for",

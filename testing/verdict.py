@@ -24,7 +24,7 @@ from headway.testing.written import looks_of_cache, unwritten_behind, unwritten_
 SEQUENCE_FACTOR = 8.0
 """How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
 _STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
-_MEMORY = {
+MEMORY = {
     "packed": _STRIDED,
     "interleaved": _STRIDED,
     "spaced": _STRIDED,
@@ -143,7 +143,7 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
             looks, named = f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}", False
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
-        guess=looks or _MEMORY.get(session.memory, ""),
+        guess=looks or MEMORY.get(session.memory, ""),
         error=error,
         tolerance=tolerance,
         named=named,
