@@ -92,7 +92,9 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
 
 def names_a_mistake(said: str) -> bool:
     """Whether a guess says what is done wrongly, and not only where or in what way it shows."""
-    return not said.startswith((misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS, _ROUNDED))
+    return solved.NO_WEIGHT not in said and not said.startswith(
+        (misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS, _ROUNDED)
+    )
 
 
 def _telling(wrong: Wrong) -> tuple[bool, int]:

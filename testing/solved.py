@@ -56,6 +56,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 ONLY_IN = "wrong in"
+NO_WEIGHT = "keys that are seen have no weight"
 OTHER_VALUES = "no weights of the sequence's own values give it: other values are read, or values are changed"
 
 
@@ -126,7 +127,7 @@ def _visible(solved: Solved) -> str:
         elif bool((lost == (~hidden & (solved.right.abs().amax(1) > _SEEN) & (ago >= int(ago[lost].min())))).all()):
             said.append(f"keys that lie {int(ago[lost].min())} or more before a query have no weight")
         else:
-            said.append(f"keys that are seen have no weight: of the query at {row.context + query} those at {_spans(own)}")
+            said.append(f"{NO_WEIGHT}: of the query at {row.context + query} those at {_spans(own)}")
     return f"solved for the weights: {'; '.join(said)}" if said else ""
 
 
