@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
@@ -212,9 +213,21 @@ def telling_sinks(heads: int) -> tuple[float, ...]:
 class Finding(Exception):
     """The backend, layout or option under test breaks the contract."""
 
-    def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
-        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
+    def __init__(
+        self,
+        what: str,
+        *,
+        guess: str = "",
+        error: float | None = None,
+        tolerance: float | None = None,
+        named: bool = True,
+        numbers: Sequence[int] = (),
+    ) -> None:
+        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance;
+        named: whether the guess names a mistake; numbers: the sequences of the step that are wrong."""
         super().__init__(what)
+        self.named = named
+        self.numbers = numbers
         self.guess = guess
         self.error = error
         self.tolerance = tolerance

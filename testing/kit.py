@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell
+from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
+from headway.testing.controls import Controls
 from headway.testing.cover import DTYPES
 from headway.testing.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
 from headway.testing.model_layers import ModelLayer, layer_cells, read_model_layers
-from headway.testing.outcome import result_of
+from headway.testing.outcome import finding_of, result_of
 from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
@@ -23,6 +24,7 @@ from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
 from headway.testing.state_subject import StateSubject
 from headway.testing.subject import Subject, load_any_subject
+from headway.testing.verdict import MEMORY
 
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
@@ -51,6 +53,8 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "layout": (layouts.layout, "a layout's writer, check and gather"),
 }
 """Name -> the check and what it holds a backend to, in the order of the scorecard."""
+CONTROLLED = frozenset({"answer", "long", "graph", "prompt", "bounds", "lse", "turns", "steps"})
+"""Checks whose failures are followed up by control experiments."""
 
 
 class Kit:
@@ -60,6 +64,8 @@ class Kit:
         """layers: of `read_model_layers`, which are tried in place of the kit's own; None: the kit's."""
         self.layers = layers or {}
         self.stage = Stage(subject, self.layers)
+        self._controls = Controls(self.stage)
+        self._ran = 0
 
     @property
     def name(self) -> str:
@@ -133,9 +139,35 @@ class Kit:
         return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
     def run(self, cell: CheckCell) -> CellResult:
-        """One cell's result; whatever the backend raises is in it."""
+        """One cell's result; whatever the backend raises is in it. What a failure depends on is found by control experiments."""
+        self._ran += 1
+        return result_of(cell, lambda: self._checked(cell))
+
+    def _checked(self, cell: CheckCell) -> str:
         check, _ = CHECKS[cell.check]
-        return result_of(cell, lambda: check(self.stage, cell))
+        try:
+            return check(self.stage, cell)
+        except Skipped:
+            raise
+        except Exception as error:
+            finding = error if isinstance(error, Finding) else finding_of(error)
+            if cell.check in CONTROLLED:
+                self._explain(cell, check, finding)
+            if finding is error:
+                raise
+            raise finding from error
+
+    def _explain(self, cell: CheckCell, check: Check, finding: Finding) -> None:
+        """Add to a finding's guess what it depends on."""
+        if self._ran > 1 and self._controls.right_anew(lambda stage: check(stage, cell)):
+            finding.guess = (
+                "right where no other layer ran before it: keeps something of a layer for others, in a class or module"
+            )
+            return
+        said = self._controls.explain(cell, lambda other: check(self.stage, other), named=finding.named)
+        if "memory own" in said:  # whatever it looks like, it comes of the memory
+            finding.guess = MEMORY[cell.memory]
+        finding.guess = "; ".join(part for part in (finding.guess, said) if part)
 
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
         """The log-sum-exp of every type and feature, in every phase; quick: in the first phase of each and for the plainest."""

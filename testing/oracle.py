@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +63,20 @@ def attend(
     modulo: bool = False,
     masked: float = -torch.inf,
     old: bool = False,
-    absolute: bool = False,
+    distances: Tensor | None = None,
     cap_last: bool = False,
+    tanh: Callable[[Tensor], Tensor] = torch.tanh,
+    bend: Callable[[Tensor], Tensor] | None = None,
+    unseen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries at positions first, first + 1, ... over keys at 0, 1, ...
 
     q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
     even its own); modulo: head h reads kv head h % num_kv_heads; masked: the score of a key that is not seen; old: a window that
-    hides its keys and shows those before it; absolute: ALiBi by the key's position alone; cap_last: a soft-cap
-    over ALiBi's bias as well. Returns float64 out [n, num_heads, v_head_dim] and the natural
+    hides its keys and shows those before it; distances:
+    [n, m], how far before each query ALiBi takes each key to lie; cap_last: a soft-cap over ALiBi's bias as well; tanh: what a
+    soft-cap takes for it; bend: what else is done to the scores; unseen: bool [n, m], the keys that each query does not see, in
+    place of what the spec hides. Returns float64 out [n, num_heads, v_head_dim] and the natural
     log-sum-exp [num_heads, n], sinks included.
     """
     groups, kv_heads = spec.group_size, spec.num_kv_heads
@@ -87,17 +93,21 @@ def attend(
         part = part.reshape(kv_heads, groups * n, -1) if order is None else part[order].flatten(1, 2)
         scores = (part @ keys).mul_(spec.scale).view(kv_heads, groups, n, -1)
         if spec.softcap is not None and not cap_last:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            scores = spec.softcap * tanh(scores / spec.softcap)
         ago = torch.arange(first + start, first + start + n, device=q.device)[:, None] - ago_of
         if per_head["alibi_slopes"] is not None:
-            scores = scores - per_head["alibi_slopes"] * (-ago_of if absolute else ago)
+            scores = scores - per_head["alibi_slopes"] * (ago if distances is None else distances[start : start + n])
         if spec.softcap is not None and cap_last:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            scores = spec.softcap * tanh(scores / spec.softcap)
         if not spec.causal:
             ago = ago.abs()
         hidden = ago < -future
         if spec.sliding_window is not None:
             hidden = hidden | ((ago < spec.sliding_window) if old else (ago >= spec.sliding_window))
+        if unseen is not None:
+            hidden = unseen[start : start + n]
+        if bend is not None:
+            scores = bend(scores)
         scores = scores.masked_fill(hidden, masked)
         lse = scores.logsumexp(-1)
         if per_head["sinks"] is not None:

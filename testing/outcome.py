@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -10,10 +11,21 @@ from typing import Protocol
 import torch
 
 from headway.core.contract.errors import HeadwayError, known_cause
+from headway.core.contract.layout import SCALES
 from headway.testing.cells import Finding, Skipped
 from headway.testing.report import CellResult
 
 _NOTE = 400
+_TWO_SIZES = re.compile(
+    r"(?:size of tensor a|expanded size of the tensor|got) \(?(\d+)\)?.*?(?:size of tensor b|existing size|to match) \(?(\d+)\)?"
+)
+_LEAST_ROUND = 128
+"""Sizes from which on a number in an error is one that was chosen for a buffer."""
+
+
+def _round(size: int) -> bool:
+    """Whether a size is one that a programmer chooses: a power of two, or that and one."""
+    return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
 class AnyCell(Protocol):
@@ -40,7 +52,8 @@ def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
     except Finding as finding:
         note, status, found = str(finding), "failed", finding
     except Exception as error:
-        note, status, found = _raised(error), "failed", Finding("", guess=_guess_of(error))
+        found = finding_of(error)
+        note, status = str(found), "failed"
     return CellResult(
         cell=str(cell),
         check=cell.check,
@@ -52,6 +65,11 @@ def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
         seconds=round(time.perf_counter() - started, 4),
         **cell.axes,  # type: ignore[arg-type]
     )
+
+
+def finding_of(error: Exception) -> Finding:
+    """What a backend raised, as a finding."""
+    return Finding(_raised(error), guess=_guess_of(error), named=False)
 
 
 def _raised(error: Exception) -> str:
@@ -68,9 +86,18 @@ def _raised(error: Exception) -> str:
 
 
 def _guess_of(error: BaseException) -> str:
-    error, text = error.__cause__ or error, str(error)
-    if isinstance(error, IndexError) or "out of range" in text or "out of bounds" in text:
-        return "reads or writes outside the cache"
+    error = error.__cause__ or error
+    text = str(error)
+    if isinstance(error, KeyError) and text.strip("'") in ("key", "value", *SCALES):
+        return f"asks for the tensor {text}, which this layout does not have: read `cache.layout`, or refuse it in supports()"
+    if "non-zero size" in text:
+        return "reduces over no keys at all: a sequence, or a part of it, for which it finds none"
+    if "out of range" in text or "out of bounds" in text:
+        return "reads or writes outside of a tensor: of the block table or the cache, or of a buffer of its own"
+    sizes = _TWO_SIZES.search(text)
+    if sizes is not None and _round(min(map(int, sizes.groups()))):
+        least, most = sorted(map(int, sizes.groups()))
+        return f"holds a size of {least:,} where this step needs {most:,}: a buffer or a table of fixed size"
     if "view size is not compatible" in text or "contiguous" in text:
         return "needs tensors in one piece: .view() of a slice"
     return known_cause(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 
 from rich.text import Text
 
@@ -105,7 +106,8 @@ def command(report: CheckReport, cell: CellResult) -> str:
 
 
 def patterns(cells: Sequence[CellResult]) -> list[str]:
-    """Axes on which the failures of the answers and the successes have no value in common: those that say it in fewest values."""
+    """What tells the wrong answers from the right ones: axes on which they have no value in common, those that say it in fewest
+    values; else two values that the wrong ones alone have together; else what all wrong ones have, if chance would not do it."""
     tried = [cell for cell in cells if cell.check in ("answer", "long", "graph")]
     bad = [cell for cell in tried if cell.status == "failed"]
     good = [cell for cell in tried if cell.status == "passed"]
@@ -116,7 +118,43 @@ def patterns(cells: Sequence[CellResult]) -> list[str]:
             how, values = ("wrong", wrong) if len(wrong) <= len(right) else ("right", right)
             listed = " or ".join(map(str, sorted(values, key=str)))
             found.append((len(values), f"answers are {how} exactly where {axis} is {listed} ({len(bad)} cells are wrong)"))
-    return [line for count, line in found if count == min(found)[0]]
+    if found:
+        return [line for count, line in found if count == min(found)[0]]
+    return _pairs(bad, good) or _common(bad, tried) if len(bad) >= _FEWEST and good else []
+
+
+_AXES = ("check", "phase", *AXES, *INPUTS)
+_FEWEST = 3
+"""Wrong answers from which on a pattern says something."""
+_CHANCE = 1e-3
+"""Probability below which it is no chance that all wrong answers have a value."""
+
+
+def _pairs(bad: Sequence[CellResult], good: Sequence[CellResult]) -> list[str]:
+    """Two values that all wrong answers have, and no right one has both of."""
+    shared = [(axis, values.pop()) for axis in _AXES if len(values := {getattr(cell, axis) for cell in bad}) == 1]
+    found = []
+    for (one, first), (other, second) in combinations(shared, 2):
+        if not any(getattr(cell, one) == first and getattr(cell, other) == second for cell in good):
+            found.append(f"answers are wrong exactly where {one} is {first} and {other} is {second} ({len(bad)} cells are wrong)")
+    return found[:1]
+
+
+def _common(bad: Sequence[CellResult], tried: Sequence[CellResult]) -> list[str]:
+    """The value, or the lower bound, that all wrong answers have and fewest others."""
+    found: list[tuple[float, str]] = []
+    for axis in _AXES:
+        values = {getattr(cell, axis) for cell in bad}
+        if len(values) == 1:
+            text, with_it = f"{axis} {min(values)}", [cell for cell in tried if getattr(cell, axis) in values]
+        elif all(isinstance(value, int) for value in values):
+            text, with_it = f"{axis} {min(values)} or more", [cell for cell in tried if getattr(cell, axis) >= min(values)]
+        else:
+            continue
+        share = len(with_it) / len(tried)
+        if share ** len(bad) < _CHANCE:
+            found.append((share, f"all {len(bad)} wrong answers have {text}, as have {len(with_it) - len(bad)} right ones"))
+    return [line for share, line in sorted(found)[:1]]
 
 
 def badge(report: CheckReport) -> str:
@@ -142,10 +180,10 @@ def badge(report: CheckReport) -> str:
 
 
 def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Failures by check and guess, or what was raised, in the order of the first of each."""
+    """Failures by check and guess, whatever it depends on, in the order of the first of each."""
     kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
-        kinds.setdefault((cell.check, cell.guess), []).append(cell)
+        kinds.setdefault((cell.check, cell.guess.partition(";")[0]), []).append(cell)
     return list(kinds.values())
 
 

@@ -19,11 +19,13 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.inputs import Numbers
 from headway.testing.oracle import StepSequence
 from headway.testing.pool import Layers, first_far
-from headway.testing.steps import Before, StepInputs, StepTensors, StepTurns, Tokens, Turn
+from headway.testing.steps import AS_IN_AN_ENGINE, GUARD, Before, StepInputs, StepTensors, StepTurns, Tokens, Turn, Unlike
 from headway.testing.verdict import judge
 
 _ZERO_AT = 6
 """How many blocks are handed out before block 0 where it is in use: then a sequence of several blocks has it, not as its last."""
+_REMEMBERED = 4
+"""Steps whose lengths and blocks are remembered."""
 _NULL = 1
 """The block of zeros that stands in a table for those behind the window, unless block 0 does."""
 
@@ -56,9 +58,13 @@ class Session:
         scores: str = "normal",
         wide_tables: bool = False,
         zero_in_use: bool = False,
+        unlike: Unlike | None = None,
     ) -> None:
         """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
-        cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block."""
+        cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block; unlike: what is
+        simpler than in an engine, None: nothing."""
+        self.unlike = unlike or AS_IN_AN_ENGINE
+        zero_in_use = zero_in_use and not self.unlike.zero_unused
         self.spec, self.block_size, self.layouts, self.memory = spec, block_size, layouts, memory
         self.prefill, self.decode = prefill, decode
         spare = 4
@@ -74,15 +80,16 @@ class Session:
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_block(self._null, 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + before
+        order = torch.arange(before, before + num_blocks) if self.unlike.blocks_in_order else order
         self._free: list[int] = order.tolist()
         if zero_in_use and memory != "far" and self._null:
             self._free.insert(_ZERO_AT, 0)
         self.attention = PagedAttention(LayerSpecs([spec] * layers), [foreign.cache for foreign in self.layers.given], writer)
         self.buffers = [StepInputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
-        self.previous: list[int] = []
-        """kv_len of each row of the step before."""
-        self.previous_blocks: list[tuple[int, ...]] = []
-        """Blocks of each row of the step before."""
+        self.previous: list[list[int]] = []
+        """kv_len of each row of the first step and of the latest ones."""
+        self.previous_blocks: list[list[tuple[int, ...]]] = []
+        """Blocks of each row of the same steps."""
         self.planned = 0
         """The longest kv_len that a captured decode was planned for; 0: none was."""
 
@@ -167,8 +174,12 @@ class Session:
             judge(self, step)
         for turn in work:
             turn.seq.length += turn.query_len
-        self.previous = [turn.seq.length for turn in work]
-        self.previous_blocks = [tuple(turn.seq.blocks) for turn in work]
+        for kept, new in (
+            (self.previous, [turn.seq.length for turn in work]),
+            (self.previous_blocks, [tuple(turn.seq.blocks) for turn in work]),
+        ):
+            del kept[1 : len(kept) + 1 - _REMEMBERED]
+            kept.append(new)  # type: ignore[arg-type]
 
     def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
@@ -206,4 +217,6 @@ class Session:
         given.k.copy_(k)
         if not self.spec.value_in_key:
             given.v.copy_(v)
+        if self.unlike.out_of_zeros:
+            given.guarded[GUARD:-GUARD] = 0.0
         return given

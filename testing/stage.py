@@ -16,7 +16,7 @@ from headway.testing.cover import Claimed
 from headway.testing.model_layers import ModelLayer
 from headway.testing.pool import FINITE_POISON
 from headway.testing.session import Session
-from headway.testing.steps import Lens, StepTurns, Tokens, Turn, blocks_for
+from headway.testing.steps import AS_IN_AN_ENGINE, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.subject import BASELINE, Subject
 
 
@@ -26,6 +26,8 @@ class Stage:
     def __init__(self, subject: Subject, layers: Mapping[str, ModelLayer]) -> None:
         """layers: of the model that the subject is tried on, by name."""
         self.subject, self._layers = subject, layers
+        self.unlike = AS_IN_AN_ENGINE
+        """What its sessions have simpler than an engine has it."""
 
     @cached_property
     def claimed(self) -> Claimed:
@@ -83,6 +85,7 @@ class Stage:
             scores=cell.scores,
             wide_tables=cell.work == "tables",
             zero_in_use=cell.work in ("many", "again"),
+            unlike=self.unlike,
             poison=self.poison if poison is None else poison,
             seed=seed,
         )
@@ -152,6 +155,7 @@ def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
             if clean.guess.startswith("NaN"):
                 finding.guess += ", whatever the unused slots hold"
             else:
+                finding.named = clean.named and bool(clean.guess)
                 finding.guess = (
                     clean.guess or "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
                 )

@@ -181,3 +181,20 @@ class Before:
                     f"metadata.{name} must stay as it was: {old.tolist()[:8]} became {getattr(step.metadata, name).tolist()[:8]}",
                     guess=f"changes metadata.{name}",
                 )
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What a session may have simpler than an engine has it, so that a right answer shows what a mistake depends on."""
+
+    blocks_in_order: bool = False
+    """A sequence's blocks follow one another."""
+    zero_unused: bool = False
+    """Block 0 is in no table."""
+    out_of_zeros: bool = False
+    """`out` holds zeros before a step."""
+    without_guesses: bool = False
+    """Only whether a step is right is asked."""
+
+
+AS_IN_AN_ENGINE = Unlike()

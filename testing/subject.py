@@ -11,7 +11,7 @@ import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -44,6 +44,15 @@ class Subject:
             return self.name, self.file, self.file
         source = self.registry.source_of(self.name)
         return None if source is None else (source.name, source.owner, source.target)
+
+    def anew(self) -> Subject | None:
+        """The subject from its file, loaded once more; None where no file brings it, or it needs plugins beside it."""
+        if not self.file:
+            return None
+        try:
+            return load_subject(self.file, self.device)
+        except HeadwayError:
+            return None
 
     @property
     def backend(self) -> type[AttentionBackend]:

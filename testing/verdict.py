@@ -12,22 +12,27 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import Finding
-from headway.testing.guess import Wrong, guess, trait
+from headway.testing.guess import guess, names_a_mistake, rounding
 from headway.testing.inputs import Numbers
+from headway.testing.mistakes import Wrong
 from headway.testing.oracle import distance, expected
 from headway.testing.pool import Layers
-from headway.testing.steps import GUARD, StepTensors
+from headway.testing.steps import GUARD, StepTensors, Unlike
+from headway.testing.traits import trait
+from headway.testing.written import looks_of_cache, unwritten_behind, unwritten_parts
 
 SEQUENCE_FACTOR = 8.0
 """How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
 _STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
-_MEMORY = {
+MEMORY = {
     "packed": _STRIDED,
     "interleaved": _STRIDED,
     "spaced": _STRIDED,
     "far": "wrong where numbers of blocks and slots are beyond 16 bits, and offsets of elements beyond 32",
 }
 _LISTED = 6
+_COMPARED = 4
+"""Right sequences that a mistake must leave alone."""
 _EXPONENT = 88.0
 """Where the exponential of a float32 ends."""
 
@@ -41,12 +46,13 @@ class Watched(Protocol):
     num_blocks: int
     layers: Layers
     layouts: Sequence[CacheLayout]
-    previous: list[int]
-    previous_blocks: list[tuple[int, ...]]
+    previous: list[list[int]]
+    previous_blocks: list[list[tuple[int, ...]]]
     planned: int
     prefill: AttentionBackend | None
     decode: AttentionBackend | None
     numbers: Numbers
+    unlike: Unlike
 
 
 def judge(session: Watched, step: StepTensors) -> None:
@@ -82,7 +88,8 @@ def _cache(session: Watched, step: StepTensors, layer: int) -> None:
         said.append(f"{len(stray)} slots of no new token are changed (slots {stray[:_LISTED]})")
     if not wrong:
         said.append("memory between the rows, which belongs to somebody else, is changed")
-    looks = "writes to the cache" if not missing else "writes to the wrong slot" if stray else "forgets to write the new token"
+    with step.metadata.slot_mapping.device:
+        looks = looks_of_cache(given, right, step.inputs[layer], step.metadata.slot_mapping, missing, stray)
     last = session.num_blocks * session.block_size - 1
     if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
         looks = "writes padding rows to the cache: slot -1 means that nothing is written"
@@ -122,58 +129,93 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     numbers = bad or [max(range(len(errors)), key=errors.__getitem__)]
     finite = [number for number in numbers if not math.isnan(errors[number])]
     worst = max(finite, key=errors.__getitem__) if finite else numbers[0]
-    wrong = [_wrong(session, step, layer, number) for number in numbers]
+    if session.unlike.without_guesses:
+        raise Finding(f"{_count(bad, rows)}layer {layer}", guess="NaN" if not finite else "", error=error)
     shared = trait(rows, bad) if bad else ""
+    looks, named = _unwritten(session, step, layer, numbers, shared)
+    if not looks:
+        wrong = [_wrong(session, step, layer, number, right) for number in numbers]
+        fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
+        try:
+            with given.out.device:  # what mistakes are made of lies where the step does
+                looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
+        except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it looks like
+            looks, named = f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}", False
     raise Finding(
         f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}",
-        guess=_unwritten(step, layer, numbers, shared)
-        or _looks(wrong, errors, tolerance, shared, bool(bad), session.numbers.lift)
-        or _MEMORY.get(session.memory, ""),
+        guess=looks or MEMORY.get(session.memory, ""),
         error=error,
         tolerance=tolerance,
+        named=named,
+        numbers=bad,
     )
 
 
-def _wrong(session: Watched, step: StepTensors, layer: int, number: int) -> Wrong:
-    row, given, tokens = step.rows[layer][number], step.inputs[layer], step.tokens[number]
-    same = [each for at, each in enumerate(step.rows[layer]) if at != number]
-    others = [*(rows[number] for at, rows in enumerate(step.rows) if at != layer), *same[:8]]
-    earlier = [length for length in (session.planned, *session.previous[number : number + 1]) if length]
-    dense = None
-    prefills = number < step.metadata.num_prefills
-    asked = given.q[0 if prefills else step.metadata.num_prefill_tokens : tokens.stop]
-    if prefills:
-        first = step.tokens[0].start
-        dense = given.k[first : tokens.stop], given.v[first : tokens.stop]
-    rows = step.rows[layer]
-    places = {"before": number - 1, "after": number + 1}
-    neighbours = {place: rows[at].kv_len for place, at in places.items() if 0 <= at < len(rows)}
-    blocks = next(iter(session.previous_blocks[number : number + 1]), ())
-    return Wrong(number, row, given.out[tokens].clone(), dense, asked, others, earlier, blocks, session.layouts, neighbours)
+def _fine(step: StepTensors, bad: Sequence[int]) -> list[int]:
+    """A few of the step's right sequences, of those parts that have wrong ones."""
+    parts = {number < step.metadata.num_prefills for number in bad}
+    right = [n for n in range(len(step.tokens)) if n not in bad and (n < step.metadata.num_prefills) in parts]
+    return right if len(right) <= _COMPARED else [right[at * (len(right) - 1) // (_COMPARED - 1)] for at in range(_COMPARED)]
 
 
-def _unwritten(step: StepTensors, layer: int, numbers: Sequence[int], shared: str) -> str:
-    missed = [number for number in numbers if step.inputs[layer].unwritten(step.tokens[number])]
+def _wrong(session: Watched, step: StepTensors, layer: int, number: int, right: Sequence[torch.Tensor]) -> Wrong:
+    rows, given, tokens, metadata = step.rows[layer], step.inputs[layer], step.tokens[number], step.metadata
+    prefills = number < metadata.num_prefills
+    part = slice(0, metadata.num_prefills) if prefills else slice(metadata.num_prefills, len(rows))
+    first = step.tokens[0].start
+    lens = [before[number] for before in session.previous if number < len(before)]
+    return Wrong(
+        number,
+        rows[number],
+        given.out[tokens].clone(),
+        dense=(given.k[first : tokens.stop], given.v[first : tokens.stop]) if prefills else None,
+        asked=given.q[0 if prefills else metadata.num_prefill_tokens : tokens.stop],
+        layers=[others[number] for at, others in enumerate(step.rows) if at != layer],
+        rows=rows,
+        answers=right,
+        part=part,
+        table=metadata.block_table[part],
+        earlier=[length for length in (session.planned, *reversed(lens)) if length],
+        earlier_blocks=[before[number] for before in reversed(session.previous_blocks) if number < len(before)],
+        layouts=session.layouts,
+    )
+
+
+def _unwritten(session: Watched, step: StepTensors, layer: int, numbers: Sequence[int], shared: str) -> tuple[str, bool]:
+    """Words for rows that nobody wrote, if there are any, and whether they say which part of every row that is."""
+    given = step.inputs[layer]
+    missed = [number for number in numbers if given.unwritten(step.tokens[number])]
     if not missed:
-        return ""
+        return "", False
     whose = shared if shared and len(missed) == len(numbers) else "some sequences"
-    return (
-        f"leaves rows of `out` unwritten, or parts of them: of {'every sequence' if len(missed) == len(step.tokens) else whose}"
-    )
+    if len(missed) == len(step.tokens):
+        whose = "every sequence"
+    first = 0 if missed[0] < step.metadata.num_prefills else step.metadata.num_prefill_tokens
+    part = given.out[first : step.tokens[missed[-1]].stop]
+    parts = {unwritten_parts(given.out[step.tokens[number]], session.spec.group_size) for number in missed}
+    said = parts.pop() if len(parts) == 1 else ""
+    if not said and len(missed) > 1 and (behind := unwritten_behind(part)):
+        return f"leaves rows of `out` unwritten: those behind the first {behind} tokens of their part of the step", True
+    return f"leaves rows of `out` unwritten, or parts of them: {f'{said}; ' if said else ''}of {whose}", bool(said)
 
 
-def _looks(wrong: list[Wrong], errors: Sequence[float], tolerance: float, shared: str, bad: bool, lift: float) -> str:
-    if all(bool(each.out.isnan().any()) for each in wrong):
-        looks = "NaN for one sequence" if len(wrong) == 1 and len(errors) > 1 else "NaN"
+def _looks(wrong: list[Wrong], fine: list[Wrong], tolerance: float, shared: str, bad: bool, lift: float) -> tuple[str, bool]:
+    """A guess, and whether it names a mistake that gives the answer."""
+    computed = [each for each in wrong if not bool(each.out.isnan().any())]
+    looks = guess(wrong, fine, tolerance, shared) if bad else ""
+    if not looks and computed and len(computed) < len(wrong) and bad:
+        looks = guess(computed, fine, tolerance, shared)
+    if looks:
+        return looks, names_a_mistake(looks)
+    if not computed:
+        looks = "NaN for one sequence" if len(wrong) == 1 and fine else "NaN"
         if abs(lift) > _EXPONENT and wrong[0].row.spec.sliding_window is None:  # with one there may be no key that is seen
             looks += f" where scores are near {lift:+.0f}: exponentials that are not relative to the largest score"
     elif not bad:
         looks = "a rounding that is coarser than the declared tolerance"
-    else:
-        looks = guess([each for each in wrong if not bool(each.out.isnan().any())] or wrong, tolerance)
-    if looks and not looks.startswith("NaN"):
-        return looks
-    return ", ".join(part for part in (looks, f"wrong in exactly {shared}" if shared else "") if part)
+        if finer := rounding(wrong[0]):
+            return f"{looks}; {finer}", True
+    return ", ".join(part for part in (looks, f"wrong in exactly {shared}" if shared else "") if part), False
 
 
 def _count(bad: Sequence[int], rows: Sequence[object]) -> str:

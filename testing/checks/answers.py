@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +12,8 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
 from headway.testing.inputs import steps_of
-from headway.testing.oracle import StepSequence, attend, distance
+from headway.testing.log_sums import looks_of_lse
+from headway.testing.oracle import attend, distance
 from headway.testing.stage import Stage, close_all, open_all, sequences, without_stray_reads
 from headway.testing.steps import Before, Lens, Turn, first_step, padding_rows
 
@@ -24,20 +26,31 @@ _DATA = {torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
 def answer(stage: Stage, cell: CheckCell) -> str:
     """The steps of one kind of work, in one phase."""
 
-    def run(poison: float) -> None:
-        steps = steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
-        session = stage.session(cell, steps, poison=poison)
-        kept: list[Turn] = []
-        for number, lens in enumerate(steps):
-            work = open_all(session, lens, like=kept)
-            session.step(work, padding_rows(cell.phase))
-            if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
-                kept = work
-            else:
-                close_all(session, sequences([*kept, *work]))
-
-    without_stray_reads(run, stage.poison)
+    steps = cell_steps(cell)
+    without_stray_reads(lambda poison: run_steps(stage, cell, steps, poison=poison), stage.poison)
     return ""
+
+
+def cell_steps(cell: CheckCell) -> list[Lens]:
+    """The lengths of each step of an answer's cell."""
+    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
+
+
+def run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], *, padding: bool = True, **options: Any) -> None:
+    """Run steps of one instance, each of them judged. padding: whether rows of length 0 follow where the phase has them; options:
+    of `Stage.session`.
+
+    :raises Finding: a step is wrong.
+    """
+    session = stage.session(cell, steps, **options)
+    kept: list[Turn] = []
+    for number, lens in enumerate(steps):
+        work = open_all(session, lens, like=kept)
+        session.step(work, padding_rows(cell.phase) if padding else 0)
+        if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
+            kept = work
+        else:
+            close_all(session, sequences([*kept, *work]))
 
 
 def siblings(stage: Stage, cell: CheckCell) -> str:
@@ -49,13 +62,14 @@ def siblings(stage: Stage, cell: CheckCell) -> str:
             raise Skipped.refused(support)
     lens = first_step(cell.phase, cell.block_size)
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
-    for session in (*sessions, sessions[0]):
+    for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
             session.step(work)
         except Finding as finding:
-            if not finding.guess or finding.guess.startswith("wrong in"):
+            if number:  # the first one was right
                 finding.guess = "keeps something of one layer for another that differs in numbers alone"
+                finding.named = True
             raise
         close_all(session, sequences(work))
     return ""
@@ -83,7 +97,7 @@ def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     with torch.inference_mode():
         session.attention.begin(step.metadata, *session.backends)
         session.run(step)
-    session.previous = exact.seq_lens_cpu.add(slack).tolist()
+    session.previous.append(exact.seq_lens_cpu.add(slack).tolist())
     session.finish(step, work, before)
 
 
@@ -140,42 +154,17 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
     answers = [attend(row.spec, row.q, *row.kv(), row.context) for row in step.rows[0]]
+    most = allowed + session.numbers.slack
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]
         apart = float((sums[:, tokens].double() - right).abs().nan_to_num(torch.inf).max())
-        if apart > allowed + session.numbers.slack:
+        if apart > most:
             raise Finding(
                 f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}): expected {float(right[0, 0]):.5g}, "
                 f"got {float(sums[0, tokens][0]):.5g}; apart by up to {apart:.2g}, allowed {allowed:.2g}",
-                guess=_looks_of_lse(sums[:, tokens].double(), right)
-                or _looks_of_sums(sums.double(), [sums for _, sums in answers], step.rows[0], allowed + session.numbers.slack),
+                guess=looks_of_lse(sums.double(), [each for _, each in answers], step.rows[0], number, most),
             )
         limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack
         if not distance(given.out[tokens], out) <= limit:
             raise Finding(f"with lse the output of sequence {number} is another than without")
-    return ""
-
-
-def _looks_of_lse(got: torch.Tensor, right: torch.Tensor) -> str:
-    ratio = float(got.norm() / right.norm())
-    if abs(ratio - 1.442695) < 1e-2:
-        return "a logarithm to base 2 where the natural one is asked for"
-    if not bool(got.isfinite().all()):
-        return "lse is not written for every query"
-    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
-        if torch.equal(got, got.to(dtype).double()):
-            return f"lse is rounded to {name}"
-    return ""
-
-
-def _looks_of_sums(got: torch.Tensor, right: list[torch.Tensor], rows: Sequence[StepSequence], allowed: float) -> str:
-    """A guess about a step's sums, [num_heads, num_tokens], as a whole."""
-    count = sum(sums.shape[1] for sums in right)
-    got = got[:, :count]
-    if torch.allclose(got.reshape(count, -1).T, torch.cat(right, 1), rtol=0.0, atol=allowed):
-        return "lse in the order [num_tokens, num_heads]; it is [num_heads, num_tokens]"
-    if rows[0].spec.sinks is not None:
-        plain = [attend(replace(row.spec, sinks=None), row.q, *row.kv(), row.context)[1] for row in rows]
-        if torch.allclose(got, torch.cat(plain, 1), rtol=0.0, atol=allowed):
-            return "lse without the sinks"
     return ""

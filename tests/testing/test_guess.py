@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -136,7 +137,7 @@ def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words:
     [
         (TakesQForOnePiece, {}, "ignores the strides of q"),
         (HidesByANumber, {"phase": "extend", "scores": "low"}, "what hides them is no -inf"),
-        (KeepsPlansByFirstBlocks, {"work": "again"}, "had in the step before: a plan that is kept too long"),
+        (KeepsPlansByFirstBlocks, {"work": "again"}, "had in a step before: a plan that is kept too long"),
         (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
         (LosesHeadsBehind64, {"phase": "verify", "kv_heads": 40}, ""),
         (EndsTablesAtZero, {"work": "again"}, ""),
@@ -154,3 +155,234 @@ def test_an_input_brings_a_mistake_out(
     assert words in result.guess, result
     monkeypatch.setitem(planted.PLANTED, "made", PlainBackend)
     assert Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).status == "passed"
+
+
+class HidesByWholeTiles(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        keys = torch.arange(scores.shape[2])
+        whole = (keys // 32 + 1) * 32 < scores.shape[2]
+        return scores.masked_fill((self.ago(scores, context) < 0) & ~whole, -torch.inf)
+
+
+class RoundsTheWindowUp(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        begin = max(context - self.window() + 1, 0)
+        early = torch.arange(scores.shape[2]) < -(-begin // 16) * 16
+        return super().mask(scores, context).masked_fill(early, -torch.inf)
+
+
+class ReadsTheTableByItsOwnWidth(PlainBackend):
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        width = -(-metadata.max_seq_len // metadata.block_size)
+        table = metadata.block_table.flatten()[: metadata.num_seqs * width].view(-1, width)
+        return super().plan(replace(metadata, block_table=table))
+
+
+class ReadsKvHeadsInPairs(PlainBackend):
+    def kv_heads(self, device: torch.device) -> Tensor:
+        return super().kv_heads(device) // 2 * 2
+
+
+class CountsSinksTwice(PlainBackend):
+    def weights(self, scores: Tensor) -> Tensor:
+        assert self.spec.sinks is not None
+        sinks = torch.tensor(self.spec.sinks)[:, None, None].expand(-1, scores.shape[1], 2)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-2]
+
+
+class RoundsScores(PlainBackend):
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores.bfloat16().float()
+
+
+class CountsFromWholeBlocks(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        return super().mask(scores, context // self.block_size * self.block_size)
+
+
+class RepeatsElements(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().rows(cache, blocks, kv_len)
+        return keys, torch.cat([values[..., :16], values[..., :16]], -1)
+
+
+class TakesSingleKeysAsTheyAre(PlainBackend):
+    def weights(self, scores: Tensor) -> Tensor:
+        return torch.ones_like(scores) if scores.shape[2] == 1 else super().weights(scores)
+
+
+class KeepsTheFirstKernelsHeads(PlainBackend):
+    """Kept by the number of tokens alone: which sequence each of them is of."""
+
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        kept = self.__dict__.setdefault("kept", {})
+        key = metadata.num_seqs, metadata.num_tokens
+        return PlainPlan(replace(metadata, block_table=kept.setdefault(key, metadata.block_table.clone())))
+
+
+class SharesABuffer(PlainBackend):
+    """Prompts and decodes are planned into one buffer."""
+
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        table = self.__dict__.setdefault("table", torch.zeros(512, 512, dtype=torch.int32))
+        rows, columns = metadata.block_table.shape
+        table[:rows, :columns] = metadata.block_table
+        return PlainPlan(replace(metadata, block_table=table))
+
+
+class HasRoomFor64(PlainBackend):
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        starts = torch.zeros(64, dtype=torch.int32)
+        starts[: metadata.num_seqs] = metadata.seq_lens
+        return super().plan(metadata)
+
+
+class AddsToOut(PlainBackend):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        right = torch.zeros_like(out)
+        super().decode(q, cache, plan, right, lse)
+        out += right
+
+
+class DoublesWithOneKvHead(PlainBackend):
+    def scale(self) -> float:
+        return super().scale() * (2.0 if self.spec.num_kv_heads == 1 else 1.0)
+
+
+class GoesWrongBehind40Tokens(PlainBackend):
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores * 1.5 if scores.shape[2] > 40 else scores
+
+
+class RoundsTwiceOnWriting(PlainBackend):
+    capabilities = replace(PlainBackend.capabilities, kv_dtypes=(torch.float8_e4m3fn,))
+    decode_writes = True
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        return super().sequence(q, keys.float() * self.spec.k_scale, values.float() * self.spec.v_scale, *rest)
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: Any, out: Tensor) -> None:
+        for rows, scale, stored in ((k, cache.k_scale, cache.by_slot("key")), (v, cache.v_scale, cache.by_slot("value"))):
+            at = plan.metadata.slot_mapping
+            most = torch.finfo(stored.dtype).max
+            fitting = (rows / scale).clamp(-most, most).to(stored.dtype)
+            for number, slot in enumerate(at.tolist()):
+                if slot >= 0:
+                    stored[slot // self.block_size, slot % self.block_size] = fitting[number]
+        self.decode(q, cache, plan, out)
+
+
+class ScalesOnceMore(PlainBackend):
+    def scale(self) -> float:
+        return super().scale() * self.spec.head_dim**-0.5
+
+
+class ReadsValuesOneLate(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().rows(cache, blocks, kv_len)
+        return keys, torch.cat([values[:1], values[:-1]])
+
+
+class SeesWholeBlocks(PlainBackend):
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        ago = self.ago(scores, context)
+        first = (torch.arange(context, context + len(ago)) - self.window() + 1).clamp(min=0) // 8 * 8
+        return scores.masked_fill((ago < 0) | (torch.arange(scores.shape[2]) < first[:, None]), -torch.inf)
+
+
+class BendsScores(PlainBackend):
+    def cap(self, scores: Tensor) -> Tensor:
+        return scores + 0.1 * scores**3
+
+
+class LosesElements(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        keys, values = super().rows(cache, blocks, kv_len)
+        return keys, torch.cat([values[..., :24], torch.zeros_like(values[..., 24:])], -1)
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "words"),
+    [
+        (ScalesOnceMore, {}, "scores are multiplied by 0.177, which is 1/sqrt(head_dim)"),
+        (ReadsValuesOneLate, {}, "each key's weight goes to the value one before it"),
+        (
+            SeesWholeBlocks,
+            {"feature": "window-16", "phase": "extend"},
+            "keys up to 7 before the window are seen",
+        ),
+        (BendsScores, {}, "they are another function of the scores"),
+        (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32: they hold zeros"),
+        (
+            HidesByWholeTiles,
+            {"phase": "extend"},
+            "no causal mask in tiles of 16 or 32 keys that end before",
+        ),
+        (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}, "a window whose begin is rounded up to whole tiles of 16"),
+        (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}, "a block table whose rows are as wide as its part's longest"),
+        (ReadsKvHeadsInPairs, {"kv_heads": 3}, "query heads 2 to 3 read 0"),
+        (CountsSinksTwice, {"feature": "sinks"}, "counts the sink more than once: 1 more"),
+        (RoundsScores, {"dtype": "bfloat16", "scores": "high"}, "scores that are rounded to bfloat16"),
+        (CountsFromWholeBlocks, {"phase": "extend"}, "positions count from the context's last whole block"),
+        (RepeatsElements, {}, "element 16 holds that of 0"),
+        (RoundsTwiceOnWriting, {"feature": "fp8", "dtype": "bfloat16"}, "divides by the scale in bfloat16 and rounds twice"),
+    ],
+)
+def test_a_mistake_of_a_class_is_named(
+    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
+    assert result.status == "failed"
+    assert words in result.guess, result
+
+
+def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", TakesSingleKeysAsTheyAre)
+    cell = replace(CELL, phase="prefill", feature="sinks")
+    guess = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).guess
+    assert guess.startswith("matches the answer without the sinks"), guess
+    assert "; in exactly those of a single token" in guess
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "words"),
+    [
+        (KeepsTheFirstKernelsHeads, {"work": "again"}, "right as an instance's first step: keeps something of an earlier step"),
+        (SharesABuffer, {"phase": "mixed", "feature": "window-1"}, "prompts and decodes are right apart"),
+        (HasRoomFor64, {"work": "many"}, "right with up to 64 of them, wrong with 65"),
+        (AddsToOut, {}, "right where `out` holds zeros"),
+        (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}, "right with kv_heads 2 or 3 or 8 (wrong with 1)"),
+        (GoesWrongBehind40Tokens, {}, "a sequence alone is right up to 40 tokens, and wrong with 41"),
+    ],
+)
+def test_a_control_says_what_a_mistake_depends_on(
+    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
+    assert result.status == "failed"
+    assert words in result.guess, result
+
+
+_KEEPS_MASKS = """
+import torch
+from headway.testing.broken.plain import PlainBackend
+
+class Mine(PlainBackend):
+    name = "keeps_masks"
+    kept = {}
+
+    def mask(self, scores, context):
+        key = scores.shape[1:], context
+        if key not in self.kept:
+            self.kept[key] = super().mask(torch.zeros_like(scores[:1]), context)
+        return scores + self.kept[key]
+"""
+
+
+def test_what_a_class_keeps_of_another_layer_is_told_by_loading_it_anew(tmp_path: Path) -> None:
+    (tmp_path / "keeps_masks.py").write_text(_KEEPS_MASKS)
+    kit = Kit(load_subject(f"{tmp_path / 'keeps_masks.py'}:Mine", torch.device("cpu")))
+    assert kit.run(CELL).status == "passed"
+    assert "keeps something of a layer for others" in kit.run(replace(CELL, feature="window")).guess

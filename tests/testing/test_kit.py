@@ -58,7 +58,7 @@ def kit(name: str) -> Kit:
             "a causal mask, in a layer whose queries see later keys",
         ),
         ("WiderWindow", BOTH_WAYS, "a window off by one (one key too many)"),
-        ("LeaksBetweenLayers", PLAIN, "another sequence or layer"),
+        ("LeaksBetweenLayers", PLAIN, "over the cache of another layer"),
         ("NoGpu", PLAIN, "TRITON_INTERPRET=1 in the environment"),
     ],
 )
