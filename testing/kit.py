@@ -152,7 +152,10 @@ class Kit:
         except Exception as error:
             finding = error if isinstance(error, Finding) else finding_of(error)
             if cell.check in CONTROLLED:
-                self._explain(cell, check, finding)
+                try:
+                    self._explain(cell, check, finding)
+                except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it depends on
+                    finding.guess = finding.guess or f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}"
             if finding is error:
                 raise
             raise finding from error

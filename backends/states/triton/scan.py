@@ -48,7 +48,7 @@ class _WalkCut:
 def _whole_rows(spec: StateSpec) -> int:
     """Elements of a row of convolved inputs: each row begins at a multiple of 16 bytes, which a copy ahead needs."""
     unit = _COPY_BYTES // spec.dtype.itemsize
-    return triton.cdiv(spec.input_channels, unit) * unit
+    return -(-spec.input_channels // unit) * unit
 
 
 def _aligned(spec: StateSpec) -> bool:
