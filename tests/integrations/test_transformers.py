@@ -136,7 +136,7 @@ except ValueError as error: print(error)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = found.stdout.strip().splitlines()
-    assert "needs transformers 5.17 to 5.23" in line
+    assert "needs transformers 5.17 to 5.24" in line
 
 
 @pytest.mark.slow

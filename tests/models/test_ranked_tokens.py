@@ -17,12 +17,23 @@ from run_engine import Written, drain
 from transformers_release import needs
 
 ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
-EVERY_DAY = {"qwen3_moe": "experts", "qwen3_next": "a state beside attention"}
-CASES = [
-    pytest.param(name, size, marks=() if size == 2 and name in EVERY_DAY else pytest.mark.slow)
-    for size in (2, 4)
-    for name in ROWS
-]
+EVERY_DAY = {"qwen3_moe", "qwen3_next"}
+"""With experts, and with a state beside attention."""
+OFTEN = {
+    2: {"gemma3", "gpt2", "gpt_oss", "phi3", "olmo2", "deepseek_v3", "falcon_h1", "kimi_linear", "minimax", "jamba", "lfm2"},
+    4: {"llama", "deepseek_v3", "nemotron_h, experts", "qwen3_next"},
+}
+"""Those of the slow tests, by the number of ranks: each is divided in another way. Logits of all are compared in test_cut.py, and
+the others' tokens in `make soak`."""
+
+
+def _marks(name: str, size: int) -> tuple[pytest.MarkDecorator, ...]:
+    if size == 2 and name in EVERY_DAY:
+        return ()
+    return (pytest.mark.slow,) if name in OFTEN[size] else (pytest.mark.slow, pytest.mark.soak)
+
+
+CASES = [pytest.param(name, size, marks=_marks(name, size)) for size in OFTEN for name in ROWS]
 WISHES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.9, "logprobs": 2},
