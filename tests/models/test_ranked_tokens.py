@@ -17,10 +17,23 @@ from run_engine import Written, drain
 from transformers_release import needs
 
 ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
-EVERY_DAY = {"qwen3_moe", "qwen3_next"}
-"""With experts, and with a state beside attention."""
+EVERY_DAY = {"qwen3_next"}
+"""With experts, and a state beside attention."""
 OFTEN = {
-    2: {"gemma3", "gpt2", "gpt_oss", "phi3", "olmo2", "deepseek_v3", "falcon_h1", "kimi_linear", "minimax", "jamba", "lfm2"},
+    2: {
+        "qwen3_moe",
+        "gemma3",
+        "gpt2",
+        "gpt_oss",
+        "phi3",
+        "olmo2",
+        "deepseek_v3",
+        "falcon_h1",
+        "kimi_linear",
+        "minimax",
+        "jamba",
+        "lfm2",
+    },
     4: {"llama", "deepseek_v3", "nemotron_h, experts", "qwen3_next"},
 }
 """Those of the slow tests, by the number of ranks: each is divided in another way. Logits of all are compared in test_cut.py, and
