@@ -83,7 +83,7 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
         return f"{weighed}{f'; in exactly {shared}' if shared and any(each.row.kv_len > 4 for each in fine) else ''}"
     if search.found:
         return _listed(search.found)
-    if said := _sums(wrong) or _precision(wrong) or _rounding(first):
+    if said := _sums(wrong) or _precision(wrong) or rounding(first):
         return said
     if search.elsewhere and not bool(first.out.isnan().all()):
         return search.said_elsewhere(shared)
@@ -273,7 +273,7 @@ def _precision(wrong: Sequence[Wrong]) -> str:
     return f"{_ROUNDED} 8 bits on the way: bfloat16"
 
 
-def _rounding(first: Wrong) -> str:
+def rounding(first: Wrong) -> str:
     """The type in which something is kept on the way, if an answer with that rounding lies clearly nearer than the right one."""
     missed = distance(first.out, first.right)
     if not missed < 1.0:
@@ -281,8 +281,3 @@ def _rounding(first: Wrong) -> str:
     near = [(_apart(first, answer), name) for name, answer in answers_of(tiled.roundings, first)]
     error, name = min(near, default=(math.inf, ""))
     return name if error < 0.4 * missed else ""
-
-
-def rounding(wrong: Wrong) -> str:
-    """A guess about a sequence that is nearly right."""
-    return _rounding(wrong)

@@ -118,15 +118,22 @@ def argmax_of_chunks(
 
 
 @triton.jit
-def argmax_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
-    """The token of the largest score of a row's chunks, -1 if any chunk held a NaN."""
+def best_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
+    """The largest score of a row's chunks, its token, and whether any chunk held a NaN."""
     chunk = tl.arange(0, BLOCK)
     inside = chunk < chunks
     score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
     token = tl.load(tokens + row * chunks + chunk, mask=inside, other=0)
-    has_nan = tl.max((token < 0).to(tl.int32), axis=0)
+    has_nan = tl.max((token < 0).to(tl.int32), axis=0) > 0
     at = tl.argmax(score, axis=0)
-    return tl.where(has_nan > 0, -1, tl.sum(tl.where(chunk == at, token, 0), axis=0))
+    return tl.max(score, axis=0), tl.sum(tl.where(chunk == at, token, 0), axis=0), has_nan
+
+
+@triton.jit
+def argmax_in_row(scores, tokens, row, chunks, BLOCK: tl.constexpr):
+    """The token of the largest score of a row's chunks, -1 if any chunk held a NaN."""
+    _, token, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
+    return tl.where(has_nan, -1, token)
 
 
 @triton.jit(do_not_specialize=["chunks"])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.sampling.draw_kernels import gumbel_argmax
+from headway.backends.sampling.draw_kernels import best_in_row, gumbel_argmax
 
 _LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
 _NAN: tl.constexpr = tl.constexpr(0x7FC00000)
@@ -65,17 +65,11 @@ def pack_best_of_rows(
     PDL: tl.constexpr,
 ):
     """Reduce the chunks of each row to the number of its best token. Grid (rows)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = chunk < chunks
+    row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    score = tl.load(scores + row * chunks + chunk, mask=inside, other=float("-inf"))
-    token = tl.load(tokens + row * chunks + chunk, mask=inside, other=0)
-    has_nan = tl.max((token < 0).to(tl.int32), axis=0) > 0
-    most = tl.max(score, axis=0)
-    at = tl.argmax(score, axis=0)
-    best = tl.sum(tl.where(chunk == at, token, 0), axis=0)
+    most, best, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
     # Equal scores have equal bits: -0 becomes 0.
     bits = tl.where(has_nan, _NAN, tl.where(most == 0.0, 0.0, most).to(tl.int32, bitcast=True))
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -16,20 +17,9 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 
 
-def choose(
-    logits: torch.Tensor,
-    params: Sequence[SamplingParams],
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    tokens: Sequence[Sequence[int]] | None = None,
-    num_prompt_tokens: int = 0,
-    stops: Sequence[int] = (),
-    ops: SamplingOps = TORCH_SAMPLING,
-    hosts: HostRows | None = None,
-    ranks: Ranks = ONE_RANK,
-) -> Chosen:
-    """One row a sequence. tokens: those before, of which the first are the prompt. ranks: each takes its part of the logits."""
-    return chooser(logits, params, seeds, positions, tokens, num_prompt_tokens, stops, ops, hosts, ranks)[0]
+def choose(*arguments: Any, **options: Any) -> Chosen:
+    """One row a sequence; see `chooser`."""
+    return chooser(*arguments, **options)[0]
 
 
 def chooser(
@@ -44,7 +34,10 @@ def chooser(
     hosts: HostRows | None = None,
     ranks: Ranks = ONE_RANK,
 ) -> tuple[Chosen, TokenSampler]:
-    """Like `choose`, and what has chosen."""
+    """What is chosen, one row a sequence, and what has chosen it.
+
+    tokens: those before, of which the first are the prompt. ranks: each takes its part of the logits.
+    """
     sampler = TokenSampler(ops, len(params), logits.shape[1], logits.device, hosts, ranks)
     before = tokens or [()] * len(params)
     sampler.update(

@@ -132,6 +132,14 @@ def test_a_first_mistake_is_named(made: type[PlainBackend], feature: str, words:
     assert words in result.guess, result
 
 
+def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend fails a cell that differs from CELL so, and its guess holds these words."""
+    monkeypatch.setitem(planted.PLANTED, "made", made)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
+    assert result.status == "failed"
+    assert words in result.guess, result
+
+
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
@@ -331,10 +339,7 @@ class LosesElements(PlainBackend):
 def test_a_mistake_of_a_class_is_named(
     made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", made)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
-    assert result.status == "failed"
-    assert words in result.guess, result
+    assert_guessed(made, changes, words, monkeypatch)
 
 
 def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,10 +364,7 @@ def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch:
 def test_a_control_says_what_a_mistake_depends_on(
     made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", made)
-    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, **changes))
-    assert result.status == "failed"
-    assert words in result.guess, result
+    assert_guessed(made, changes, words, monkeypatch)
 
 
 _KEEPS_MASKS = """

@@ -68,6 +68,7 @@ class StateScan:
         whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
+        self._row, self._aligned = _whole_rows(spec), _aligned(spec)
         self._sum = torch.float64 if whole else torch.float32
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 
@@ -75,7 +76,7 @@ class StateScan:
         """Bytes that a call takes from torch's allocator."""
         spec, chunks = self._spec, num_tokens // CHUNK + num_seqs
         size = spec.dtype.itemsize
-        total = num_tokens * _whole_rows(spec) * size
+        total = num_tokens * self._row * size
         if spec.recurrent and spec.kind != MAMBA1:
             rows = 3 * spec.key_dim if spec.kind == KDA else 0
             total += (
@@ -91,7 +92,7 @@ class StateScan:
         spec = self._spec
         if not plan.num_chunks:
             return
-        mixed = x.new_empty(len(x), _whole_rows(spec))[:, : spec.input_channels] if spec.recurrent else out
+        mixed = x.new_empty(len(x), self._row)[:, : spec.input_channels] if spec.recurrent else out
         self._run_convolution(x, parameters, cache, plan, mixed, tuning)
         if spec.kind == MAMBA1:
             self._run_tokens(mixed, gates, parameters, cache, plan, out, tuning)
@@ -179,7 +180,7 @@ class StateScan:
         rest = (block_k + 2 * CHUNK) * block_v * spec.dtype.itemsize  # the state and the values as operands, the output
         stages = tuning.walk_stages or max(1, min(2 if turned else 3, (self._shared - rest) // stage))
         warps = tuning.walk_warps or (8 if exact or block_v > 64 else 4)
-        if (stages < 2 or not _aligned(spec)) and not exact:
+        if (stages < 2 or not self._aligned) and not exact:
             warps = min(warps, 2)  # wgmma of operands that are not on their way: Triton 3.6 compiles wrong programs on Hopper
         return _WalkCut(turned, block_v, warps, stages)
 
