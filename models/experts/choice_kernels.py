@@ -7,6 +7,8 @@ import triton.language as tl
 
 _LEAST = tl.constexpr(-1.0e30)
 """Stands for what cannot be ranked (NaN): below every score, above an expert that is not to be chosen."""
+_TAKEN = tl.constexpr(-(2**63))
+"""Below every key: an expert that is chosen already."""
 _TINY = tl.constexpr(1e-20)  # as in routing.py
 
 
@@ -26,40 +28,46 @@ def choose(logits_ptr, correction_ptr, experts_ptr, weights_ptr, token, live, NU
     at = logits_ptr + token[:, None] * NUM_LOGITS + e
     logits = tl.load(at, mask=live[:, None] & (e < NUM_LOGITS), other=0.0, cache_modifier=".cg")
     if SIGMOID:
-        scores = tl.sigmoid(logits)
+        ranked = tl.sigmoid(logits)
     else:
         known = tl.where(routed, logits, -float("inf"))
-        scores = tl.exp(known - tl.max(known, 1)[:, None])
-        scores = scores / tl.sum(scores, 1)[:, None]
-    ranked = scores
+        most = tl.max(known, 1)
+        ranked = tl.exp(known - most[:, None])
+        total = tl.sum(ranked, 1)
+        ranked = ranked / total[:, None]
     if CORRECTION:
         ranked += tl.load(correction_ptr + e, mask=routed, other=0.0)
     ranked = tl.where(ranked == ranked, ranked, _LEAST)
     ranked = tl.where(routed, ranked, -float("inf"))
     if GROUPS > 1:
         ranked = _of_best_groups(ranked, e, NUM_EXPERTS // GROUPS, GROUPS, BLOCK_G, TOP_GROUPS, GROUP_SCORE)
+    # One number to compare: the score's bits in the order of their values, below them the expert, lower ones greater. The largest
+    # of such numbers is one reduction; that of scores with their places would be two.
+    bits = ranked.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (bits.to(tl.int64) << 32) | (BLOCK_E - 1 - e)
     s = tl.arange(0, BLOCK_S)[None, :]
     experts = NUM_EXPERTS + s - TOP_K + tl.zeros_like(token)[:, None].to(tl.int32)  # the shared ones, in every token's last slots
-    weights = tl.full(experts.shape, 1.0, tl.float32)
-    if SHARED_GATE:
-        gate = tl.sum(tl.where(e == NUM_EXPERTS, logits, 0.0), 1)
-        weights = tl.where(s >= TOP_K, tl.sigmoid(gate)[:, None], weights)
-    found = tl.zeros(ranked.shape, tl.int1)
     for j in tl.static_range(TOP_K):
-        best = tl.argmax(ranked, 1)[:, None]
-        found = found | (e == best)
-        weight = tl.sum(tl.where(e == best, scores, 0.0), 1)
-        experts = tl.where(s == j, best, experts)
-        weights = tl.where(s == j, weight[:, None], weights)
-        ranked = tl.where(e == best, -float("inf"), ranked)
+        best = tl.max(keys, 1)[:, None]
+        experts = tl.where(s == j, BLOCK_E - 1 - (best & 0xFFFFFFFF).to(tl.int32), experts)
+        keys = tl.where(keys == best, _TAKEN, keys)
+    first = logits_ptr + token[:, None] * NUM_LOGITS
+    weights = tl.load(first + experts, mask=live[:, None] & (s < TOP_K), other=0.0, cache_modifier=".cg")
+    weights = tl.sigmoid(weights) if SIGMOID else tl.exp(weights - most[:, None]) / total[:, None]
+    if SHARED_GATE:
+        gate = tl.load(first + NUM_EXPERTS, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        weights = tl.where(s < TOP_K, weights, tl.sigmoid(gate))
+    else:
+        weights = tl.where(s < TOP_K, weights, 1.0)
     if RENORMALIZE:
-        total = tl.sum(tl.where(s < TOP_K, weights, 0.0), 1) + _TINY
-        weights = tl.where(s < TOP_K, weights / total[:, None], weights)
+        chosen = tl.sum(tl.where(s < TOP_K, weights, 0.0), 1) + _TINY
+        weights = tl.where(s < TOP_K, weights / chosen[:, None], weights)
     weights = tl.where(s < TOP_K, weights * SCALE, weights)
     kept = live[:, None] & (s < SLOTS)
     tl.store(experts_ptr + token[:, None] * SLOTS + s, experts, mask=kept)
     tl.store(weights_ptr + token[:, None] * SLOTS + s, weights, mask=kept)
-    return found
+    return keys == _TAKEN
 
 
 @triton.jit

@@ -191,7 +191,7 @@ def route_tiles(
 @triton.jit(do_not_specialize=["num_tokens"])
 def order_pairs(
     experts_ptr,  # int32 [num_tokens, SLOTS]
-    counts_ptr,  # int32 [cdiv(num_tokens, BLOCK_T), NUM_ALL]: pairs of each expert in each tile of tokens (COUNTED)
+    counts_ptr,  # int32 [cdiv(num_tokens, BLOCK_T), NUM_ALL]: pairs of each expert in each tile of tokens
     pairs_ptr,  # int32 [num_tokens * SLOTS], written: the pair at each place
     places_ptr,  # int32 [num_tokens * SLOTS], written: the place of each pair
     ends_ptr,  # int32 [NUM_ALL], written: where each expert's places end
@@ -201,10 +201,9 @@ def order_pairs(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,  # tiles whose counts are read at a time
-    COUNTED: tl.constexpr,  # else of few tokens, whose pairs are counted here
     PDL: tl.constexpr,
 ):
-    """Sort the pairs (token, slot) by expert, tokens of one expert in their order. Grid (cdiv(num_tokens, BLOCK_T)).
+    """Sort many pairs (token, slot) by expert, tokens of one expert in their order. Grid (cdiv(num_tokens, BLOCK_T)).
 
     Each program adds the counts of all tiles for itself, which takes less time than another launch.
     """
@@ -215,21 +214,11 @@ def order_pairs(
         gdc_launch_dependents()
     counts = tl.zeros((BLOCK_E,), tl.int32)
     before = tl.zeros((BLOCK_E,), tl.int32)
-    if COUNTED:
-        for first in range(0, tl.num_programs(0), BLOCK_C):
-            other = first + tl.arange(0, BLOCK_C)[:, None]
-            found = tl.load(counts_ptr + other * NUM_ALL + e, mask=(other < tl.num_programs(0)) & (e < NUM_ALL), other=0)
-            counts += tl.sum(found, 0)
-            before += tl.sum(tl.where(other < tile, found, 0), 0)
-    else:
-        for other in range(tl.num_programs(0)):
-            their = other * BLOCK_T + tl.arange(0, BLOCK_T)
-            of_tile = tl.zeros((BLOCK_E,), tl.int32)
-            for j in tl.static_range(SLOTS):
-                expert = tl.load(experts_ptr + their * SLOTS + j, mask=their < num_tokens, other=-1)
-                of_tile += tl.sum((e == expert[:, None]).to(tl.int32), 0)
-            counts += of_tile
-            before += tl.where(other < tile, of_tile, 0)
+    for first in range(0, tl.num_programs(0), BLOCK_C):
+        other = first + tl.arange(0, BLOCK_C)[:, None]
+        found = tl.load(counts_ptr + other * NUM_ALL + e, mask=(other < tl.num_programs(0)) & (e < NUM_ALL), other=0)
+        counts += tl.sum(found, 0)
+        before += tl.sum(tl.where(other < tile, found, 0), 0)
     ends = tl.cumsum(counts, 0)
     if tile == 0:
         at = tl.arange(0, BLOCK_E)
@@ -248,3 +237,39 @@ def order_pairs(
     chosen = found > 0
     tl.store(pairs_ptr + place, pair, mask=chosen)
     tl.store(places_ptr + pair, place, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def order_few_pairs(
+    experts_ptr,  # int32 [num_pairs]
+    pairs_ptr,  # int32 [num_pairs], written: the pair at each place
+    places_ptr,  # int32 [num_pairs], written: the place of each pair
+    ends_ptr,  # int32 [NUM_ALL], written: where each expert's places end
+    num_pairs,
+    NUM_ALL: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # pairs, or experts, of a program
+    BLOCK_N: tl.constexpr,  # pairs that are read at a time
+    PDL: tl.constexpr,
+):
+    """Sort few pairs as `order_pairs` does. Grid (cdiv(num_pairs, BLOCK_P) + cdiv(NUM_ALL, BLOCK_P)).
+
+    A pair's place is the number of pairs before it, so each program compares its own with all: nothing waits for another program,
+    and there is no chain of loads.
+    """
+    num_blocks = (num_pairs + BLOCK_P - 1) // BLOCK_P
+    at = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    of_experts = at - num_blocks * BLOCK_P  # below 0: of a program of pairs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    live = (at < num_pairs) & (of_experts < 0)
+    expert = tl.load(experts_ptr + at, mask=live, other=0)
+    key = tl.where(of_experts < 0, expert * num_pairs + at, (of_experts + 1) * num_pairs)
+    before = tl.zeros((BLOCK_P,), tl.int32)
+    for first in range(0, num_pairs, BLOCK_N):
+        other = first + tl.arange(0, BLOCK_N)
+        others = tl.load(experts_ptr + other, mask=other < num_pairs, other=NUM_ALL) * num_pairs + other
+        before += tl.sum((others[None, :] < key[:, None]).to(tl.int32), 1)
+    tl.store(pairs_ptr + before, at, mask=live)
+    tl.store(places_ptr + at, before, mask=live)
+    tl.store(ends_ptr + of_experts, before, mask=(of_experts >= 0) & (of_experts < NUM_ALL))

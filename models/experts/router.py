@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.backends.triton.launch import FixedLauncher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.route_kernels import order_pairs, route_rows, route_tiles
+from headway.models.experts.route_kernels import order_few_pairs, order_pairs, route_rows, route_tiles
 from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
@@ -25,6 +25,8 @@ _ROW_LOGITS = 4
 """Logits a program of one token: few, so that many programs read the router."""
 _FEW = 64
 """Tokens up to which a router row for each is read faster than tiles of tokens are chosen for."""
+_ORDERED = 16
+"""Pairs, or experts, that a program of few tokens finds the places of."""
 _SCORES = 16384
 """Most scores, of tokens times experts, that one program chooses from."""
 _NORMED = 8192
@@ -100,15 +102,21 @@ class Router:
         config, num_tokens = self._config, len(routed.x)
         pairs, places = torch.empty((2, routed.experts.numel()), dtype=torch.int32, device=self._device).unbind()
         ends = torch.empty(config.num_all, dtype=torch.int32, device=self._device)
-        counted = routed.counts is not None
-        key = "order", routed.block_t, counted
+        if routed.counts is None:
+            launch = self._launchers.get("order")
+            if launch is None:
+                sizes = {"NUM_ALL": config.num_all, "BLOCK_P": _ORDERED, "BLOCK_N": 1024}
+                launch = self._launchers["order"] = FixedLauncher(order_few_pairs, 4, self._device, **sizes)
+            num_programs = triton.cdiv(len(pairs), _ORDERED) + triton.cdiv(config.num_all, _ORDERED)
+            launch((num_programs, 1, 1), routed.experts, pairs, places, ends, len(pairs))
+            return ExpertOrder(pairs, places, ends)
+        key = "order", routed.block_t
         if key not in self._launchers:
             sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
-            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16, "COUNTED": counted}
+            sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16}
             self._launchers[key] = FixedLauncher(order_pairs, 4, self._device, **sizes)
         grid = triton.cdiv(num_tokens, routed.block_t), 1, 1
-        counts = routed.experts if routed.counts is None else routed.counts
-        self._launchers[key](grid, routed.experts, counts, pairs, places, ends, num_tokens)
+        self._launchers[key](grid, routed.experts, routed.counts, pairs, places, ends, num_tokens)
         return ExpertOrder(pairs, places, ends)
 
     @property
