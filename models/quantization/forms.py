@@ -1,0 +1,187 @@
+"""The forms in which products read quantised weights: each published format is brought into one of these when it is read.
+
+A weight is [out_features, in_features], as torch's, written N and K here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+
+MX_GROUP = 32
+"""Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the 16 codes of a float of 4 bits (e2m1) stand for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float8Weight:
+    """Floats of 8 bits (e4m3), with a scale for each block."""
+
+    kind: ClassVar[str] = "fp8"
+    values: Tensor
+    """float8_e4m3fn [N, K]"""
+    scales: Tensor
+    """float32 [ceil(N / block_rows), ceil(K / block_columns)]"""
+    block: tuple[int, int]
+    """Rows and columns that share a scale: (1, K) for a scale a row, (128, 128) for DeepSeek's blocks."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        return (self.values.float() * _spread(self.scales, self.block, self.shape)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
+    """Whole numbers of 8 bits, with a scale for each row."""
+
+    kind: ClassVar[str] = "int8"
+    values: Tensor
+    """int8 [N, K]"""
+    scales: Tensor
+    """float32 [N]"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Weight:
+    """Whole numbers of 4 bits, 0 to 15, with a scale and perhaps a zero for each group of columns of a row."""
+
+    kind: ClassVar[str] = "int4"
+    packed: Tensor
+    """uint8 [N, K / 2]: byte j of a group holds its column j below and its column j + group_size / 2 above."""
+    scales: Tensor
+    """float16, bfloat16 or float32 [N, K / group_size]"""
+    zeros: Tensor | None
+    """uint8 [N, K / group_size], what is subtracted first; None: 8 everywhere."""
+    group_size: int
+    order: Tensor | None = None
+    """int32 [K]: the input that belongs to each column; None: column k belongs to input k."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K], its columns in the order of the inputs."""
+        codes = unpacked(self.packed, self.group_size).view(len(self.packed), -1, self.group_size).float()
+        zeros = 8.0 if self.zeros is None else self.zeros.float()[:, :, None]
+        weight = ((codes - zeros) * self.scales.float()[:, :, None]).to(dtype).flatten(1)
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float4Weight:
+    """Floats of 4 bits (e2m1), with a power of two for each 32 columns of a row (MXFP4)."""
+
+    kind: ClassVar[str] = "mxfp4"
+    packed: Tensor
+    """uint8 [N, K / 2], packed as Int4Weight's with groups of 32 columns"""
+    exponents: Tensor
+    """uint8 [N, K / 32]: the scale is 2 ** (exponent - 127)"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        table = torch.tensor(FP4_VALUES, device=self.packed.device)
+        values = table[unpacked(self.packed, MX_GROUP).int()].view(len(self.packed), -1, MX_GROUP)
+        scales = torch.ldexp(torch.ones((), device=values.device), self.exponents.int() - 127)
+        return (values * scales[:, :, None]).to(dtype).flatten(1)
+
+
+QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight
+
+
+def packed(codes: Tensor, group_size: int) -> Tensor:
+    """Pack codes of 4 bits, uint8 [N, K], as `Int4Weight.packed` says: uint8 [N, K / 2]."""
+    low, high = codes.view(len(codes), -1, 2, group_size // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpacked(packed: Tensor, group_size: int) -> Tensor:
+    """Undo `packed`: uint8 [N, K]."""
+    halves = packed.view(len(packed), -1, group_size // 2)
+    return torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)
+
+
+def num_bytes(weight: QuantizedWeight) -> int:
+    """Memory that a weight takes, its scales included."""
+    tensors = (getattr(weight, field.name) for field in fields(weight))
+    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+
+
+def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one input as one, the rows of each after those of the one before.
+
+    :raises ModelError: their forms differ, or their groups.
+    """
+    first, *rest = parts
+    if not rest:
+        return first
+    if isinstance(first, Float8Weight):
+        return _merged_float8([each for each in parts if isinstance(each, Float8Weight)], len(parts))
+    alike = all(type(each) is type(first) for each in rest)
+    if isinstance(first, Int4Weight):
+        mine = [each for each in parts if isinstance(each, Int4Weight) and each.group_size == first.group_size]
+        same = len(mine) == len(parts) and all(_equal(each.order, first.order) for each in mine)
+        if same:
+            zeros = [
+                torch.full_like(each.packed[:, : each.scales.shape[1]], 8) if each.zeros is None else each.zeros for each in mine
+            ]
+            whole = None if all(each.zeros is None for each in mine) else torch.cat(zeros)
+            return Int4Weight(_cat(mine, "packed"), _cat(mine, "scales"), whole, first.group_size, first.order)
+    elif alike:
+        return type(first)(*(_cat(parts, field.name) for field in fields(first)))
+    raise ModelError(f"weights: products of one input need one form of weights, got {', '.join(each.kind for each in parts)}")
+
+
+def _merged_float8(parts: Sequence[Float8Weight], count: int) -> Float8Weight:
+    """Blocks of rows that do not end where a part ends become blocks of single rows."""
+    if len(parts) < count or len({each.block[1] for each in parts}) > 1:
+        raise ModelError("weights: products of one input need one form of weights, got fp8 beside others or other blocks")
+    rows, columns = parts[0].block
+    whole = all(each.block == parts[0].block and each.shape[0] % rows == 0 for each in parts)
+    scales = [each.scales if whole else each.scales.repeat_interleave(each.block[0], 0)[: each.shape[0]] for each in parts]
+    return Float8Weight(_cat(parts, "values"), torch.cat(scales), (rows if whole else 1, columns))
+
+
+def _cat(parts: Sequence[QuantizedWeight], field: str) -> Tensor:
+    return torch.cat([getattr(each, field) for each in parts])
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """A scale for each element, or one that broadcasts."""
+    rows, columns = block
+    if rows > 1:
+        scales = scales.repeat_interleave(rows, 0)[: shape[0]]
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(columns, 1)[:, : shape[1]]
