@@ -53,7 +53,7 @@ class RankedOperations:
         assert all(linear.summed for _, linear in terms)
         (x, linear), *more = terms
         own = self._inner.add_products(self._inner.product(x, linear), more)
-        return residual.add_(self._ranks.all_reduce(own))
+        return self._ranks.all_reduce(own, onto=residual)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """See Operations."""
@@ -72,7 +72,7 @@ class RankedExperts:
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See Experts."""
         own = self._inner(x, torch.zeros_like(x))
-        return (x if onto is None else onto).add_(self._ranks.all_reduce(own))
+        return self._ranks.all_reduce(own, onto=x if onto is None else onto)
 
 
 class SumsInOrder:
@@ -86,9 +86,10 @@ class SumsInOrder:
         self.rank, self.size = inner.rank, inner.size
         self.all_gather, self.broadcast = inner.all_gather, inner.broadcast
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks.all_reduce`."""
-        return functools.reduce(torch.add, self.all_gather(x).unbind())
+        total = functools.reduce(torch.add, self.all_gather(x).unbind())
+        return total if onto is None else onto.add_(total)
 
 
 def over_ranks(operations: Operations, ranks: Ranks) -> Operations:

@@ -18,8 +18,11 @@ class Ranks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks, the same bits on each. x: any shape, contiguous; may be overwritten."""
+    def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the sum over ranks, the same bits on each; where `onto` is given, that with the sum added, in place.
+
+        x: any shape, contiguous; may be overwritten. onto: as large, and the same on each rank.
+        """
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return [size, *x.shape], each rank's x by rank. x: contiguous."""
@@ -34,9 +37,9 @@ class OneRank:
     rank: Final = 0
     size: Final = 1
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks.all_reduce`."""
-        return x
+        return x if onto is None else onto.add_(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Ranks.all_gather`."""

@@ -14,7 +14,7 @@ from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.ranks.torch_ranks import MeetingError
+from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
@@ -28,6 +28,7 @@ from headway.models.loader import LoadedModel, identity_of
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
+from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.self_test import check_named
@@ -102,12 +103,14 @@ def _assemble(
     if device.type == "cpu":
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads, ranks.size)
+    table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    if isinstance(ranks, TorchRanks):
+        choose_all_reduce(ranks, 0.0 if deterministic else table.seconds(device))
     model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
-        table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
         costs = costs_for(layers, registry, config.backend_request, table, ahead)
         state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)

@@ -26,6 +26,8 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.machine.memory import bound_kernel_caches
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, load_model
+from headway.tuning.autotune import TableRequest
+from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
 
@@ -111,6 +113,8 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     registry, device = args.make_registry(), torch.device(start.device)
     config = args.engine_config().for_device(device)
     ahead = compile_ahead(device)
+    budget = 0.0 if config.deterministic else TableRequest(budget=args.autotune_budget).seconds(device)
+    choose_all_reduce(start.ranks, budget)
     decoder = load_part(args, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     if config.deterministic:

@@ -32,8 +32,11 @@ from headway.hosting.assembly import Assembly
 from headway.hosting.driver import EngineDriver
 from headway.models.loader import LoadedModel
 from headway.registry import Registry, create_registry
+from headway.tuning.measure.all_reduce import choose_all_reduce
 
 MODULE = "headway.hosting.rank_child"
+MEASURED = 5.0
+"""Seconds in which GPUs may measure their sums."""
 """What the process of a rank runs."""
 HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 16, 2, 32
 
@@ -86,6 +89,7 @@ def make_rank(
     """The executor of a rank that follows. fault: what it does in a step of 13 tokens, or at its start."""
     if fault == "start":
         raise RuntimeError("no part of the model here")
+    choose_all_reduce(start.ranks, MEASURED)
     model = RankedModel(start.ranks, start.device)
     if fault and start.ranks.rank == start.ranks.size - 1:
         model.before = partial(_strike, fault)
@@ -141,6 +145,7 @@ def ranked_engine(
         ranks = processes.join(
             partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
         )
+        choose_all_reduce(ranks, MEASURED)
         return make_engine(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options)
     except Exception as error:
         try:

@@ -62,13 +62,14 @@ class ThreadRanks:
         self._wait()
         return gathered
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         self.sums += 1
         pieces = self.all_gather(x).flatten(1).chunk(self.size, dim=1)
         orders = [[(first + step) % self.size for step in range(self.size)] for first in range(len(pieces))]
         sums = [sum(piece[rank] for rank in order) for piece, order in zip(pieces, orders, strict=True)]
         x.fill_(torch.nan)  # it may be overwritten
-        return torch.cat(sums).view_as(x)
+        total = torch.cat(sums).view_as(x)
+        return total if onto is None else onto.add_(total)
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x.copy_(self.all_gather(x)[0])

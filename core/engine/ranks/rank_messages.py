@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headway.core.system.shared_ring import RingSize
 
 if TYPE_CHECKING:
-    from headway.core.contract.ranks import Ranks
     from headway.core.engine.device.local_executor import LocalExecutor
+    from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 
 class RankStart(NamedTuple):
     """The ranks as the maker of one rank's executor sees them."""
 
-    ranks: Ranks
+    ranks: TorchRanks
     device: str
     """The rank's device, as in torch.device."""
     choices: Callable[[], Any]

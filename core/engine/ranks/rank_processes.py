@@ -21,7 +21,6 @@ from headway.core.system.shared_ring import RingSize, RingWriter, shared_memory
 from headway.core.system.wire import Wire
 
 if TYPE_CHECKING:
-    from headway.core.contract.ranks import Ranks
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 log = logging.getLogger("headway")
@@ -74,7 +73,7 @@ class RankProcesses:
         self._watch = RankWatch(listed, self.progress)
         self._end = weakref.finalize(self, _end, self._watch, wake_pipes)
 
-    def join(self, make: MakeRank) -> Ranks:
+    def join(self, make: MakeRank) -> TorchRanks:
         """Have each process make its rank's executor, and meet them. make: picklable.
 
         :raises ConfigError: `make` cannot be handed to another process.
@@ -90,7 +89,7 @@ class RankProcesses:
         except RuntimeError as error:  # of torch, where a rank has ended while it met the others
             self.fail(error)
 
-    def _meet(self, made: bytes) -> Ranks:
+    def _meet(self, made: bytes) -> TorchRanks:
         """Hand the processes what they need, and make the group with them. made: a pickled `MakeRank`."""
         import torch
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.engine.ranks.all_reduce import AllReduce, AllReduceChoice
 from headway.core.system.shared_ring import LifeSigns
 
 if TYPE_CHECKING:
@@ -31,11 +32,24 @@ class MeetingError(HeadwayError):
     """A call in which all ranks meet has failed: as a rule another rank has ended."""
 
 
-class AllReduce(Protocol):
-    """A way of summing a tensor over all ranks."""
+class GroupAllReduce:
+    """Sums by a process group of torch: of any tensor."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the sum, the same bits on each rank; see `Ranks.all_reduce`."""
+    def __init__(self, group: Any, name: str) -> None:
+        self._group, self.name = group, name
+
+    def takes(self, x: Tensor) -> bool:
+        """Any."""
+        return True
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See AllReduce."""
+        _meet(lambda: self._group.allreduce([x]))
+        return x if onto is None else onto.add_(x)
+
+    def abort(self) -> None:
+        """See AllReduce."""
+        self._group.abort()
 
 
 class TorchRanks:
@@ -51,8 +65,10 @@ class TorchRanks:
         """
         self._rank, self._size, self._device, self._progress = rank, size, device, progress
         self._group = _joined(store, rank, size, device)
-        self.sum: AllReduce = self._sum_by_group
-        """How tensors are summed."""
+        self.store, self.device = store, device
+        self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
+        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        self.times: AllReduceChoice | None = None
 
     @property
     def rank(self) -> int:
@@ -64,16 +80,19 @@ class TorchRanks:
         """See `Ranks`."""
         return self._size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks`; x is overwritten."""
         self._progress.call()
-        return self.sum(x)
+        able = [each for each in self.sums if each.takes(x)]
+        if self.times is not None and len(able) > 1:
+            able = [self.times.fastest(x.nbytes, able)]
+        return able[0](x, onto)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
         self._progress.call()
         out = x.new_empty((self._size, *x.shape))
-        self._meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
+        _meet(lambda: self._group._allgather_base(out.view(-1), x.reshape(-1)))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -83,22 +102,20 @@ class TorchRanks:
         self._progress.call()
         options = BroadcastOptions()
         options.rootRank = 0
-        self._meet(lambda: self._group.broadcast([x], options))
+        _meet(lambda: self._group.broadcast([x], options))
         return x
 
     def abort(self) -> None:
         """Have calls that wait for other ranks fail; any thread may do so."""
-        self._group.abort()
+        for each in self.sums:
+            each.abort()
 
-    def _sum_by_group(self, x: Tensor) -> Tensor:
-        self._meet(lambda: self._group.allreduce([x]))
-        return x
 
-    def _meet(self, call: Callable[[], Any]) -> None:
-        try:
-            call().wait()
-        except RuntimeError as error:
-            raise MeetingError(f"ranks: {' '.join(str(error).split())}") from error
+def _meet(call: Callable[[], Any]) -> None:
+    try:
+        call().wait()
+    except RuntimeError as error:
+        raise MeetingError(f"ranks: {' '.join(str(error).split())}") from error
 
 
 def make_store(size: int) -> Any:

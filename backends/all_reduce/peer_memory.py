@@ -1,0 +1,81 @@
+"""Memory of this rank's GPU that the other ranks' GPUs read and write, by the handles that CUDA passes between processes.
+
+The driver is called by name, since its functions have kept their form since CUDA 4. torch's symmetric memory does the same, but
+counts exchanges in a number of the process: one whose engine is its second would not find ranks of new processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_HANDLE_BYTES: Final = 64
+_LAZY_PEER_ACCESS: Final = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class PeerMemory:
+    """Memory that all ranks share, zeros at first, as this rank reaches it. It is given back with the object."""
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int) -> None:
+        """Allocate `num_bytes` on every rank; every rank calls, each on a GPU of its own.
+
+        store: where ranks hand each other what they need.
+
+        :raises RuntimeError: the driver refuses.
+        """
+        driver = _driver()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # makes torch's context
+            own, handle = ctypes.c_uint64(), _Handle()
+            _check(driver, driver.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
+            addresses = [0] * size
+            addresses[rank] = own.value
+            self._end = weakref.finalize(self, _give_back, driver, addresses, rank)
+            _check(driver, driver.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)))
+            torch.cuda.synchronize(device)
+            _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
+            store.set(_key(rank), bytes(handle).hex())
+            for other in range(size):
+                if other != rank:
+                    theirs, address = _Handle.from_buffer_copy(bytes.fromhex(store.get(_key(other)).decode())), ctypes.c_uint64()
+                    _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), theirs, _LAZY_PEER_ACCESS))
+                    addresses[other] = address.value
+        self.addresses: Sequence[int] = addresses
+        """Where this rank's GPU reaches each rank's memory."""
+
+
+def _key(rank: int) -> str:
+    return f"headway/peer_memory/{rank}"
+
+
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"no libcuda.so.1: {error}") from error
+
+
+def _check(driver: Any, result: int) -> None:
+    if result != 0:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA error {result}: {(text.value or b'unknown').decode()}")
+
+
+def _give_back(driver: Any, addresses: Sequence[int], rank: int) -> None:
+    for number, address in enumerate(addresses):
+        if number == rank:
+            driver.cuMemFree_v2(ctypes.c_uint64(address))
+        elif address:
+            driver.cuIpcCloseMemHandle(ctypes.c_uint64(address))

@@ -1,0 +1,126 @@
+"""Sums over the GPUs of one machine: our kernel, NCCL, and torch's symmetric memory beside them, in CUDA graphs.
+
+python -m headway.bench.studies.all_reduce
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy
+import torch
+import typer
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from headway.backends.all_reduce.one_shot import CAPACITY
+from headway.bench.studies.command import run_study
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.ranks.all_reduce import SIZES, AllReduce
+from headway.core.engine.ranks.torch_ranks import TorchRanks, find_store, make_store
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin, command_line
+from headway.core.system.shared_ring import LifeSigns
+from headway.core.system.terminal import Terminal
+from headway.tuning.measure.all_reduce import AllReduceFile, choose_all_reduce, time_all_reduce
+from headway.tuning.measure.device import identify_device
+
+
+class TorchOneShot:
+    """`one_shot_all_reduce_copy_out` of torch's symmetric memory; what waits for a rank that is gone cannot be ended."""
+
+    name = "torch one_shot"
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self._group = "headway-study"
+        _SymmetricMemory.set_group_info(self._group, rank, size, store)
+        self._buffer = _SymmetricMemory.empty_strided_p2p((CAPACITY // 2,), (1,), torch.bfloat16, device, self._group)
+        _SymmetricMemory.rendezvous(self._buffer, self._group)
+
+    def takes(self, x: Tensor) -> bool:
+        """See AllReduce."""
+        return x.nbytes <= CAPACITY
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See AllReduce."""
+        shared = self._buffer[: x.numel()]
+        torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._group, x)
+        return x if onto is None else onto.add_(x)
+
+    def abort(self) -> None:
+        """It cannot be ended."""
+
+
+class TorchTwoShot(TorchOneShot):
+    """`two_shot_all_reduce_` of torch's symmetric memory, and the copy to that memory and from it."""
+
+    name = "torch two_shot"
+
+    def __init__(self, other: TorchOneShot) -> None:
+        self._buffer, self._group = other._buffer, other._group
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See AllReduce."""
+        shared = self._buffer[: x.numel()].copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
+        return x.copy_(shared) if onto is None else onto.add_(shared)
+
+
+def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = store or find_store(port, size)
+    ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
+    choose_all_reduce(ranks, 0.0)
+    ways: list[AllReduce] = [*ranks.sums]
+    try:
+        peer = TorchOneShot(store, rank, size, device)
+        ways += [peer, TorchTwoShot(peer)]
+    except RuntimeError as error:
+        print(f"torch's symmetric memory is left out: {error}")
+    for way in ways:
+        for adds in (False, True):
+            name = f"{way.name}{' + add' if adds else ''}"
+            found[name] = [None] * len(SIZES)
+            for cell, num_bytes in enumerate(SIZES):
+                x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
+                if way.takes(x):
+                    us = torch.tensor([time_all_reduce(ranks, way, x, torch.zeros_like(x) if adds else None)], device=device)
+                    found[name][cell] = float(ranks.all_gather(us).max())
+    torch.cuda.synchronize()
+
+
+def all_reduce(
+    ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
+    output: Annotated[Path | None, typer.Option(help="Write the times to this JSON file.")] = None,
+) -> None:
+    """Time sums over GPUs, alone and added to a residual stream."""
+    if torch.cuda.device_count() < ranks:
+        raise ConfigError("--ranks", f"at most {torch.cuda.device_count()}, the GPUs that torch sees", ranks)
+    store, found = make_store(ranks), dict[str, list[float | None]]()
+    context = torch.multiprocessing.get_context("spawn")
+    others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {})) for rank in range(1, ranks)]
+    for other in others:
+        other.start()
+    _of_rank(0, ranks, store.port, store, found)
+    for other in others:
+        other.join()
+    device = identify_device(torch.device("cuda", 0))
+    table = Table(title=f"{ranks} x {device.name}, torch {device.torch}: us of a sum, bfloat16", box=box.SIMPLE_HEAD)
+    for column in ("bytes", *found):
+        table.add_column(column, justify="right")
+    for cell, num_bytes in enumerate(SIZES):
+        times = [each[cell] for each in found.values()]
+        table.add_row(f"{num_bytes:,}", *("-" if us is None else f"{us:.1f}" for us in times))
+    Terminal().print(table)
+    if output is not None:
+        print(command_line("python", "-m", "headway.bench.studies.all_reduce"))
+        write_json(AllReduceFile(device=device, origin=Origin.here(), ranks=ranks, sizes=list(SIZES), us=found), output)
+
+
+if __name__ == "__main__":
+    run_study(all_reduce)

@@ -1,0 +1,33 @@
+"""Our all-reduce in Triton's interpreter; started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.backends.all_reduce.one_shot import NUM_BYTES, OneShotAllReduce
+from headway.backends.triton.layer import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+SIZE = 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_to_come_finds_what_all_have_given(dtype: torch.dtype) -> None:
+    """One launch after the other cannot wait for later ones, so that all but the last are told not to."""
+    shared = [torch.zeros(NUM_BYTES, dtype=torch.uint8) for _ in range(SIZE)]
+    addresses = [each.data_ptr() for each in shared]
+    *others, last = (OneShotAllReduce(rank, torch.device("cpu"), addresses, each) for rank, each in enumerate(shared))
+    for other in others:
+        other.abort()
+    for count, adds in ((5000, False), (12, True), (130_000, True), (40, False)):
+        parts = [torch.randn(count).to(dtype) for _ in range(SIZE)]
+        onto = torch.randn(count).to(dtype) if adds else None
+        expected = sum(part.double() for part in parts) + (0.0 if onto is None else onto.double())
+        for other, part in zip(others, parts[:-1], strict=True):
+            assert last.takes(part)
+            other(part.clone())
+        found = last(parts[-1].clone(), onto)
+        # The interpreter cuts bits off where a GPU rounds.
+        assert (found.double() - expected).abs().max() <= expected.abs().max() * (1e-6 if dtype == torch.float32 else 2**-7)
+        assert onto is None or found is onto

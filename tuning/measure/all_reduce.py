@@ -1,0 +1,222 @@
+"""Which way of summing over ranks is fastest for how many bytes: measured once for a kind of GPU and a size, and kept."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.ranks.all_reduce import SIZES, AllReduce, AllReduceChoice
+from headway.core.system.folders import cache_folder
+from headway.core.system.json_files import read_json, write_json
+from headway.core.system.provenance import Origin
+from headway.tuning.measure.device import identify_device
+from headway.tuning.table.identity import DeviceIdentity
+
+if TYPE_CHECKING:
+    from headway.core.engine.ranks.torch_ranks import TorchRanks
+
+SCHEMA = "headway.all-reduce/1"
+WAYS = ("one_shot", "nccl")
+"""All ways of a GPU, in the order in which they are asked."""
+_CALLS = 20
+"""Calls in the CUDA graph that is timed."""
+_REPLAYS = 5
+_TOLERANCE = 2.0**-6
+"""What sums in bfloat16 may differ by, relative to the largest element, where they round after each rank."""
+log = logging.getLogger("headway")
+
+
+class AllReduceFile(BaseModel):
+    """The times of one number of ranks on one kind of GPU."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    file_schema: str = SCHEMA
+    device: DeviceIdentity
+    origin: Origin
+    ranks: int
+    sizes: list[int]
+    """Bytes of the tensors, in bfloat16."""
+    us: dict[str, list[float | None]]
+    """Way -> microseconds for each of `sizes`, of the slowest rank; None: it does not take so many bytes, or failed."""
+
+
+def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
+    """Give ranks their ways of summing on a GPU, and have them choose by measured times; every rank calls.
+
+    budget: seconds that may be measured; 0: nothing is, and where nothing is kept our kernel sums what it takes.
+    """
+    if ranks.device.type != "cuda":
+        return
+    one_shot = _one_shot(ranks)
+    if one_shot is None:
+        return
+    ranks.sums = [one_shot, *ranks.sums]
+    device = identify_device(ranks.device)
+    kept = kept_times(device, ranks.size) if ranks.rank == 0 else None
+    table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
+    if kept is not None:
+        table = torch.tensor([[math.nan if us is None else us for us in kept.us[name]] for name in WAYS], device=ranks.device)
+    table = ranks.broadcast(table)
+    source = "kept by rank 0" if kept is None else f"measured {kept.device.date}, {_path(device, ranks.size).name}"
+    if budget > 0 and bool(table.isnan().all()):
+        table, source = _measured(ranks), "measured now"
+        if ranks.rank == 0:
+            _keep(device, ranks.size, table)
+    if not bool(table.isnan().all()):
+        ranks.times = AllReduceChoice(_by_name(table), source)
+    if ranks.rank == 0:
+        log.info("all-reduce: %s", ranks.times or "one_shot where it takes the tensor, else nccl (not measured)")
+
+
+def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
+    """The times that are kept for so many of these GPUs and this software; why they are not used is logged."""
+    path = _path(device, size)
+    if not os.path.exists(path):  # a folder that may not be read counts as empty
+        return None
+    try:
+        found = read_json(path, AllReduceFile, SCHEMA)
+    except ConfigError as error:
+        log.warning("all-reduce: measured times not used: %s", error)
+        return None
+    rows = [
+        ("device", found.device.name, device.name),
+        ("driver", found.device.driver, device.driver),
+        ("torch", found.device.torch, device.torch),
+        ("headway", found.device.libraries.get("headway"), device.libraries.get("headway")),
+        ("ranks", found.ranks, size),
+        ("sizes", found.sizes, list(SIZES)),
+        ("ways", sorted(found.us), sorted(WAYS)),
+    ]
+    other = [f"{what}: measured with {was}, here is {now}" for what, was, now in rows if was != now]
+    if other:
+        log.info("all-reduce: measured times not used: %s", "; ".join(other))
+    return None if other else found
+
+
+def describe_kept(device: torch.device, size: int) -> str:
+    """How so many ranks on GPUs of this kind sum, in words, by what is kept."""
+    if device.type != "cuda":
+        return "gloo"
+    identity = identify_device(device)
+    kept = kept_times(identity, size)
+    if kept is None:
+        return "not measured yet: the first start of so many ranks measures and keeps it"
+    return str(AllReduceChoice(kept.us, f"measured {kept.device.date}, {_path(identity, size).name}"))
+
+
+def _one_shot(ranks: TorchRanks) -> AllReduce | None:
+    """Our kernel, where every rank can run it; why not is logged."""
+    made: AllReduce | None = None
+    try:
+        from headway.backends.all_reduce.one_shot import NUM_BYTES, OneShotAllReduce
+        from headway.backends.all_reduce.peer_memory import PeerMemory
+
+        unreached = [other for other in range(ranks.size) if not _reaches(ranks.device, other)]
+        if unreached:
+            raise RuntimeError(f"GPU {ranks.device.index} does not reach the memory of GPU {unreached[0]}")
+    except (ImportError, RuntimeError) as error:
+        reason = str(error)
+    else:
+        reason = ""
+    if _all(ranks, not reason):
+        try:
+            memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, NUM_BYTES)
+            made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+        if _all(ranks, made is not None):
+            wrong = _wrong(ranks, made) if made is not None else ""
+            if _all(ranks, not wrong):
+                return made
+            reason = wrong
+    log.warning("all-reduce: one_shot is left out, and nccl sums: %s", reason or "another rank says why")
+    return None
+
+
+def _reaches(device: torch.device, other: int) -> bool:
+    return device.index == other or torch.cuda.can_device_access_peer(device, other)
+
+
+def _all(ranks: TorchRanks, ok: bool) -> bool:
+    """Whether something holds on every rank; every rank calls."""
+    return bool(ranks.all_gather(torch.tensor([ok], dtype=torch.int32, device=ranks.device)).min())
+
+
+def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
+    """What is wrong with a way's sums, beside those of what is gathered; empty: nothing."""
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+    for number, count in enumerate((8, 5000, 300_000, 24)):
+        x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
+        expected = ranks.all_gather(x).float().sum(0)
+        onto = torch.full_like(x, 3.0) if number % 2 else None
+        found = way(x, onto).clone()
+        error = float((found.float() - expected - (0.0 if onto is None else 3.0)).abs().max() / expected.abs().max())
+        if not error < _TOLERANCE:
+            return f"a sum of {count} elements is off by {error:.1e}"
+        if int((ranks.all_gather(found) != found).sum()):
+            return f"ranks got other bits of a sum of {count} elements"
+    return ""
+
+
+def _measured(ranks: TorchRanks) -> Tensor:
+    """Time every way in a CUDA graph: float32 [WAYS, SIZES], microseconds of the slowest rank."""
+    if ranks.rank == 0:
+        log.info("all-reduce: measuring %d ways of summing over %d ranks, once", len(ranks.sums), ranks.size)
+    table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
+    for way in ranks.sums:
+        for cell, size in enumerate(SIZES):
+            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=ranks.device)
+            if way.takes(x):
+                table[WAYS.index(way.name), cell] = time_all_reduce(ranks, way, x)
+    return ranks.all_gather(table).amax(0)
+
+
+def time_all_reduce(ranks: TorchRanks, way: AllReduce, x: Tensor, onto: Tensor | None = None) -> float:
+    """Microseconds of a call in a CUDA graph, on this rank; every rank calls."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream(ranks.device))
+    with torch.cuda.stream(stream):
+        way(x, onto)  # compiles, and connects
+        torch.cuda.synchronize(ranks.device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(_CALLS):
+                way(x, onto)
+        times: list[float] = []
+        for _ in range(_REPLAYS):
+            _all(ranks, True)  # which the ranks leave together
+            begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize(ranks.device)
+            times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
+    torch.cuda.current_stream(ranks.device).wait_stream(stream)
+    return sorted(times)[_REPLAYS // 2]
+
+
+def _keep(device: DeviceIdentity, size: int, table: Tensor) -> None:
+    found = AllReduceFile(device=device, origin=Origin.here(), ranks=size, sizes=list(SIZES), us=_by_name(table))
+    try:
+        write_json(found, _path(device, size), "HEADWAY_CACHE")
+    except ConfigError as error:
+        log.warning("all-reduce: the times are not kept: %s", error)
+
+
+def _by_name(table: Tensor) -> dict[str, list[float | None]]:
+    return {name: [None if math.isnan(us) else us for us in row] for name, row in zip(WAYS, table.tolist(), strict=True)}
+
+
+def _path(device: DeviceIdentity, size: int) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+    return cache_folder() / "all_reduce" / f"{name}-{size}-ranks.json"
