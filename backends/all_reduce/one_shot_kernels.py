@@ -1,8 +1,9 @@
 """One launch in which a rank gives the others what it has, waits for theirs, and sums it.
 
-A program's part of the tensor is the same on every rank, so programs wait for those of their own number alone. The flags that
-they wait for count calls. What a rank gives lies in one of two buffers in turn: a rank that writes into one has met the others in
-the call before, and they had ended the call that read the buffer when they came there.
+Each rank has three buffers in turn, with room for every other rank's tensor, into which the others write. An element that has not
+come holds a pattern that none is given as, so that what is waited for is the data itself, with no flag and no fence before a flag
+(Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank fills the buffer of the call before with that pattern
+again. Others write there two calls later, for which they need what this rank gives one call later, after it has done so.
 """
 
 from __future__ import annotations
@@ -14,60 +15,73 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit(do_not_specialize=["count", "rank"])
 def sum_over_ranks(
-    x_ptr,  # [count], this rank's part of the sum
+    x_ptr,  # [count], this rank's part of the sum; count elements fill whole words of 16 bytes
     onto_ptr,  # [count], added to in place (ONTO)
     y_ptr,  # [count], written (not ONTO)
-    flags_ptr,  # int64 [SIZE]: address of each rank's flags, int32 [programs, SIZE]
-    buffers_ptr,  # int64 [SIZE]: address of each rank's two buffers of CAPACITY elements
-    calls_ptr,  # int32 [2]: calls so far, and programs that have ended in this one
+    buffers_ptr,  # int64 [SIZE]: address of each rank's buffers [3, SIZE, CAPACITY]
+    state_ptr,  # int32 [3]: buffer of this call, programs that have ended in it, int16 words of the call before
     ended_ptr,  # int32 [1], not 0: nobody is waited for
     count,
     rank,
     SIZE: tl.constexpr,
-    CAPACITY: tl.constexpr,  # elements of a buffer
-    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,  # elements of one rank's part of a buffer
+    BLOCK: tl.constexpr,  # elements of a program
+    BITS: tl.constexpr,  # the integers as wide as an element
+    NOTHING: tl.constexpr,  # the pattern of what has not come
+    INSTEAD: tl.constexpr,  # what is given in its place
     ONTO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum in float32, in the order of ranks, and round once. Grid (programs), at most as many as run at once."""
+    """Sum in float32, in the order of ranks, and round once. Grid (cdiv(count, BLOCK)), all of which must run at once."""
     program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    count = tl.multiple_of(count, 8)
+    inside = at < count
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    call = tl.load(calls_ptr) + 1
-    first_element = (call & 1) * CAPACITY
-    element = x_ptr.dtype
-    own = tl.load(buffers_ptr + rank).to(element, bitcast=True)
-    for first in range(program * BLOCK, count, tl.num_programs(0) * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(own + (first_element + at), tl.load(x_ptr + at, mask=at < count, other=0.0), mask=at < count)
-    tl.debug_barrier()  # the flags below release what all threads of this program stored
-    for other in range(SIZE):
+    buffer = tl.load(state_ptr)
+    first = buffer * (SIZE * CAPACITY)
+    x = tl.load(x_ptr + at, mask=inside, other=0.0)
+    own = x.to(BITS, bitcast=True)
+    own = tl.where(own == NOTHING, INSTEAD, own).to(BITS)
+    for other in tl.static_range(SIZE):
         if other != rank:
-            theirs = tl.load(flags_ptr + other).to(calls_ptr.dtype, bitcast=True)
-            tl.atomic_xchg(theirs + program * SIZE + rank, call, sem="release", scope="sys")
-    mine = tl.load(flags_ptr + rank).to(calls_ptr.dtype, bitcast=True) + program * SIZE
-    for other in range(SIZE):
+            theirs = _buffers(buffers_ptr + other, BITS) + (first + rank * CAPACITY)
+            tl.store(theirs + at, own, mask=inside)
+    mine = _buffers(buffers_ptr + rank, BITS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for other in tl.static_range(SIZE):
+        got = own
         if other != rank:
-            waits = 1
+            come = mine + (first + other * CAPACITY)
+            got = tl.load(come + at, mask=inside, other=0, volatile=True)
+            waits = tl.max((got == NOTHING).to(tl.int32), 0)
             while waits > 0:
-                seen = tl.atomic_add(mine + other, 0, sem="acquire", scope="sys")
-                ended = tl.load(ended_ptr, volatile=True)
-                waits = tl.where((seen - call < 0) & (ended == 0), 1, 0)  # one that is a call ahead has come, too
+                got = tl.load(come + at, mask=inside, other=0, volatile=True)
+                waits = tl.where(tl.load(ended_ptr, volatile=True) == 0, tl.max((got == NOTHING).to(tl.int32), 0), 0)
+        total += got.to(x.dtype, bitcast=True).to(tl.float32)
+    if ONTO:
+        total += tl.load(onto_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(onto_ptr + at, total.to(x.dtype), mask=inside)
+    else:
+        tl.store(y_ptr + at, total.to(x.dtype), mask=inside)
+    words: tl.constexpr = 2 if tl.int32 == BITS else 1  # of 16 bits, in an element
+    before = tl.multiple_of(tl.load(state_ptr + 2), 8)
+    emptied = _buffers(buffers_ptr + rank, tl.int16) + (buffer + 2) % 3 * (SIZE * CAPACITY * words)
+    for start in range(program * BLOCK, before, tl.num_programs(0) * BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        for other in tl.static_range(SIZE):
+            nothing = tl.full((BLOCK,), -32768, tl.int16)
+            tl.store(emptied + (other * CAPACITY * words + word), nothing, mask=word < before)
     tl.debug_barrier()
-    for first in range(program * BLOCK, count, tl.num_programs(0) * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for other in range(SIZE):
-            theirs = tl.load(buffers_ptr + other).to(element, bitcast=True) + first_element
-            total += tl.load(tl.multiple_of(theirs, 16) + at, mask=at < count, other=0.0, volatile=True).to(tl.float32)
-        if ONTO:
-            total += tl.load(onto_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-            tl.store(onto_ptr + at, total.to(element.element_ty), mask=at < count)
-        else:
-            tl.store(y_ptr + at, total.to(element.element_ty), mask=at < count)
-    tl.debug_barrier()
-    ended_programs = tl.atomic_add(calls_ptr + 1, 1, sem="acq_rel", scope="gpu")
-    if ended_programs == tl.num_programs(0) - 1:  # all have read the number of calls
-        tl.store(calls_ptr + 1, 0)
-        tl.store(calls_ptr, call)
+    ended = tl.atomic_add(state_ptr + 1, 1, sem="relaxed", scope="gpu")
+    if ended == tl.num_programs(0) - 1:  # all have read the state
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr + 2, count * words)
+        tl.store(state_ptr, (buffer + 1) % 3)
+
+
+@triton.jit
+def _buffers(address_ptr, BITS: tl.constexpr):
+    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(BITS), bitcast=True), 16)

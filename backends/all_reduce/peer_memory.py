@@ -25,12 +25,12 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Memory that all ranks share, zeros at first, as this rank reaches it. It is given back with the object."""
+    """Memory that all ranks share, as this rank reaches it. It is given back with the object."""
 
-    def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, num_bytes: int, word: int) -> None:
         """Allocate `num_bytes` on every rank; every rank calls, each on a GPU of its own.
 
-        store: where ranks hand each other what they need.
+        word: what every 16 bits hold at first. store: where ranks hand each other what they need.
 
         :raises RuntimeError: the driver refuses.
         """
@@ -42,7 +42,7 @@ class PeerMemory:
             addresses = [0] * size
             addresses[rank] = own.value
             self._end = weakref.finalize(self, _give_back, driver, addresses, rank)
-            _check(driver, driver.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes)))
+            _check(driver, driver.cuMemsetD16_v2(own, ctypes.c_ushort(word), ctypes.c_size_t(num_bytes // 2)))
             torch.cuda.synchronize(device)
             _check(driver, driver.cuIpcGetMemHandle(ctypes.byref(handle), own))
             store.set(_key(rank), bytes(handle).hex())

@@ -118,7 +118,7 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
     """Our kernel, where every rank can run it; why not is logged."""
     made: AllReduce | None = None
     try:
-        from headway.backends.all_reduce.one_shot import NUM_BYTES, OneShotAllReduce
+        from headway.backends.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
         from headway.backends.all_reduce.peer_memory import PeerMemory
 
         unreached = [other for other in range(ranks.size) if not _reaches(ranks.device, other)]
@@ -130,7 +130,7 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
         reason = ""
     if _all(ranks, not reason):
         try:
-            memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, NUM_BYTES)
+            memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
             made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
@@ -155,7 +155,7 @@ def _all(ranks: TorchRanks, ok: bool) -> bool:
 def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
     """What is wrong with a way's sums, beside those of what is gathered; empty: nothing."""
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
-    for number, count in enumerate((8, 5000, 300_000, 24)):
+    for number, count in enumerate((8, 5000, 200_000, 24, 100_000, 48, 2**18)):
         x = torch.empty(count, dtype=torch.bfloat16, device=ranks.device).normal_(generator=generator)
         expected = ranks.all_gather(x).float().sum(0)
         onto = torch.full_like(x, 3.0) if number % 2 else None

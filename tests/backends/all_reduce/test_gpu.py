@@ -9,10 +9,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
-    from headway.backends.all_reduce.one_shot import CAPACITY, NUM_BYTES, OneShotAllReduce
+    from headway.backends.all_reduce.one_shot import CAPACITY, NOTHING, OneShotAllReduce, shared_bytes
 
     device = torch.device("cuda", 0)
-    shared = [torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    shared = [torch.full((shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
     addresses = [each.data_ptr() for each in shared]
     ranks = [OneShotAllReduce(rank, device, addresses, each) for rank, each in enumerate(shared)]
     streams = [torch.cuda.Stream() for _ in ranks]
@@ -20,8 +20,8 @@ def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
         rank.abort()  # the first launch compiles, and would wait for a rank that cannot be launched meanwhile
         rank(part)
     torch.cuda.synchronize()
-    ranks = [OneShotAllReduce(rank, device, addresses, each.zero_()) for rank, each in enumerate(shared)]
-    for count in (64, 4096, 200_000, CAPACITY // 2, 32, 70_000):
+    ranks = [OneShotAllReduce(rank, device, addresses, each.fill_(NOTHING - 2**16)) for rank, each in enumerate(shared)]
+    for count in (64, 4096, 200_000, CAPACITY // 2, 32, 70_000, 8, 8):
         parts = list(torch.randn(2, count, device=device, dtype=torch.bfloat16))
         expected = sum(part.float() for part in parts)
         torch.cuda.synchronize()
