@@ -2,8 +2,8 @@
 
 Each rank has three buffers in turn, with room for every other rank's tensor, into which the others write. An element that has not
 come holds a pattern that none is given as, so that what is waited for is the data itself, with no flag and no fence before a flag
-(Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank fills the buffer of the call before with that pattern
-again. Others write there two calls later, for which they need what this rank gives one call later, after it has done so.
+(Lamport's mailbox, as in low-latency kernels of NCCL and TensorRT-LLM). A rank fills the buffer of the call before with that
+pattern again. Others write there two calls later, for which they need what this rank gives one call later, after it has done so.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ python -m headway.bench.studies.all_reduce
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,12 +35,15 @@ class TorchOneShot:
     name = "torch one_shot"
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric
 
-        self._group = "headway-study"
-        _SymmetricMemory.set_group_info(self._group, rank, size, store)
-        self._buffer = _SymmetricMemory.empty_strided_p2p((CAPACITY // 2,), (1,), torch.bfloat16, device, self._group)
-        _SymmetricMemory.rendezvous(self._buffer, self._group)
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        prefixed = dist.PrefixStore("peers", store)  # type: ignore[attr-defined]
+        dist.init_process_group("nccl", store=prefixed, rank=rank, world_size=size, device_id=device)
+        self._group: str = dist.group.WORLD.group_name  # type: ignore[attr-defined, union-attr]
+        self._buffer = symmetric.empty(CAPACITY // 2, dtype=torch.bfloat16, device=device)
+        symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
         """See AllReduce."""
