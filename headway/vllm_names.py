@@ -31,7 +31,7 @@ LLM_OPTIONS: Final = {
         "not supported: tensor_parallel_size cuts a model over GPUs; docs/replicas.md has several engines",
     ),
     "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
-    "disable_custom_all_reduce": "leave it out: NCCL sums over ranks",
+    "disable_custom_all_reduce": "leave it out: ranks sum by NCCL or our kernel, as measured",
     **_each(
         "max_seq_len_to_capture max_context_len_to_capture compilation_config",
         "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",

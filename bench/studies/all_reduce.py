@@ -41,7 +41,7 @@ class TorchOneShot:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         prefixed = dist.PrefixStore("peers", store)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=prefixed, rank=rank, world_size=size, device_id=device)
-        self._group: str = dist.group.WORLD.group_name  # type: ignore[attr-defined, union-attr]
+        self._group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._buffer = symmetric.empty(CAPACITY // 2, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(self._buffer, self._group)
 

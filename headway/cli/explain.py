@@ -98,6 +98,7 @@ def explain(
     state_backend: Annotated[str, typer.Option(help="For layers with a state, as --attn-backend.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks: also say how they sum, by bytes.")] = 1,
     crossover_table: Annotated[
         list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
     ] = None,
@@ -110,6 +111,7 @@ def explain(
     from headway.core.select.selector import Selector
     from headway.core.select.workload import Workload
     from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.all_reduce import describe_kept
 
     if block_size is not None:
         check_block_size(block_size, "--block-size")
@@ -133,10 +135,14 @@ def explain(
     times = None if costs is None else _step_costs(selector, kind, costs)
     found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
     states = explain_states(kind.states, registry, state_backend, Workload.parse(workload)) if kind.states else None
+    sums = None if tensor_parallel_size == 1 else describe_kept(spec.device, tensor_parallel_size)
     if as_json:
-        print(json.dumps(_plain(found) | ({} if states is None else {"states": states}), indent=2))
+        more = {"states": states, "all_reduce": sums}
+        print(json.dumps(_plain(found) | {name: value for name, value in more.items() if value is not None}, indent=2))
         return
     _print(found, Terminal())
+    if sums is not None:
+        Terminal().print(Text(f"sums over {tensor_parallel_size} ranks: {sums}", "dim"), soft_wrap=True)
     if states is not None:
         print_states(states, Terminal())
 
