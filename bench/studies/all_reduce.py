@@ -56,7 +56,7 @@ class TorchOneShot:
         return x if onto is None else onto.add_(x)
 
     def abort(self) -> None:
-        """It cannot be ended."""
+        """Do nothing: torch's launches cannot be ended."""
 
 
 class TorchTwoShot(TorchOneShot):

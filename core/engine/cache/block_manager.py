@@ -108,10 +108,14 @@ class BlockManager:
         assert not seq.tables, "a sequence is given its prefix before anything else"
         seq.tables = [PageTable(group.page_size) for group in self.groups]
         hits = self.enable_prefix_caching and not seq.computes_whole_prompt
-        length = seq.num_computed = self.longest_hit(seq, partly) if hits else 0
-        if hits and self.checkpoints is not None:
+        length = 0
+        if hits and self.checkpoints is None:
+            length = self.longest_hit(seq, partly)
+        elif hits and self.checkpoints is not None:
             held, interval = self._longest_held(seq, seq.num_tokens - 1, False), self.checkpoints.interval
             seq.junction = held // interval * interval
+            length = self._longest_checkpoint(seq, seq.junction, None)
+        seq.num_computed = length
         if length == 0:
             return 0
         if self.checkpoints is not None:
@@ -139,10 +143,19 @@ class BlockManager:
             return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
         interval = self.checkpoints.interval
         longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
-        for length in range(longest // interval * interval, 0, -interval):
+        return self._longest_checkpoint(seq, longest // interval * interval, also)
+
+    def _longest_checkpoint(self, seq: Sequence, longest: int, also: KeptElsewhere | None) -> int:
+        """Length of the longest start, up to `longest` tokens, at whose end a state is kept.
+
+        longest: tokens that every group holds; where the group has a window, a shorter start need not be.
+        """
+        assert self.checkpoints is not None
+        windows = any(group.window is not None for group in self.groups)
+        for length in range(longest, 0, -self.checkpoints.interval):
             digest = self.name_of_start(seq, length)
             known = self.checkpoints.knows(digest) or (also is not None and also(STATES, digest))
-            if known and self._longest_held(seq, length, False, also) == length:
+            if known and (not windows or self._longest_held(seq, length, False, also) == length):
                 return length
         return 0
 
