@@ -152,7 +152,7 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
 	(pathlib.Path(sys.argv[1]) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12, "num_experts": 128}))
 	end
     run hybrid bench throughput --model "$cut" --load-format dummy --max-model-len 8192 --batch-size 1,16,64 --input-len 512 --output-len 512 \
-        --repeat 2 --no-autotune --output "$out/hybrid-512.json"
+        --repeat 2 --autotune-budget 10 --output "$out/hybrid-512.json"
     study hybrid-turns hybrid_engine "$cut" --output "$out/hybrid-turns.json"
     $PYTHON -P -m headway.bench.studies.engines vllm --model "$cut" --repeat 2 --batch-size 1,16,64 --input-len 512 \
         --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
