@@ -19,7 +19,8 @@ from headway.core.contract.errors import HeadwayError, ModelError
 from headway.core.system.json_files import write_json
 from headway.models import gguf
 from headway.models.checkpoint import check_folder
-from headway.models.weights import Weights, check_files
+from headway.models.tensor_files import check_files
+from headway.models.weights import Weights
 from headway.registry.isolation import Verdict
 from headway.tuning.table.files import read_table
 from tables import a_table
