@@ -17,7 +17,7 @@ from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 from headway.models.quantization.config import Quantization
 from headway.models.quantization.forms import QuantizedWeight, merged
-from headway.models.quantization.module import QuantizedModule, WeightFormat
+from headway.models.quantization.module import QuantizedModule, StoredFormat
 from headway.models.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
@@ -174,7 +174,7 @@ class Weights:
             )
         return self._files.read(name, axes)
 
-    def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[WeightFormat, QuantizedModule] | None:
+    def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
         """A quantised weight's format and tensors; None: there is no weight by this name, or it is a plain one."""
         if self._quantization is None:
             return None
@@ -188,10 +188,10 @@ class Weights:
         assert found is not None
         form, module = found
         module.use(form.suffixes)
+        self._counted.labels[form.label] = None
         if any(axis.size == 0 for axis in axes):
             return torch.empty(held_sizes(axes), dtype=self.dtype, device=self.device)
         weight = form.read(module)
-        self._counted.labels[form.label] = None
         self._counted.stored += module.num_bytes
         return weight
 

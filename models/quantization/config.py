@@ -19,7 +19,7 @@ from headway.core.system.text import shown
 from headway.models.quantization.eight_bits import Float8Format, Int8Format
 from headway.models.quantization.float4 import ExpertsMxfp4, Nvfp4
 from headway.models.quantization.integer_groups import Awq, Gptq, PackQuantized
-from headway.models.quantization.module import QuantizedModule, WeightFormat
+from headway.models.quantization.module import QuantizedModule, StoredFormat
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
@@ -27,12 +27,12 @@ _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class FormatRule:
     """A format, and the modules that it is for."""
 
     targets: tuple[str, ...]
     """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
-    format: WeightFormat
+    format: StoredFormat
 
     def fits(self, module: str) -> bool:
         """Whether the module is one of them."""
@@ -48,14 +48,14 @@ class Quantization:
     """Who wrote them, in words."""
     place: str
     """Where it is said, in words."""
-    rules: tuple[Rule, ...]
+    rules: tuple[FormatRule, ...]
 
     @property
     def label(self) -> str:
         """The formats in words."""
         return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
 
-    def format_of(self, module: QuantizedModule) -> WeightFormat | None:
+    def format_of(self, module: QuantizedModule) -> StoredFormat | None:
         """The format of a module's weight; None: it is a plain tensor."""
         found = [rule.format for rule in self.rules if rule.format.holds(module)]
         if len(found) > 1:  # formats that look alike
@@ -144,14 +144,14 @@ def _cache_is_quantised(said: _Said) -> bool:
     return True
 
 
-def _fp8(said: _Said) -> tuple[Rule, ...]:
+def _fp8(said: _Said) -> tuple[FormatRule, ...]:
     said.expect("fmt", "e4m3", absent="e4m3")
     said.expect("expert_dtype", "fp8", absent="fp8")
     blocks = said.get("weight_block_size")
-    return (Rule((), Float8Format("tensor" if blocks is None else _block(said, "weight_block_size", blocks))),)
+    return (FormatRule((), Float8Format("tensor" if blocks is None else _block(said, "weight_block_size", blocks))),)
 
 
-def _awq(said: _Said) -> tuple[Rule, ...]:
+def _awq(said: _Said) -> tuple[FormatRule, ...]:
     bits = said.get("bits", "w_bit")
     if bits != 4:
         said.refuse("bits", "4", bits)
@@ -159,37 +159,37 @@ def _awq(said: _Said) -> tuple[Rule, ...]:
     if version.lower() != "gemm":
         said.refuse("version", '"gemm"', version)
     said.expect("zero_point", True, absent=True)
-    return (Rule((), Awq(4, _group_size(said, said.get("group_size", "q_group_size")))),)
+    return (FormatRule((), Awq(4, _group_size(said, said.get("group_size", "q_group_size")))),)
 
 
-def _gptq(said: _Said) -> tuple[Rule, ...]:
+def _gptq(said: _Said) -> tuple[FormatRule, ...]:
     bits = said.expect("bits", 4, 8)
     version = said.expect("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
     changed = said.get("dynamic") or {}
     odd = next((name for name, values in changed.items() if not name.startswith("-:") and values), None)
     if odd is not None:
         said.refuse("dynamic", "modules that are left out alone (-:), since all others have one form", {odd: changed[odd]})
-    return (Rule((), Gptq(bits, _group_size(said, said.get("group_size")), version == "gptq")),)
+    return (FormatRule((), Gptq(bits, _group_size(said, said.get("group_size")), version == "gptq")),)
 
 
-def _mxfp4(said: _Said) -> tuple[Rule, ...]:
-    return (Rule((), ExpertsMxfp4()),)
+def _mxfp4(said: _Said) -> tuple[FormatRule, ...]:
+    return (FormatRule((), ExpertsMxfp4()),)
 
 
-def _modelopt(said: _Said) -> tuple[Rule, ...]:
+def _modelopt(said: _Said) -> tuple[FormatRule, ...]:
     way = said.get("quant_algo")
     if way not in _MODELOPT:
         said.refuse("quant_algo", " or ".join(_MODELOPT), way)
-    return (Rule((), _MODELOPT[way]),)
+    return (FormatRule((), _MODELOPT[way]),)
 
 
-_MODELOPT: Mapping[str, WeightFormat] = {
+_MODELOPT: Mapping[str, StoredFormat] = {
     "FP8": Float8Format("tensor"),
     "NVFP4": Nvfp4(".weight", ".weight_scale_2", divides=False),
 }
 
 
-def _compressed_tensors(said: _Said) -> tuple[Rule, ...]:
+def _compressed_tensors(said: _Said) -> tuple[FormatRule, ...]:
     for key in ("transform_config", "sparsity_config"):
         value = said.get(key)
         if value and (not isinstance(value, Mapping) or value.get("format", "") != "dense"):
@@ -203,28 +203,28 @@ def _compressed_tensors(said: _Said) -> tuple[Rule, ...]:
         targets = group.get("targets") or []
         if not isinstance(targets, list):
             group.refuse("targets", "a list", targets)
-        rules.append(Rule(tuple(map(str, targets)), _COMPRESSED[kind](group.part("weights"))))
+        rules.append(FormatRule(tuple(map(str, targets)), _COMPRESSED[kind](group.part("weights"))))
     return tuple(rules)
 
 
-def _compressed_float8(said: _Said) -> WeightFormat:
+def _compressed_float8(said: _Said) -> StoredFormat:
     said.expect("num_bits", 8)
     said.expect("type", "float")
     strategy = said.expect("strategy", "channel", "tensor", "block")
     return Float8Format(_block(said, "block_structure", said.get("block_structure")) if strategy == "block" else strategy)
 
 
-def _compressed_int8(said: _Said) -> WeightFormat:
+def _compressed_int8(said: _Said) -> StoredFormat:
     said.expect("num_bits", 8)
     said.expect("type", "int")
     return Int8Format(said.expect("strategy", "channel", "tensor"))
 
 
-def _compressed_naive(said: _Said) -> WeightFormat:
+def _compressed_naive(said: _Said) -> StoredFormat:
     return _compressed_float8(said) if said.get("type") == "float" else _compressed_int8(said)
 
 
-def _compressed_packed(said: _Said) -> WeightFormat:
+def _compressed_packed(said: _Said) -> StoredFormat:
     bits = said.expect("num_bits", 4, 8)
     said.expect("type", "int")
     strategy = said.expect("strategy", "group", "channel")
@@ -232,14 +232,14 @@ def _compressed_packed(said: _Said) -> WeightFormat:
     return PackQuantized(bits, size, said.expect("symmetric", True, False, absent=True))
 
 
-def _compressed_nvfp4(said: _Said) -> WeightFormat:
+def _compressed_nvfp4(said: _Said) -> StoredFormat:
     said.expect("num_bits", 4)
     said.expect("type", "float")
     said.expect("group_size", 16, absent=16)
     return Nvfp4(".weight_packed", ".weight_global_scale", divides=True)
 
 
-_COMPRESSED: Mapping[str, Callable[[_Said], WeightFormat]] = {
+_COMPRESSED: Mapping[str, Callable[[_Said], StoredFormat]] = {
     "float-quantized": _compressed_float8,
     "int-quantized": _compressed_int8,
     "naive-quantized": _compressed_naive,
@@ -247,7 +247,7 @@ _COMPRESSED: Mapping[str, Callable[[_Said], WeightFormat]] = {
     "nvfp4-pack-quantized": _compressed_nvfp4,
 }
 
-METHODS: Mapping[str, Callable[[_Said], tuple[Rule, ...]]] = {
+METHODS: Mapping[str, Callable[[_Said], tuple[FormatRule, ...]]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,

@@ -40,11 +40,11 @@ class Float8Format:
         return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return module.elements(".weight") in _FLOAT8
 
     def read(self, module: QuantizedModule) -> Float8Weight:
-        """See WeightFormat."""
+        """See StoredFormat."""
         values = module.take(".weight", _FLOAT8, module.rows, module.columns)
         suffix = next((name for name in self.suffixes[1:3] if module.elements(name)), self.suffixes[1])
         if not isinstance(self.scales, tuple):
@@ -74,11 +74,11 @@ class Int8Format:
         return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return module.elements(".weight") in _INT8
 
     def read(self, module: QuantizedModule) -> Int8Weight:
-        """See WeightFormat."""
+        """See StoredFormat."""
         values = module.take(".weight", _INT8, module.rows, module.columns)
         if module.elements(".weight_zero_point"):
             zeros: Tensor = module.take(".weight_zero_point", _INT8, *module.shape(".weight_zero_point"))

@@ -31,11 +31,11 @@ class ExpertsMxfp4:
         return "MXFP4"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return len(module.axes) == 3 and bool(module.elements("_blocks"))
 
     def read(self, module: QuantizedModule) -> Tensor:
-        """See WeightFormat. The result is a view of [E, N, K]."""
+        """See StoredFormat. The result is a view of [E, N, K]."""
         experts, columns, rows = module.axes
         groups = module.in_units(columns, MX_GROUP, "groups of columns")
         blocks = module.take("_blocks", _OCTETS, experts, rows, groups, MX_GROUP // 2)
@@ -69,11 +69,11 @@ class Nvfp4:
         return "NVFP4"
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return module.elements(self.codes) in _OCTETS
 
     def read(self, module: QuantizedModule) -> Tensor:
-        """See WeightFormat."""
+        """See StoredFormat."""
         module.divided(_NV_GROUP)
         groups = module.in_units(module.columns, _NV_GROUP, "groups of columns")
         codes = _codes(module.take(self.codes, _OCTETS, module.rows, module.in_units(module.columns, 2, "columns")))

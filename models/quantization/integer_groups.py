@@ -78,11 +78,11 @@ class Awq(IntegerGroups):
         return self.named("AWQ")
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return bool(module.elements(".qweight"))
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See WeightFormat."""
+        """See StoredFormat."""
         size, count = self.group(module)
         words = module.in_units(module.rows, self.codes, "rows")
         groups = _groups(module, size, count)
@@ -106,11 +106,11 @@ class Gptq(IntegerGroups):
         return self.named("GPTQ")
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return bool(module.elements(".qweight"))
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See WeightFormat."""
+        """See StoredFormat."""
         size, count = self.group(module)
         group_of = _group_of(module, ".g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
@@ -144,11 +144,11 @@ class PackQuantized(IntegerGroups):
         return self.named("pack-quantized")
 
     def holds(self, module: QuantizedModule) -> bool:
-        """See WeightFormat."""
+        """See StoredFormat."""
         return module.elements(".weight_packed") in _WORDS
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
-        """See WeightFormat."""
+        """See StoredFormat."""
         size, count = self.group(module)
         group_of = _group_of(module, ".weight_g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
@@ -156,7 +156,7 @@ class PackQuantized(IntegerGroups):
         codes = unpacked_words(module.take(".weight_packed", _WORDS, module.rows, words), self.bits)
         scales = module.take_scales(".weight_scale", module.rows, groups, signed=True)
         zeros = None
-        if not self.symmetric:
+        if not self.symmetric or module.elements(".weight_zero_point"):
             held = module.in_units(module.rows, self.codes, "rows")
             columns = module.take(".weight_zero_point", _WORDS, held, groups).t()
             zeros = unpacked_words(columns, self.bits).t()[: module.rows.size]

@@ -112,7 +112,7 @@ class QuantizedModule:
         return self.columns.whole // size
 
 
-class WeightFormat(Protocol):
+class StoredFormat(Protocol):
     """How a format keeps the weight of a module."""
 
     suffixes: ClassVar[tuple[str, ...]]

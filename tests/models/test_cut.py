@@ -143,7 +143,8 @@ class Counting:
 
 class CountingSlice:
     def __init__(self, inner: Any, count: Callable[[Tensor], Tensor]) -> None:
-        self.get_shape, self._inner, self._count = inner.get_shape, inner, count
+        self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
+        self._inner, self._count = inner, count
 
     def __getitem__(self, places: Any) -> Tensor:
         return self._count(self._inner[places])

@@ -1,5 +1,4 @@
-"""Checkpoints as the makers of quantised weights write them: drawn at random, packed by the letter of each format, one number at a
-time where that is plainer, and beside them the plain checkpoint that they stand for."""
+"""Quantised checkpoints, drawn at random and packed by the letter of each format, and the plain ones that they stand for."""
 
 from __future__ import annotations
 
@@ -70,11 +69,9 @@ def float8_named(name: str, *shape: int, static: bool = False) -> Callable[[int,
 
 
 def float8_compressed_blocks(rows: int, columns: int) -> Packed:
+    """As compressed-tensors calls them."""
     tensors, weight = float8_blocks(rows, columns)
-    return {".weight": tensors[".weight"], ".weight_scale": tensors[".weight_scale_inv"].bfloat16().float()}, (
-        tensors[".weight"].float()
-        * tensors[".weight_scale_inv"].bfloat16().float().repeat_interleave(64, 0).repeat_interleave(64, 1)
-    )
+    return {".weight": tensors[".weight"], ".weight_scale": tensors[".weight_scale_inv"]}, weight
 
 
 def int8_rows(rows: int, columns: int) -> Packed:
@@ -240,6 +237,27 @@ def save_both(
     quantized.mkdir()
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
     write_config(quantized, json.loads((dense / "config.json").read_text()), quantization_config=form.config)
+    return quantized, dense
+
+
+def save_mxfp4(folder: Path, config: PretrainedConfig) -> tuple[Path, Path]:
+    """The same of gpt-oss, whose experts alone are quantised."""
+    dense, quantized = folder / "dense", folder / "quantized"
+    save_random(config, dense)
+    tensors = load_file(dense / "model.safetensors")
+    stored = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = stored.pop(name).shape
+        codes, exponents = torch.randint(0, 16, (experts, rows, columns)), torch.randint(121, 126, (experts, rows, columns // 32))
+        pairs = codes.view(experts, rows, columns // 32, 16, 2)
+        stored[f"{name}_blocks"] = (pairs[..., 0] + 16 * pairs[..., 1]).to(torch.uint8)
+        stored[f"{name}_scales"] = exponents.to(torch.uint8)
+        tensors[name] = (FP4[codes] * (2.0 ** (exponents - 127)).repeat_interleave(32, 2)).mT.contiguous()
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    quantized.mkdir()
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    stated = json.loads((dense / "config.json").read_text())
+    write_config(quantized, stated, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return quantized, dense
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
 
 from dense_attention import DenseAttention
 from engine_logits import save_random
@@ -23,15 +23,10 @@ from headway.models.loader import load_model
 from headway.models.quantization.config import read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.weights import Weights
-from quantized_models import FORMATS, QWEN3, save_both, write_config
+from quantized_models import FORMATS, QWEN3, Format, pack_quantized, save_both, save_mxfp4, write_config
 from thread_ranks import on_ranks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def drawn() -> None:
-    torch.manual_seed(torch.seed() % 2**31)
 
 
 def open_weights(folder: Path, keep: bool = False, dtype: torch.dtype = torch.float32) -> Weights:
@@ -145,6 +140,38 @@ def test_experts_are_expanded_one_by_one(tmp_path: Path, size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+GPT_OSS = GptOssConfig(
+    **{key: getattr(QWEN3, key) for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
+    hidden_size=64,
+    intermediate_size=64,
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_experts_of_gpt_oss_are_expanded(tmp_path: Path, size: int) -> None:
+    quantized, dense = save_mxfp4(tmp_path, GPT_OSS)
+    expected = logits_of(dense)
+    for found in on_ranks(size, lambda ranks: logits_of(quantized, ranks)):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("fp8 blocks", FineGrainedFP8Config), ("fp8 of transformers", FineGrainedFP8Config), ("mxfp4", Mxfp4Config)]
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str, way: Any) -> None:
+    quantized = (save_mxfp4(tmp_path, GPT_OSS) if name == "mxfp4" else save_both(tmp_path, FORMATS[name]))[0]
+    model: Any = AutoModelForCausalLM.from_pretrained(quantized, quantization_config=way(dequantize=True), dtype=torch.float32)
+    ids = torch.randint(0, model.config.vocab_size, (9,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(logits_of(quantized), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_head_of_its_own_may_be_quantised_and_a_tied_one_is_the_embedding(tmp_path: Path) -> None:
     config = type(QWEN3)(**{**QWEN3.to_dict(), "tie_word_embeddings": False, "vocab_size": 64})
     quantized, dense = save_both(tmp_path, FORMATS["gptq"], config)
@@ -156,16 +183,15 @@ def test_a_head_of_its_own_may_be_quantised_and_a_tied_one_is_the_embedding(tmp_
 def test_modules_that_are_left_out_are_plain(tmp_path: Path) -> None:
     form = FORMATS["awq"]
     config = {**form.config, "modules_to_not_convert": ["self_attn", "model.layers.1"]}
-    left = lambda name: "self_attn" in name or "layers.1" in name  # noqa: E731
-    quantized, dense = save_both(tmp_path, type(form)(config, form.draw), plain=left)
+    quantized, dense = save_both(
+        tmp_path, Format(config, form.draw), plain=lambda name: "self_attn" in name or "layers.1" in name
+    )
     torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
 
 
 def test_groups_of_modules_may_have_formats_of_their_own(tmp_path: Path) -> None:
     """Both formats have the same tensors, so that the configuration alone tells them apart."""
     four, eight = FORMATS["compressed int4"], {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
-    from quantized_models import Format, pack_quantized
-
     turn = {256: pack_quantized(bits=8), 128: four.draw, 64: four.draw}
     config = json.loads(json.dumps(four.config))
     config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*down_proj"]
