@@ -183,7 +183,10 @@ class Weights:
         return None if found is None else (found, module)
 
     def _weight(self, name: str, axes: tuple[Axis, ...]) -> Tensor | QuantizedWeight:
-        """Read a quantised weight: the rank's part, which may be nothing."""
+        """Read a quantised weight: the rank's part, which may be nothing.
+
+        Where that begins or ends within a group, the whole group is read, and the part is cut out of the expanded weight.
+        """
         found = self._quantized(name, axes)
         assert found is not None
         form, module = found
@@ -191,9 +194,17 @@ class Weights:
         self._counted.labels[form.label] = None
         if any(axis.size == 0 for axis in axes):
             return torch.empty(held_sizes(axes), dtype=self.dtype, device=self.device)
+        wider = tuple(axis.rounded(size) for axis, size in zip(axes, form.units(module), strict=True))
+        module = QuantizedModule(self._files, module.name, wider, self.dtype)
         weight = form.read(module)
         self._counted.stored += module.num_bytes
-        return weight
+        if wider == axes:
+            return weight
+        whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
+        for place, (axis, wide) in enumerate(zip(axes, wider, strict=True)):
+            if axis != wide:
+                whole = whole.index_select(place, torch.tensor(axis.places_in(wide), device=whole.device))
+        return whole
 
     def _expanded(self, weight: Tensor | QuantizedWeight) -> Tensor:
         whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
@@ -23,6 +23,7 @@ from headway.models.quantization.module import QuantizedModule, StoredFormat
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
+Item = TypeVar("Item")
 _GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -44,8 +45,6 @@ class FormatRule:
 class Quantization:
     """The formats of a checkpoint's quantised weights."""
 
-    method: str
-    """Who wrote them, in words."""
     place: str
     """Where it is said, in words."""
     rules: tuple[FormatRule, ...]
@@ -81,12 +80,13 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
         raise ModelError(f"model {folder}: {place} needs an object, got {shown(found)}")
     nested = found.get("quantization")  # ModelOpt's own file
     said = _Said(folder, place, nested if isinstance(nested, Mapping) else found)
-    method = str(said.get("quant_method") or ("modelopt" if "quant_algo" in said.values else usual)).lower()
-    if _cache_is_quantised(said) and not (said.get("config_groups") or said.get("quant_algo")):
-        return None
+    of_modelopt = {"quant_algo", "kv_cache_quant_algo"} & set(said.values)
+    method = str(said.get("quant_method") or ("modelopt" if of_modelopt else usual)).lower()
     if method not in METHODS:
         said.refuse_method(method)
-    return Quantization(method, place, METHODS[method](said))
+    _check_cache(said)
+    rules = METHODS[method](said)
+    return Quantization(place, rules) if rules else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,12 @@ class _Said:
             self.refuse(key, " or ".join(json.dumps(each) for each in allowed), value)
         return value
 
+    def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
+        """What a text stands for. value: that of the key."""
+        if not isinstance(value, str) or value not in known:
+            self.refuse(key, " or ".join(known), value)
+        return known[value]
+
     def refuse_method(self, method: str) -> NoReturn:
         """The error of a method that Headway does not read."""
         bits = 4 if self.get("load_in_4bit") else 8 if self.get("load_in_8bit") else self.get("bits", "w_bit")
@@ -129,19 +135,18 @@ class _Said:
         )
 
 
-def _cache_is_quantised(said: _Said) -> bool:
-    """Whether the cache is to be, by scales that the checkpoint brings.
+def _check_cache(said: _Said) -> None:
+    """Check that a cache is quantised by a scale for each layer, which the checkpoint brings, if at all.
 
-    :raises ModelError: in another way than with a scale for each layer.
+    :raises ModelError: it is not.
     """
     way = said.get("kv_cache_quant_algo", "kv_cache_scheme")
-    if way is None:
-        return False
     usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    known = all(way.get(key, value) == value for key, value in usual.items()) if isinstance(way, Mapping) else way == "FP8"
+    known = (
+        all(way.get(key, value) == value for key, value in usual.items()) if isinstance(way, Mapping) else way in (None, "FP8")
+    )
     if not known:
-        raise ModelError(f"model {said.folder}: needs an fp8 cache with a scale for each layer, got {way} for its cache")
-    return True
+        raise ModelError(f"model {said.folder}: needs an fp8 cache with a scale for each layer, got {shown(way)} for its cache")
 
 
 def _fp8(said: _Said) -> tuple[FormatRule, ...]:
@@ -166,6 +171,8 @@ def _gptq(said: _Said) -> tuple[FormatRule, ...]:
     bits = said.expect("bits", 4, 8)
     version = said.expect("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
     changed = said.get("dynamic") or {}
+    if not isinstance(changed, Mapping):
+        said.refuse("dynamic", "an object", changed)
     odd = next((name for name, values in changed.items() if not name.startswith("-:") and values), None)
     if odd is not None:
         said.refuse("dynamic", "modules that are left out alone (-:), since all others have one form", {odd: changed[odd]})
@@ -178,9 +185,9 @@ def _mxfp4(said: _Said) -> tuple[FormatRule, ...]:
 
 def _modelopt(said: _Said) -> tuple[FormatRule, ...]:
     way = said.get("quant_algo")
-    if way not in _MODELOPT:
-        said.refuse("quant_algo", " or ".join(_MODELOPT), way)
-    return (FormatRule((), _MODELOPT[way]),)
+    if way is None and said.get("kv_cache_quant_algo", "kv_cache_scheme"):
+        return ()
+    return (FormatRule((), said.one_of("quant_algo", way, _MODELOPT)),)
 
 
 _MODELOPT: Mapping[str, StoredFormat] = {
@@ -194,16 +201,17 @@ def _compressed_tensors(said: _Said) -> tuple[FormatRule, ...]:
         value = said.get(key)
         if value and (not isinstance(value, Mapping) or value.get("format", "") != "dense"):
             said.refuse(key, "nothing", value)
+    if not said.get("config_groups"):
+        return ()
     groups, rules = said.part("config_groups"), []
     for name in groups.values:
         group = groups.part(name)
         kind = group.get("format") or said.get("format")
-        if kind not in _COMPRESSED:
-            said.refuse("format", " or ".join(_COMPRESSED), kind)
+        read = said.one_of("format", kind, _COMPRESSED)
         targets = group.get("targets") or []
         if not isinstance(targets, list):
             group.refuse("targets", "a list", targets)
-        rules.append(FormatRule(tuple(map(str, targets)), _COMPRESSED[kind](group.part("weights"))))
+        rules.append(FormatRule(tuple(map(str, targets)), read(group.part("weights"))))
     return tuple(rules)
 
 

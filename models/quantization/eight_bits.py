@@ -43,6 +43,10 @@ class Float8Format:
         """See StoredFormat."""
         return module.elements(".weight") in _FLOAT8
 
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return (1, self.scales[1]) if isinstance(self.scales, tuple) else (1, 1)
+
     def read(self, module: QuantizedModule) -> Float8Weight:
         """See StoredFormat."""
         values = module.take(".weight", _FLOAT8, module.rows, module.columns)
@@ -51,13 +55,13 @@ class Float8Format:
             scales = _row_scales(module, suffix, self.scales)
             return Float8Weight(values, scales[:, None], (1, module.columns.size))
         rows, columns = self.scales
-        blocks = module.in_units(module.columns, columns, "blocks of columns")
+        blocks = module.columns.units(columns)
         elements = (*PLAIN, _POWERS)
         if _is_cut_within(module, rows):
             held = torch.tensor([row // rows for row in module.rows.pick(range(module.rows.whole))], device=values.device)
             scales = module.take_scales(suffix, -(-module.rows.whole // rows), blocks, elements=elements)
             return Float8Weight(values, scales.float()[held], (1, columns))
-        scales = module.take_scales(suffix, module.in_units(module.rows, rows, "rows"), blocks, elements=elements)
+        scales = module.take_scales(suffix, module.rows.units(rows), blocks, elements=elements)
         return Float8Weight(values, scales.float(), (rows, columns))
 
 
@@ -76,6 +80,10 @@ class Int8Format:
     def holds(self, module: QuantizedModule) -> bool:
         """See StoredFormat."""
         return module.elements(".weight") in _INT8
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, 1
 
     def read(self, module: QuantizedModule) -> Int8Weight:
         """See StoredFormat."""

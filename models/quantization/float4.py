@@ -34,10 +34,14 @@ class ExpertsMxfp4:
         """See StoredFormat."""
         return len(module.axes) == 3 and bool(module.elements("_blocks"))
 
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, MX_GROUP, 1
+
     def read(self, module: QuantizedModule) -> Tensor:
         """See StoredFormat. The result is a view of [E, N, K]."""
         experts, columns, rows = module.axes
-        groups = module.in_units(columns, MX_GROUP, "groups of columns")
+        groups = columns.units(MX_GROUP)
         blocks = module.take("_blocks", _OCTETS, experts, rows, groups, MX_GROUP // 2)
         exponents = module.take("_scales", _OCTETS, experts, rows, groups)
         if bool((exponents == _NAN).any()):
@@ -72,11 +76,15 @@ class Nvfp4:
         """See StoredFormat."""
         return module.elements(self.codes) in _OCTETS
 
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, _NV_GROUP
+
     def read(self, module: QuantizedModule) -> Tensor:
         """See StoredFormat."""
         module.divided(_NV_GROUP)
-        groups = module.in_units(module.columns, _NV_GROUP, "groups of columns")
-        codes = _codes(module.take(self.codes, _OCTETS, module.rows, module.in_units(module.columns, 2, "columns")))
+        groups = module.columns.units(_NV_GROUP)
+        codes = _codes(module.take(self.codes, _OCTETS, module.rows, module.columns.units(2)))
         scales = module.take(".weight_scale", ("float8_e4m3fn",), module.rows, groups).float()  # 0 where all of a group is 0
         if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
             raise module.error(".weight_scale", "needs finite scales, none below 0", "others")

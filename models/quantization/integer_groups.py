@@ -32,6 +32,11 @@ class IntegerGroups:
         """Numbers in a word."""
         return _WORD // self.bits
 
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        size, count = self.group(module)
+        return self.codes, self.codes if count == 1 else size
+
     def group(self, module: QuantizedModule) -> tuple[int, int]:
         """Columns of a group, and how many groups the whole weight has."""
         size = module.columns.whole if self.group_size == -1 else self.group_size
@@ -84,7 +89,7 @@ class Awq(IntegerGroups):
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
         """See StoredFormat."""
         size, count = self.group(module)
-        words = module.in_units(module.rows, self.codes, "rows")
+        words = module.rows.units(self.codes)
         groups = _groups(module, size, count)
         codes = _awq_columns(module.take(".qweight", _WORDS, module.columns, words))
         zeros = _awq_columns(module.take(".qzeros", _WORDS, groups, words))
@@ -114,9 +119,9 @@ class Gptq(IntegerGroups):
         size, count = self.group(module)
         group_of = _group_of(module, ".g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
-        words = module.in_units(module.columns, self.codes, "columns")
+        words = module.columns.units(self.codes)
         codes = unpacked_words(module.take(".qweight", _WORDS, words, module.rows).t(), self.bits)
-        zeros = module.take(".qzeros", _WORDS, groups, module.in_units(module.rows, self.codes, "rows"))
+        zeros = module.take(".qzeros", _WORDS, groups, module.rows.units(self.codes))
         zeros = unpacked_words(zeros, self.bits)
         if self.less_one:
             zeros = (zeros + 1) & (2**self.bits - 1)  # AutoGPTQ, which wrote them, lets a zero of 0 wrap around
@@ -152,12 +157,12 @@ class PackQuantized(IntegerGroups):
         size, count = self.group(module)
         group_of = _group_of(module, ".weight_g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
-        words = module.in_units(module.columns, self.codes, "columns")
+        words = module.columns.units(self.codes)
         codes = unpacked_words(module.take(".weight_packed", _WORDS, module.rows, words), self.bits)
         scales = module.take_scales(".weight_scale", module.rows, groups, signed=True)
         zeros = None
         if not self.symmetric or module.elements(".weight_zero_point"):
-            held = module.in_units(module.rows, self.codes, "rows")
+            held = module.rows.units(self.codes)
             columns = module.take(".weight_zero_point", _WORDS, held, groups).t()
             zeros = unpacked_words(columns, self.bits).t()[: module.rows.size]
         return self.weight(module, codes[:, : module.columns.size], scales, zeros, group_of)
@@ -178,7 +183,7 @@ def _awq_columns(words: Tensor) -> Tensor:
 
 def _groups(module: QuantizedModule, size: int, count: int) -> Axis:
     """The groups that a rank holds; a row of one group may be cut anywhere."""
-    return Axis.all(1) if count == 1 else module.in_units(module.columns, size, "groups of columns")
+    return Axis.all(1) if count == 1 else module.columns.units(size)
 
 
 def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Tensor | None:

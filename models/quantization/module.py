@@ -85,21 +85,6 @@ class QuantizedModule:
         name = self.name + suffix
         return ModelError(f"weights: {name} ({self._files.file_of(name)}) {need}, got {got}")
 
-    def in_units(self, axis: Axis, size: int, of: str) -> Axis:
-        """Count an axis in units of several elements that lie together; the last may be shorter.
-
-        of: what the units are, such as "groups of columns".
-
-        :raises ModelError: what the rank holds does not begin and end with whole ones.
-        """
-        for each in axis.held:
-            if each.start % size or (each.stop % size and each.stop != axis.whole):
-                raise ModelError(
-                    f"weights: {self.name} is quantised in {of} of {size}, which a rank has to hold whole, got {each.start} to "
-                    f"{each.stop} of {axis.whole}: use fewer GPUs (tensor_parallel_size)"
-                )
-        return Axis(-(-axis.whole // size), tuple(range(each.start // size, -(-each.stop // size)) for each in axis.held))
-
     def divided(self, size: int) -> int:
         """Count the groups of columns. size: columns of each.
 
@@ -124,6 +109,9 @@ class StoredFormat(Protocol):
 
     def holds(self, module: QuantizedModule) -> bool:
         """Whether the module's tensors are of this format, as far as their names and elements tell."""
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """Elements of each axis that lie together and are read together: whatever a rank holds is widened to whole ones."""
 
     def read(self, module: QuantizedModule) -> QuantizedWeight | Tensor:
         """Read the module's weight: in the form that products read, or, where there is none, expanded to the model's dtype.

@@ -63,7 +63,7 @@ def test_modelopts_file_may_tell_of_the_cache_alone(tmp_path: Path) -> None:
     write(tmp_path, "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
     assert read_quantization(tmp_path, {}) is None
     write(tmp_path, "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "NVFP4"})
-    with pytest.raises(ModelError, match="got NVFP4 for its cache"):
+    with pytest.raises(ModelError, match="got 'NVFP4' for its cache"):
         read_quantization(tmp_path, {})
 
 
