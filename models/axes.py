@@ -59,6 +59,21 @@ class Axis:
         moved = [range(each.start + self.whole, each.stop + self.whole) for each in other.held]
         return Axis(self.whole + other.whole, _merged([*self.held, *moved]))
 
+    def rounded(self, size: int) -> Axis:
+        """Widen what is held, in increasing order, to whole units of so many elements; the last unit may be shorter."""
+        wide = [range(each.start // size * size, min(-(-each.stop // size) * size, self.whole)) for each in self.held]
+        apart = [range(max(each.start, before.stop), each.stop) for before, each in zip([range(0), *wide], wide, strict=False)]
+        return Axis(self.whole, _merged(apart))
+
+    def units(self, size: int) -> Axis:
+        """Count the axis in units of so many elements, which are held whole (`rounded`)."""
+        return Axis(-(-self.whole // size), tuple(range(each.start // size, -(-each.stop // size)) for each in self.held))
+
+    def places_in(self, wider: Axis) -> list[int]:
+        """Where among the elements that another axis holds those of this one are."""
+        place_of = {element: place for place, element in enumerate(wider.pick(range(wider.whole)))}
+        return [place_of[element] for element in self.pick(range(self.whole))]
+
     def piece(self, number: int, count: int) -> Axis:
         """Cut the checkpoint's axis into `count` equal pieces and return one of them, with what is held of the piece."""
         size = self.whole // count

@@ -14,8 +14,6 @@ from headway.core.system.files import read_text
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
 
-_QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json as quantization_config."""
 _EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
 _SIZES = (
     "vocab_size",
@@ -35,13 +33,12 @@ _ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
-def check_folder(folder: Path, weights: bool = True, generates: bool = True) -> Mapping[str, Any]:
+def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
     """Read config.json, which is returned, and its neighbours.
 
-    weights: whether they are to be read, and must not be quantised.
     generates: whether the model is to generate text; else it is pooled, and its architecture is for others to look at.
 
-    :raises ModelError: not a whole model, a quantised one, one that is no causal language model, or one with impossible sizes.
+    :raises ModelError: not a whole model, one that is no causal language model, or one with impossible sizes.
     """
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
@@ -55,8 +52,6 @@ def check_folder(folder: Path, weights: bool = True, generates: bool = True) -> 
     _check_kind(folder, config)
     if generates:
         _check_architecture(folder, config)
-    if weights:
-        _check_weights(folder, config)
     text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
     check_sizes(folder, text if isinstance(text, Mapping) else config)
     return config
@@ -130,56 +125,6 @@ def _purpose(architectures: list[str]) -> str:
     if name.endswith("Model") and not name.endswith("LMHeadModel"):
         return " (a model without a language-model head, as embedding models are: it generates no text)"
     return ""
-
-
-def _check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse quantised weights by name: read as plain numbers they would be garbage."""
-    found, place = config.get("quantization_config") or config.get("compression_config"), "quantization_config in config.json"
-    if not found:
-        place = next((name for name in _QUANTIZATION_FILES if (folder / name).is_file()), "")
-        found = _read(folder / place) if place else None
-    if found is not None and not _cache_alone(folder, found):
-        raise ModelError(
-            f"model {folder}: needs float32, bfloat16 or float16 weights, got weights quantised with {_method(found)} ({place}); "
-            "use the unquantised checkpoint that this one was made from, or a .gguf file"
-        )
-
-
-def _cache_alone(folder: Path, found: object) -> bool:
-    """Whether nothing but the cache is to be quantised, by scales that the checkpoint brings.
-
-    :raises ModelError: the cache, in another way than with a scale for each layer.
-    """
-    if not isinstance(found, Mapping):
-        return False
-    inner = found.get("quantization") or found  # ModelOpt's
-    if not inner.get("quant_algo") and inner.get("kv_cache_quant_algo"):
-        way, known = inner["kv_cache_quant_algo"], inner["kv_cache_quant_algo"] == "FP8"
-    elif inner.get("quant_method") == "compressed-tensors" and not inner.get("config_groups") and inner.get("kv_cache_scheme"):
-        way = inner["kv_cache_scheme"]
-        usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-        known = all(way.get(key, value) == value for key, value in usual.items())
-    else:
-        return False
-    if not known:
-        raise ModelError(f"model {folder}: needs an fp8 cache with a scale for each layer, got {way} for its cache")
-    return True
-
-
-def _method(found: object) -> str:
-    """The method's name and bits, as its own tool writes them."""
-    if not isinstance(found, Mapping):
-        return str(found)
-    nested = found.get("quantization")
-    inner = nested if isinstance(nested, Mapping) else found
-    method = str(inner.get("quant_method") or inner.get("quant_algo") or "")
-    bits = (
-        inner.get("bits") or inner.get("w_bit") or (4 if inner.get("load_in_4bit") else 8 if inner.get("load_in_8bit") else None)
-    )
-    if not method:
-        method = "bitsandbytes" if "load_in_4bit" in inner or "load_in_8bit" in inner else "an unnamed method"
-    shown = {"awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8"}.get(method, method)
-    return f"{shown}, {bits} bits" if bits else shown
 
 
 def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:

@@ -29,7 +29,7 @@ from headway.models.families import read_decoder_config
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
-from headway.models.weights import check_files
+from headway.models.tensor_files import check_files
 
 log = logging.getLogger("headway")
 _ABANDONED = 3600.0

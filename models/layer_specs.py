@@ -27,13 +27,13 @@ def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None
     if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
         raise ConfigError("--model", "a config.json that is there, a folder with one, or a model's name", model)
     folder = locate(str(path.parent) if path.suffix == ".json" else model, weights=False)
-    config = read_config(folder, weights=False)
+    config = read_config(folder)
     dtype = dtype or config.dtype or torch.bfloat16
     decoder = decoder_config(config, required=False)
     if decoder is None:
         from headway.models.transformers_adapter.shapes import adapted_specs
 
-        return LayerSpecs(adapted_specs(read_config(folder, plain=False, weights=False), dtype, device))
+        return LayerSpecs(adapted_specs(read_config(folder, plain=False), dtype, device))
     return decoder_layer_specs(decoder, dtype, device)
 
 

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.core.contract.errors import ModelError
+from headway.models.quantization.forms import QuantizedWeight
+
 
 class Linear:
     """y = x W^T + b over weights that are only read.
@@ -16,19 +19,25 @@ class Linear:
     are private, so they are probed with a small product, and torch.mm serves where they are missing or wrong.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, summed: bool = False) -> None:
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, summed: bool = False) -> None:
         """weight: [out_features, in_features]; bias: [out_features].
 
         summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
+
+        :raises ModelError: a quantised weight, which no product of ours reads as it is.
         """
+        if not isinstance(weight, Tensor):
+            raise ModelError(
+                f"weights: no product reads {weight.kind} as it is; without keep_quantized it is expanded when it is read"
+            )
         self.summed = summed
         self.out_features, self.in_features = weight.shape
         large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > _SMALL
         self._packed = large and _can_pack()
-        if self._packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
-        self.weight, self.bias = weight, bias
-        self._transposed = None if self._packed else weight.t()
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
+        self.weight: Tensor = reordered
+        self.bias = bias
+        self._transposed = None if self._packed else self.weight.t()
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from headway.models.decoder import Decoder
 from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
+from headway.models.quantization.config import read_quantization
 from headway.models.weights import DummyWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ def load_model(
     model_impl: str = "auto",
     torch_compile: bool | None = False,
     ranks: Ranks = ONE_RANK,
+    keep_quantized: bool = False,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -70,6 +73,7 @@ def load_model(
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
+    keep_quantized: products read quantised weights as they are, where there is one of their form; else they are expanded.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
@@ -79,14 +83,18 @@ def load_model(
         raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
-    config = read_config(folder, plain=model_impl != "transformers")
+    stated = check_folder(folder)
+    config = config_of(folder, stated, plain=model_impl != "transformers")
+    quantization = None if dummy else read_quantization(folder, stated)
     chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
         unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
         weights: WeightSource = (
-            DummyWeights(chosen, device, unit=unit) if dummy else Weights(folder, chosen, device, native.names.aliases)
+            DummyWeights(chosen, device, unit=unit)
+            if dummy
+            else Weights(folder, chosen, device, native.names.aliases, quantization, keep_quantized)
         )
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks)
@@ -99,10 +107,15 @@ def load_model(
         raise ConfigError(
             "tensor_parallel_size", "1, or a model that Headway's decoder computes", f"{ranks.size} with {name}", hint
         )
+    elif quantization is not None:
+        raise ModelError(
+            f"model {name}: needs plain weights where transformers computes it, got {quantization.label} ({quantization.place}), "
+            "which Headway's own decoder alone reads; model_impl='headway' says what that lacks of the model"
+        )
     else:
         from headway.models.transformers_adapter.load import load_adapted
 
-        adapted = load_adapted(folder, read_config(folder, plain=False), chosen, device, dummy, torch_compile)
+        adapted = load_adapted(folder, config_of(folder, stated, plain=False), chosen, device, dummy, torch_compile)
         decoder, implementation = adapted, adapted.implementation
     log.info("model: %s, computed by %s", name, implementation)
     without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
@@ -131,15 +144,21 @@ def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
         raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True, weights: bool = True, generates: bool = True) -> Any:
-    """The configuration of a model folder, as transformers reads it.
-
-    plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
-    weights, generates: see `check_folder`.
+def read_config(folder: Path, plain: bool = True, generates: bool = True) -> Any:
+    """The configuration of a model folder, as transformers reads it. plain: see `config_of`; generates: see `check_folder`.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    stated = check_folder(folder, weights, generates)
+    return config_of(folder, check_folder(folder, generates), plain)
+
+
+def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> Any:
+    """The configuration of a model folder, as transformers reads it. stated: its config.json, checked.
+
+    plain: an ordinary one may be read without transformers, and has then what the decoder needs alone.
+
+    :raises ModelError: it cannot be read, or is of a kind that Headway does not compute.
+    """
     short = plain_config(stated) if plain else None
     if short is not None:
         return short

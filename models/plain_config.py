@@ -39,6 +39,7 @@ _KNOWN = {
     # What says nothing about inference.
     *("_name_or_path", "_model_name_or_path", "attention_dropout", "bos_token_id", "initializer_range", "is_llama_config"),
     *("pad_token_id", "pretraining_tp", "rope_interleaved", "transformers.js_config", "transformers_version", "unk_token_id"),
+    *("quantization_config", "compression_config"),  # read by themselves
     *("output_router_logits", "router_aux_loss_coef", "use_cache"),
 }
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-import re
+import logging
 from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
-from headway.core.system.files import read_text
-from headway.core.system.text import shown
 from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
+from headway.models.quantization.config import Quantization
+from headway.models.quantization.forms import QuantizedWeight, merged
+from headway.models.quantization.module import QuantizedModule, StoredFormat
+from headway.models.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")
 """Suffixes of tensors that some checkpoints carry and nobody needs: what is computed instead, scales of what is not quantised."""
 
-STORED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Elements that are the weights themselves; integers and float8 are quantised ones, which mean nothing without their scales."""
+log = logging.getLogger("headway")
 
 
 class WeightSource(Protocol):
@@ -40,6 +41,9 @@ class WeightSource(Protocol):
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Tensors of shape [size, *rest] as one, one after the other along the first axis."""
 
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """Weights [size, in_features] of products of one input as one, which may be quantised. sizes: name -> out_features."""
+
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """One tensor, converted to the target's dtype, into memory that is there already.
 
@@ -56,28 +60,31 @@ class WeightSource(Protocol):
 class Weights:
     """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken.
 
-    Each goes from the mapped file to the device by itself: no copy of the checkpoint is made in host memory.
+    A quantised one is expanded, tensor by tensor, whatever takes it; `take_product` alone returns it as it is, if that is wanted.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, aliases: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        aliases: tuple[tuple[str, str], ...] = (),
+        quantization: Quantization | None = None,
+        keep_quantized: bool = False,
+    ) -> None:
         """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+
+        keep_quantized: products get quantised weights as they are, where those have a form that products read.
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
-        self.folder, self.dtype, self.device, self._aliases = folder, dtype, device, aliases
-        self._file_of: dict[str, Any] = {}
-        for path in _files(folder):
-            file = _open(path, device)
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-        self._left = set(self._file_of)
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self._files = TensorFiles(folder, device, aliases)
+        self._quantization, self._keep = quantization, keep_quantized
+        self._counted = Expansion()
 
     def __contains__(self, name: str) -> bool:
-        return self._stored(name) in self._file_of
-
-    def _stored(self, name: str) -> str:
-        """The checkpoint's own name: one of the model without its output head leaves out what names that (`transformer.`)."""
-        others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
-        return next((known for known in (name, name.partition(".")[2], *others) if known in self._file_of), name)
+        return name in self._files or self._quantized(name, ()) is not None
 
     def take(self, name: str, shape: Shape) -> Tensor:
         """Read one tensor; of one whose axes are cut, nothing but the rank's part.
@@ -101,6 +108,26 @@ class Weights:
             row += axis.size
         return merged
 
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """Read the weights of products of one input as one, in the form in which the checkpoint has them, if that is to be kept.
+
+        Parts of which one is plain, or which have different forms, are expanded.
+
+        :raises ModelError: as `take_merged`.
+        """
+        axes = [axes_of((size, in_features)) for size in sizes.values()]
+        if not self._keep or any(self._quantized(name, shape) is None for name, shape in zip(sizes, axes, strict=True)):
+            return self.take_merged(sizes, in_features)
+        before = self._counted.stored
+        parts = [self._weight(name, shape) for name, shape in zip(sizes, axes, strict=True)]
+        forms = [part for part in parts if not isinstance(part, Tensor)]
+        if len(forms) == len(parts):
+            with contextlib.suppress(ModelError):  # they do not merge
+                whole = merged(forms)
+                self._counted.kept += self._counted.stored - before
+                return whole
+        return torch.cat([self._expanded(part) for part in parts])
+
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Read one tensor into a part of another that was allocated for several. shape: None: the target's.
 
@@ -108,36 +135,12 @@ class Weights:
         """
         target.copy_(self._read(name, axes_of(target.shape if shape is None else shape)))
 
-    def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        stored = self._found(name)
-        file, whole = self._file_of[stored], list(whole_sizes(axes))
-        lazy = file.get_slice(stored)
-        shape = lazy.get_shape()
-        cut = shape == whole and not all(axis.is_whole for axis in axes)
-        tensor: Tensor = _sliced(lazy, axes) if cut else file.get_tensor(stored)
-        _check_elements(name, tensor.dtype)
-        if shape != whole:
-            raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
-        return tensor
-
-    def _found(self, name: str) -> str:
-        """The checkpoint's own name of a tensor that is taken now."""
-        stored = self._stored(name)
-        if stored not in self._file_of:
-            raise ModelError(f"weights: {self.folder} has no tensor {name!r}, which its config.json implies")
-        self._left.discard(stored)
-        return stored
-
     def take_number(self, name: str) -> float:
         """Read a tensor of one element, whatever its shape.
 
         :raises ModelError: it is missing, or has more elements.
         """
-        stored = self._found(name)
-        tensor: Tensor = self._file_of[stored].get_tensor(stored)
-        if tensor.numel() != 1:
-            raise ModelError(f"weights: {name} needs one element, got shape {list(tensor.shape)}")
-        return float(tensor)
+        return self._files.read_number(name)
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Check that nothing was left over: a tensor nobody took means a model that computes something else.
@@ -146,98 +149,94 @@ class Weights:
 
         :raises ModelError: naming the first few.
         """
-        left = sorted(name for name in self._left if not name.endswith(IGNORED + ignored) and not name.startswith(modules))
+        left = self._files.close()
+        if self._quantization is not None and not self._counted.labels:
+            said = f"{self._quantization.label} by {self._quantization.place}"
+            raise ModelError(f"weights: {self.folder} needs weights in {said}, got none: its tensors are plain")
+        left = [name for name in left if not name.endswith(IGNORED + ignored) and not name.startswith(modules)]
         if left:
             raise ModelError(f"weights: {len(left)} tensors that this architecture does not use, first {', '.join(left[:3])}")
-        self._file_of.clear()
+        if self._counted.labels:
+            log.info("weights: %s", self._counted.told(self.dtype))
+
+    def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
+        if self._quantized(name, axes) is not None:
+            return self._expanded(self._weight(name, axes))
+        told = "and config.json has no quantization_config that says how"
+        if self._quantization is not None:
+            told = f"and not in {self._quantization.label}, as {self._quantization.place} says"
+        if (elements := self._files.elements(name)) not in ("", *PLAIN):
+            raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {told}")
+        other = next((suffix for suffix in _PACKED if name.removesuffix(".weight") + suffix in self._files), None)
+        if not elements and other is not None:
+            raise ModelError(
+                f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {told}"
+            )
+        return self._files.read(name, axes)
+
+    def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
+        """A quantised weight's format and tensors; None: there is no weight by this name, or it is a plain one."""
+        if self._quantization is None:
+            return None
+        module = QuantizedModule(self._files, name.removesuffix(".weight"), axes, self.dtype)
+        found = self._quantization.format_of(module)
+        return None if found is None else (found, module)
+
+    def _weight(self, name: str, axes: tuple[Axis, ...]) -> Tensor | QuantizedWeight:
+        """Read a quantised weight: the rank's part, which may be nothing.
+
+        Where that begins or ends within a group, the whole group is read, and the part is cut out of the expanded weight.
+        """
+        found = self._quantized(name, axes)
+        assert found is not None
+        form, module = found
+        module.use(form.suffixes)
+        self._counted.labels[form.label] = None
+        if any(axis.size == 0 for axis in axes):
+            return torch.empty(held_sizes(axes), dtype=self.dtype, device=self.device)
+        wider = tuple(axis.rounded(size) for axis, size in zip(axes, form.units(module), strict=True))
+        module = QuantizedModule(self._files, module.name, wider, self.dtype)
+        weight = form.read(module)
+        self._counted.stored += module.num_bytes
+        if wider == axes:
+            return weight
+        whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
+        for place, (axis, wide) in enumerate(zip(axes, wider, strict=True)):
+            if axis != wide:
+                whole = whole.index_select(place, torch.tensor(axis.places_in(wide), device=whole.device))
+        return whole
+
+    def _expanded(self, weight: Tensor | QuantizedWeight) -> Tensor:
+        whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
+        self._counted.expanded += whole.nbytes
+        return whole
 
 
-def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
-    """What a rank holds of a tensor in a file. stored: safetensors' slice, which reads what it is asked for alone."""
-    several = next((place for place, axis in enumerate(axes) if len(axis.held) > 1), None)
-    if several is None:
-        ranges = [axis.held[0] if axis.held else range(0) for axis in axes]
-        part: Tensor = stored[tuple(slice(each.start, each.stop) for each in ranges)]
-        return part
-    before, axis, after = axes[:several], axes[several], axes[several + 1 :]
-    pieces = [_sliced(stored, (*before, Axis(axis.whole, (each,)), *after)) for each in axis.held]
-    return torch.cat(pieces, dim=several)
+_PACKED = (".qweight", ".weight_packed", "_blocks")
+"""What names of quantised weights have at their end, where it is not `.weight`."""
 
 
-def check_files(folder: Path) -> None:
-    """Look at a checkpoint that something else will load: its files, and the element types of its tensors.
+@dataclass
+class Expansion:
+    """What became of a checkpoint's quantised weights, in bytes."""
 
-    :raises ModelError: a file is missing or truncated, or holds quantised weights.
-    """
-    for path in _files(folder):
-        file = _open(path, torch.device("cpu"))
-        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-            _check_elements(name, file.get_slice(name)[:0].dtype)
+    labels: dict[str, None] = field(default_factory=dict)
+    """Formats that were read."""
+    stored: int = 0
+    kept: int = 0
+    expanded: int = 0
 
-
-def _open(path: Path, device: torch.device) -> Any:
-    if not path.is_file():  # a pipe, say, would be waited for
-        raise ModelError(f"weights: {path} cannot be read: it is no file")
-    try:
-        return safe_open(path, framework="pt", device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"weights: {path} cannot be read ({error}); it is truncated or not a safetensors file, fetch it again"
-        ) from error
+    def told(self, dtype: torch.dtype) -> str:
+        """The line of the log."""
+        parts = [f"kept as they are: {_size(self.kept)}"] if self.kept else []
+        if self.expanded:
+            size, stored = _size(self.expanded), _size(self.stored - self.kept)
+            parts.append(f"expanded to {str(dtype).removeprefix('torch.')}: {size} instead of {stored}")
+        return f"{', '.join(self.labels)}, {', '.join(parts)}"
 
 
-def _check_elements(name: str, dtype: torch.dtype) -> None:
-    if dtype not in STORED_DTYPES:
-        raise ModelError(
-            f"weights: {name} needs float32, bfloat16 or float16 elements, got {str(dtype).removeprefix('torch.')}: the "
-            "checkpoint is quantised; use the one that it was made from"
-        )
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        if not index.is_file():
-            raise ModelError(f"weights: {index} cannot be read: it is no file")
-        try:
-            listed = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-            outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
-        if outside:
-            raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
-        names = [folder / name for name in listed]
-        if others := [name for name, path in zip(listed, names, strict=True) if path.exists() and not path.is_file()]:
-            raise ModelError(f"weights: {index} names {shown(others[0])}, and it is no file")
-        missing = [path.name for path in names if not path.exists()]
-        if missing:
-            raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")
-        return names
-    single = folder / "model.safetensors"
-    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    _check_shards(folder, files)
-    if not files:
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
-        why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
-        raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
-    return files
-
-
-def _check_shards(folder: Path, files: list[Path]) -> None:
-    """Refuse shards without an index that are fewer than their names tell."""
-    found = [match for path in files if (match := _SHARD.search(path.name))]
-    for match in found:
-        count = int(match["count"])
-        names = [
-            match.string.replace(match[0], f"-{number:0{len(match['number'])}}-of-{match['count']}")
-            for number in range(1, count + 1)
-        ]
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise ModelError(f"weights: {folder} lacks {missing[0]}, which {match.string} says there is; fetch the model again")
-
-
-_SHARD = re.compile(r"-(?P<number>\d+)-of-(?P<count>\d+)(?=\.safetensors$)")
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 STD = 0.02
@@ -277,6 +276,10 @@ class DummyWeights:
         """Draw all rows at once."""
         rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
         return self.take(next(iter(sizes)), (rows, *rest))
+
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
+        """Draw all rows at once."""
+        return self.take_merged(sizes, in_features)
 
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Draw one tensor in place."""

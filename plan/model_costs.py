@@ -35,7 +35,7 @@ class WeightFormat:
     bits: float | None
     """Bits of a weight with its share of scales; None: those of the model's element type."""
     loads: bool
-    """Whether Headway loads weights of this format today."""
+    """Whether Headway's products read weights of this format today; else they are expanded when they are loaded."""
 
 
 WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {

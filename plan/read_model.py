@@ -42,7 +42,7 @@ def read_planned_model(model: str) -> PlannedModel:
     missing = _missing(folder)
     if missing:
         raise ModelError(f"model {model}: config.json needs {', '.join(missing)}, got none; a plan is made of sizes alone")
-    read = read_config(folder, weights=False)
+    read = read_config(folder)
     config = decoder_config(read, required=True)
     assert config is not None
     if not any(layer.attention for layer in config.layers):
@@ -51,7 +51,7 @@ def read_planned_model(model: str) -> PlannedModel:
 
 
 def _missing(folder: Path) -> list[str]:
-    stated: Any = check_folder(folder, weights=False)
+    stated: Any = check_folder(folder)
     kind = stated["model_type"]
     stated = stated.get("text_config", stated) if kind in TEXT_PARTS else stated
     lacking = {name for name, others in _SIZES.items() if not {name, *others} & set(stated)}

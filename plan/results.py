@@ -215,7 +215,7 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """The command that starts one replica; empty where this version loads no weights of the format."""
+    """The command that starts one replica; empty where this version expands weights of the format."""
     if not layout.weights.loads:
         return ""
     words = ["headway", "serve", model]
@@ -242,7 +242,7 @@ def sources(search: FleetSearch) -> list[str]:
         lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
     unloaded = sorted({plan.layout.weights.name for plan in search.full_load if not plan.layout.weights.loads})
     if unloaded:
-        lines.append(f"weights in {', '.join(unloaded)}: Headway loads none yet; their bytes at the rate of 16 bits'")
+        lines.append(f"weights in {', '.join(unloaded)}: Headway still expands them; their bytes at the rate of 16 bits'")
     replicas = max((plan.replicas for plan in search.plans), default=1)
     if replicas > 1:
         lines.append("a fleet: all replicas are alike, and one of them was simulated with its share of the requests")

@@ -125,6 +125,10 @@ class _Names:
         """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
+        """Note each of them."""
+        return self.take_merged(sizes, in_features)
+
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Note one tensor."""
         self.take(name, tuple(target.shape) if shape is None else shape)

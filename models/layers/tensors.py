@@ -91,10 +91,11 @@ class LayerTensors:
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         else:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
+            if order is None and scale == 1.0:
+                kept = self.weights.take_product(names, in_features)
+                return Linear(kept, self._biases(sizes, bias, summed), summed)
             weight = self.weights.take_merged(names, in_features)
-        of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
-        biases = self.weights.take_merged(of_rows) if bias else None
-        biases = self.cut.once(biases) if summed else biases
+        biases = self._biases(sizes, bias, summed)
         if order is not None:
             rows = torch.tensor(order, device=weight.device)
             weight, biases = weight[rows], None if biases is None else biases[rows]
@@ -105,6 +106,12 @@ class LayerTensors:
         elif scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
         return Linear(weight, biases, summed)
+
+    def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
+        """The biases of products of one input, as one; where results are summed over ranks, the first rank's alone."""
+        of_rows = {f"{self.prefix}{module}.bias": size for module, size in sizes.items()}
+        biases = self.weights.take_merged(of_rows) if bias else None
+        return self.cut.once(biases) if summed else biases
 
     def sections(
         self,

@@ -18,7 +18,7 @@ from headway.models.decoder import Decoder
 from headway.models.encoder import Encoder, EncoderConfig, EncoderTensors
 from headway.models.encoder_families import ENCODERS, EncoderFamily, read_encoder_config
 from headway.models.families import FAMILIES, read_decoder_config
-from headway.models.loader import check_load_options, chosen_dtype, read_config, read_tokenizer
+from headway.models.loader import check_load_options, chosen_dtype, config_of, read_tokenizer
 from headway.models.operations import ACTIVATE
 from headway.models.pooling.detect import PoolingTask
 from headway.models.pooling.heads import (
@@ -33,6 +33,7 @@ from headway.models.pooling.heads import (
 from headway.models.pooling.model import PooledModel
 from headway.models.pooling.score_prompts import QWEN3_RERANKER, ScorePrompt
 from headway.models.pooling.sentence import DenseModule, SentenceModules, read_sentence_modules
+from headway.models.quantization.config import Quantization, read_quantization
 from headway.models.weights import DummyWeights, Weights, WeightSource
 
 log = logging.getLogger("headway")
@@ -69,10 +70,14 @@ class _Source:
     dtype: torch.dtype
     device: torch.device
     dummy: bool
+    quantization: Quantization | None
 
     def weights(self, folder: Path | None = None) -> WeightSource:
-        """The tensors of the folder, or of one below it."""
-        return DummyWeights(self.dtype, self.device) if self.dummy else Weights(folder or self.folder, self.dtype, self.device)
+        """The tensors of the folder, or of one below it, whose weights are plain."""
+        if self.dummy:
+            return DummyWeights(self.dtype, self.device)
+        quantization = self.quantization if folder is None else None
+        return Weights(folder or self.folder, self.dtype, self.device, quantization=quantization)
 
 
 def load_pooling_model(
@@ -92,10 +97,12 @@ def load_pooling_model(
     """
     check_load_options(dtype, load_format)
     stated = check_folder(folder, generates=False)
-    config = read_config(folder, generates=False)
+    config = config_of(folder, stated)
     modules = read_sentence_modules(folder) if task == "embed" else None
     device = torch.device(device)
-    source = _Source(folder, chosen_dtype(dtype, config, device), device, load_format == "dummy")
+    dummy = load_format == "dummy"
+    quantization = None if dummy else read_quantization(folder, stated)
+    source = _Source(folder, chosen_dtype(dtype, config, device), device, dummy, quantization)
     tokenizer = None if skip_tokenizer_init else read_tokenizer(folder)
     read = _read_encoder if config.model_type in ENCODERS else _read_decoder
     with torch.inference_mode():

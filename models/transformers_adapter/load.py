@@ -15,10 +15,11 @@ from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
 from headway.models.families import FAMILIES
+from headway.models.tensor_files import check_files
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
-from headway.models.weights import IGNORED, check_files
+from headway.models.weights import IGNORED
 
 
 def causal_lm_class(config: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from headway.core.contract.errors import HeadwayError, ModelError
 from headway.core.system.json_files import write_json
 from headway.models import gguf
 from headway.models.checkpoint import check_folder
-from headway.models.weights import Weights, check_files
+from headway.models.quantization.config import read_quantization
+from headway.models.tensor_files import check_files
+from headway.models.weights import Weights
 from headway.registry.isolation import Verdict
 from headway.tuning.table.files import read_table
+from quantized_models import FORMATS
 from tables import a_table
 
 FEW, MANY = 25, 400
@@ -112,6 +115,26 @@ def test_mutated_config_json_is_refused_or_read(tmp_path: Path, examples: int) -
     fuzz(examples, damaged(whole), check)
     changed = st.tuples(st.sampled_from(sorted(CONFIG)), JSON)
     fuzz(examples, changed, lambda pair: check(json.dumps({**CONFIG, pair[0]: pair[1]}).encode()))
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_a_mutated_quantization_config_is_refused_or_read(tmp_path: Path, examples: int) -> None:
+    def check(drawn: tuple[str, int, object]) -> None:
+        name, place, value = drawn
+        config = json.loads(json.dumps(FORMATS[name].config))
+        keys = [*_objects(config)]
+        inside, key = keys[place % len(keys)]
+        inside[key] = value
+        refused_in_one_line(partial(read_quantization, tmp_path, {"quantization_config": config}), ModelError)
+
+    fuzz(examples, st.tuples(st.sampled_from(sorted(FORMATS)), st.integers(0, 99), JSON), check)
+
+
+def _objects(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    for key, value in config.items():
+        yield config, key
+        if isinstance(value, dict):
+            yield from _objects(value)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

@@ -321,7 +321,11 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         ("transformers cannot make it", "spiral"),
     ),
     "text for a number": (edit_config(num_attention_heads="four"), ("config.json cannot be used", "num_attention_heads", "four")),
-    "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("quantised with AWQ, 4 bits", "unquantised")),
+    "bitsandbytes": (
+        edit_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("quantised with bitsandbytes, 4 bits", "unquantised"),
+    ),
+    "AWQ": (edit_config(quantization_config={"quant_method": "awq", "bits": 4}), ("group_size needs -1 or 16", "got None")),
     "adapter": (
         write("adapter_config.json", '{"base_model_name_or_path": "org/base"}'),
         ("an adapter (LoRA) for org/base", "merge"),

@@ -14,6 +14,7 @@ from headway.core.contract.errors import ModelError
 from headway.models.checkpoint import check_folder
 from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
+from headway.models.quantization.config import read_quantization
 from headway.models.weights import Weights
 
 LLAMA: dict[str, Any] = {
@@ -45,58 +46,25 @@ def test_a_plain_checkpoint_is_accepted_with_or_without_its_architecture(tmp_pat
     check_folder(write(tmp_path, **{**LLAMA, "architectures": None, "quantization_config": None, "sliding_window": None}))
 
 
-@pytest.mark.parametrize(
-    ("quantization", "words"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "AWQ, 4 bits"),
-        ({"quant_method": "gptq", "bits": 8}, "GPTQ, 8 bits"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "FP8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
-        ({"load_in_8bit": True}, "bitsandbytes, 8 bits"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_quantised_weights_are_refused_by_their_method(tmp_path: Path, quantization: dict[str, Any], words: str) -> None:
-    text = refused(write(tmp_path, **LLAMA, quantization_config=quantization))
-    assert f"quantised with {words} (quantization_config in config.json)" in text
-    assert "use the unquantised checkpoint" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("quantize_config.json", {"bits": 4, "quant_method": "gptq"}, "GPTQ, 4 bits"),
-        ("quant_config.json", {"w_bit": 4, "quant_method": "awq"}, "AWQ, 4 bits"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "FP8"),
-    ],
-)
-def test_the_files_of_other_tools_are_read_as_well(tmp_path: Path, name: str, content: dict[str, Any], words: str) -> None:
-    write(write(tmp_path, **LLAMA), name, **content)
-    text = refused(tmp_path)
-    assert words in text
-    assert name in text
-
-
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 
 
 @pytest.mark.parametrize("scheme", [SCHEME, {**SCHEME, "dynamic": False, "observer": "minmax"}], ids=["short", "long"])
 def test_a_checkpoint_whose_cache_alone_is_quantised_is_accepted(tmp_path: Path, scheme: dict[str, Any]) -> None:
     only_cache = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    check_folder(write(tmp_path, **LLAMA, quantization_config=only_cache))
-    text = refused(write(tmp_path, **LLAMA, quantization_config={**only_cache, "config_groups": {"group_0": {}}}))
-    assert "weights quantised with compressed-tensors" in text
+    assert read_quantization(tmp_path, {"quantization_config": only_cache}) is None
     for change in ({"num_bits": 4}, {"type": "int"}, {"strategy": "attn_head"}, {"dynamic": True}):
         other = {**only_cache, "kv_cache_scheme": {**scheme, **change}}
-        assert "needs an fp8 cache with a scale for each layer" in refused(write(tmp_path, **LLAMA, quantization_config=other))
+        with pytest.raises(ModelError, match="needs an fp8 cache with a scale for each layer"):
+            read_quantization(tmp_path, {"quantization_config": other})
 
 
 def test_modelopts_file_may_tell_of_the_cache_alone(tmp_path: Path) -> None:
-    write(write(tmp_path, **LLAMA), "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
-    check_folder(tmp_path)
+    write(tmp_path, "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "FP8"})
+    assert read_quantization(tmp_path, {}) is None
     write(tmp_path, "hf_quant_config.json", quantization={"quant_algo": None, "kv_cache_quant_algo": "NVFP4"})
-    assert "got NVFP4 for its cache" in refused(tmp_path)
+    with pytest.raises(ModelError, match="got 'NVFP4' for its cache"):
+        read_quantization(tmp_path, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn], ids=str)

@@ -17,7 +17,7 @@ from engine_logits import save_random
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.sampling.ranked_vocabulary import join_logits
-from headway.models import weights as weights_module
+from headway.models import tensor_files as files_module
 from headway.models.cut import ModelCut
 from headway.models.families import FAMILIES, read_decoder_config
 from headway.models.loader import load_model
@@ -110,7 +110,7 @@ def test_a_rank_reads_its_part_of_the_files_alone(tmp_path: Path, monkeypatch: p
     sizes = {**SMALL, "intermediate_size": 160, "num_key_value_heads": 4}
     save_random(LlamaConfig(**sizes, head_dim=16), tmp_path)
     counted: list[int] = []
-    monkeypatch.setattr(weights_module, "safe_open", lambda *given, **options: Counting(counted, *given, **options))
+    monkeypatch.setattr(files_module, "safe_open", lambda *given, **options: Counting(counted, *given, **options))
     read = []
     for ranks in (ONE_RANK, *(alone(rank, 4) for rank in range(4))):
         counted.clear()
@@ -125,7 +125,7 @@ class Counting:
     """A file of safetensors that counts the elements that are read."""
 
     def __init__(self, counted: list[int], *given: Any, **options: Any) -> None:
-        self._counted, self._file = counted, weights_module_safe_open(*given, **options)
+        self._counted, self._file = counted, files_module_safe_open(*given, **options)
 
     def keys(self) -> Any:
         return self._file.keys()
@@ -143,13 +143,14 @@ class Counting:
 
 class CountingSlice:
     def __init__(self, inner: Any, count: Callable[[Tensor], Tensor]) -> None:
-        self.get_shape, self._inner, self._count = inner.get_shape, inner, count
+        self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
+        self._inner, self._count = inner, count
 
     def __getitem__(self, places: Any) -> Tensor:
         return self._count(self._inner[places])
 
 
-weights_module_safe_open = weights_module.safe_open
+files_module_safe_open = files_module.safe_open
 
 
 @pytest.mark.parametrize(

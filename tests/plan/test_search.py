@@ -100,7 +100,7 @@ def test_weights_that_headway_does_not_load_have_no_command() -> None:
     best = found.run(list(found.layouts([1], ["auto"], [WEIGHT_FORMATS["int4"]])))
     report = report_of(found, best, "llama-3-8b", "")
     assert report.plans[0].command == ""
-    assert any("Headway loads none yet" in line for line in report.sources)
+    assert any("Headway still expands them" in line for line in report.sources)
     assert any("a guess for this kind of GPU" in line for line in report.sources)
 
 
