@@ -136,7 +136,7 @@ class StepPredictor:
             return 0.0
         read = experts.touched(tokens) * experts.params * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
         operations = 2 * tokens * experts.config.top_k * experts.params
-        compute = operations / (self._matrix * self._reached.product_matrix)
+        compute = operations / (self._matrix * self._reached.expert_matrix)
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))
 
     def _sums(self, tokens: int, rows: int) -> float:

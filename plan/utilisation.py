@@ -29,6 +29,8 @@ class Utilisation:
     """Share of the read rate at which activations pass between products."""
     expert_us: float = 11.1
     """Microseconds of a layer of experts beside its weights: routing and sorting."""
+    expert_matrix: float = 0.45
+    """Share of the matrix rate of products of many pairs of tokens and experts."""
     alone_us: float = 3.66
     """Microseconds by which a table's time of a decode exceeds the same launch among others: a graph of it alone has to start."""
     decode_read: float = 0.86
