@@ -149,7 +149,8 @@ class Weights:
 
         :raises ModelError: naming the first few.
         """
-        left = self._files.close()
+        left = [name for name in self._files.left if not self._is_bias_of_none(name)]
+        self._files.close()
         if self._quantization is not None and not self._counted.labels:
             said = f"{self._quantization.label} by {self._quantization.place}"
             raise ModelError(f"weights: {self.folder} needs weights in {said}, got none: its tensors are plain")
@@ -205,6 +206,11 @@ class Weights:
             if axis != wide:
                 whole = whole.index_select(place, torch.tensor(axis.places_in(wide), device=whole.device))
         return whole
+
+    def _is_bias_of_none(self, name: str) -> bool:
+        """Whether a tensor that nobody read is a bias of zeros, which some makers of GPTQ add to every quantised module."""
+        module = name.removesuffix(".bias")
+        return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
     def _expanded(self, weight: Tensor | QuantizedWeight) -> Tensor:
         whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
