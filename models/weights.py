@@ -115,11 +115,12 @@ class Weights:
 
         :raises ModelError: as `take_merged`.
         """
-        axes = [axes_of((size, in_features)) for size in sizes.values()]
-        if not self._keep or any(self._quantized(name, shape) is None for name, shape in zip(sizes, axes, strict=True)):
+        modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()] if self._keep else [None]
+        known = [each for each in modules if each is not None]
+        if len(known) < len(modules):
             return self.take_merged(sizes, in_features)
         before = self._counted.stored
-        parts = [self._weight(name, shape) for name, shape in zip(sizes, axes, strict=True)]
+        parts = [self._weight(*each) for each in known]
         forms = [part for part in parts if not isinstance(part, Tensor)]
         if len(forms) == len(parts):
             with contextlib.suppress(ModelError):  # they do not merge
@@ -161,8 +162,9 @@ class Weights:
             log.info("weights: %s", self._counted.told(self.dtype))
 
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        if self._quantized(name, axes) is not None:
-            return self._expanded(self._weight(name, axes))
+        found = self._quantized(name, axes)
+        if found is not None:
+            return self._expanded(self._weight(*found))
         told = "and config.json has no quantization_config that says how"
         if self._quantization is not None:
             told = f"and not in {self._quantization.label}, as {self._quantization.place} says"
@@ -183,14 +185,12 @@ class Weights:
         found = self._quantization.format_of(module)
         return None if found is None else (found, module)
 
-    def _weight(self, name: str, axes: tuple[Axis, ...]) -> Tensor | QuantizedWeight:
+    def _weight(self, form: StoredFormat, module: QuantizedModule) -> Tensor | QuantizedWeight:
         """Read a quantised weight: the rank's part, which may be nothing.
 
         Where that begins or ends within a group, the whole group is read, and the part is cut out of the expanded weight.
         """
-        found = self._quantized(name, axes)
-        assert found is not None
-        form, module = found
+        axes = module.axes
         module.use(form.suffixes)
         self._counted.labels[form.label] = None
         if any(axis.size == 0 for axis in axes):

@@ -216,7 +216,7 @@ def test_groups_of_modules_may_have_formats_of_their_own(tmp_path: Path) -> None
     four, eight = FORMATS["compressed int4"], {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
     turn = {256: pack_quantized(bits=8), 128: four.draw, 64: four.draw}
     config = json.loads(json.dumps(four.config))
-    config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*down_proj"]
+    config["config_groups"]["group_0"]["targets"] = ["Linear"]
     config["config_groups"]["group_1"] = {"targets": ["re:.*(gate|up)_proj"], "weights": eight}
     quantized, dense = save_both(tmp_path, Format(config, lambda rows, columns: turn[rows](rows, columns)))
     torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
