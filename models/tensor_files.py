@@ -115,10 +115,18 @@ class TensorFiles:
         self._left.discard(stored)
         return stored
 
-    def close(self) -> list[str]:
-        """Nothing more is read: let go of the files, and return the names of what nobody read."""
-        self._file_of.clear()
+    @property
+    def left(self) -> list[str]:
+        """The names of what nobody read."""
         return sorted(self._left)
+
+    def is_zero(self, name: str) -> bool:
+        """Whether all elements of a tensor that is there are 0. It does not count as read."""
+        return not bool(self._file_of[name].get_tensor(name).any())
+
+    def close(self) -> None:
+        """Nothing more is read: let go of the files."""
+        self._file_of.clear()
 
 
 def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:

@@ -115,11 +115,12 @@ class Weights:
 
         :raises ModelError: as `take_merged`.
         """
-        axes = [axes_of((size, in_features)) for size in sizes.values()]
-        if not self._keep or any(self._quantized(name, shape) is None for name, shape in zip(sizes, axes, strict=True)):
+        modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()] if self._keep else [None]
+        known = [each for each in modules if each is not None]
+        if len(known) < len(modules):
             return self.take_merged(sizes, in_features)
         before = self._counted.stored
-        parts = [self._weight(name, shape) for name, shape in zip(sizes, axes, strict=True)]
+        parts = [self._weight(*each) for each in known]
         forms = [part for part in parts if not isinstance(part, Tensor)]
         if len(forms) == len(parts):
             with contextlib.suppress(ModelError):  # they do not merge
@@ -149,7 +150,8 @@ class Weights:
 
         :raises ModelError: naming the first few.
         """
-        left = self._files.close()
+        left = [name for name in self._files.left if not self._is_bias_of_none(name)]
+        self._files.close()
         if self._quantization is not None and not self._counted.labels:
             said = f"{self._quantization.label} by {self._quantization.place}"
             raise ModelError(f"weights: {self.folder} needs weights in {said}, got none: its tensors are plain")
@@ -160,8 +162,9 @@ class Weights:
             log.info("weights: %s", self._counted.told(self.dtype))
 
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
-        if self._quantized(name, axes) is not None:
-            return self._expanded(self._weight(name, axes))
+        found = self._quantized(name, axes)
+        if found is not None:
+            return self._expanded(self._weight(*found))
         told = "and config.json has no quantization_config that says how"
         if self._quantization is not None:
             told = f"and not in {self._quantization.label}, as {self._quantization.place} says"
@@ -182,14 +185,12 @@ class Weights:
         found = self._quantization.format_of(module)
         return None if found is None else (found, module)
 
-    def _weight(self, name: str, axes: tuple[Axis, ...]) -> Tensor | QuantizedWeight:
+    def _weight(self, form: StoredFormat, module: QuantizedModule) -> Tensor | QuantizedWeight:
         """Read a quantised weight: the rank's part, which may be nothing.
 
         Where that begins or ends within a group, the whole group is read, and the part is cut out of the expanded weight.
         """
-        found = self._quantized(name, axes)
-        assert found is not None
-        form, module = found
+        axes = module.axes
         module.use(form.suffixes)
         self._counted.labels[form.label] = None
         if any(axis.size == 0 for axis in axes):
@@ -205,6 +206,11 @@ class Weights:
             if axis != wide:
                 whole = whole.index_select(place, torch.tensor(axis.places_in(wide), device=whole.device))
         return whole
+
+    def _is_bias_of_none(self, name: str) -> bool:
+        """Whether a tensor that nobody read is a bias of zeros, which some makers of GPTQ add to every quantised module."""
+        module = name.removesuffix(".bias")
+        return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
     def _expanded(self, weight: Tensor | QuantizedWeight) -> Tensor:
         whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)

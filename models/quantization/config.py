@@ -35,10 +35,14 @@ class FormatRule:
     """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
     format: StoredFormat
 
-    def fits(self, module: str) -> bool:
-        """Whether the module is one of them."""
-        names = [target for target in self.targets if "." in target or target.startswith("re:")]
-        return len(names) < len(self.targets) or not names or any(_matches(target, module) for target in names)
+    def names(self, module: str) -> bool:
+        """Whether a name or a pattern among the targets is the module's: what names it goes before what names its class."""
+        return any(_matches(target, module) for target in self.targets)
+
+    @property
+    def is_general(self) -> bool:
+        """Whether all modules are its targets."""
+        return not self.targets or any("." not in target and not target.startswith("re:") for target in self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,10 @@ class Quantization:
 
     def format_of(self, module: QuantizedModule) -> StoredFormat | None:
         """The format of a module's weight; None: it is a plain tensor."""
-        found = [rule.format for rule in self.rules if rule.format.holds(module)]
+        found = [rule for rule in self.rules if rule.format.holds(module)]
         if len(found) > 1:  # formats that look alike
-            found = [rule.format for rule in self.rules if rule.fits(module.name) and rule.format.holds(module)] or found
-        return found[0] if found else None
+            found.sort(key=lambda rule: (not rule.names(module.name), not rule.is_general))
+        return found[0].format if found else None
 
 
 def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization | None:

@@ -32,7 +32,7 @@ class ExpertsMxfp4:
 
     def holds(self, module: QuantizedModule) -> bool:
         """See StoredFormat."""
-        return len(module.axes) == 3 and bool(module.elements("_blocks"))
+        return bool(module.elements("_blocks"))
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
         """See StoredFormat."""

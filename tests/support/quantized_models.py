@@ -57,6 +57,13 @@ def float8_blocks(rows: int, columns: int, size: int = 64) -> Packed:
     return {".weight": values, ".weight_scale_inv": scales}, weight
 
 
+def float8_powers(rows: int, columns: int) -> Packed:
+    """Blocks whose scales are powers of two and stored as such (scale_fmt ue8m0)."""
+    values, powers = float8_values(rows, columns), torch.randint(-8, -3, (-(-rows // 64), -(-columns // 64)))
+    scales = (2.0**powers).repeat_interleave(64, 0).repeat_interleave(64, 1)[:rows, :columns]
+    return {".weight": values, ".weight_scale_inv": (2.0**powers).to(torch.float8_e8m0fnu)}, values.float() * scales
+
+
 def float8_named(name: str, *shape: int, static: bool = False) -> Callable[[int, int], Packed]:
     """A scale for the tensor, or with shape (-1, 1) for each row."""
 
@@ -180,6 +187,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 FORMATS = {
     "fp8 blocks": Format({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 64]}, float8_blocks),
+    "fp8 blocks of powers": Format({"quant_method": "fp8", "weight_block_size": [64, 64], "scale_fmt": "ue8m0"}, float8_powers),
     "fp8": Format({"quant_method": "fp8", "activation_scheme": "static"}, float8_named(".weight_scale", static=True)),
     "fp8 of transformers": Format({"quant_method": "fp8", "activation_scheme": "dynamic"}, float8_named(".weight_scale_inv", 1)),
     "compressed fp8 rows": Format(

@@ -23,7 +23,7 @@ from headway.models.loader import load_model
 from headway.models.quantization.config import read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.weights import Weights
-from quantized_models import FORMATS, QWEN3, Format, pack_quantized, save_both, save_mxfp4, write_config
+from quantized_models import FORMATS, QWEN3, Format, edit, pack_quantized, save_both, save_mxfp4, write_config
 from thread_ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -201,12 +201,22 @@ def test_modules_that_are_left_out_are_plain(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
 
 
+def test_biases_of_zeros_that_gptq_adds_are_passed_over_and_others_are_not(tmp_path: Path) -> None:
+    quantized, dense = save_both(tmp_path, FORMATS["gptq"])
+    name = "model.layers.0.mlp.up_proj.bias"
+    edit(quantized, lambda tensors: tensors.update({name: torch.zeros(256).half()}))
+    torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
+    edit(quantized, lambda tensors: tensors.update({name: torch.ones(256).half()}))
+    with pytest.raises(ModelError, match=f"1 tensors that this architecture does not use, first {name}"):
+        logits_of(quantized)
+
+
 def test_groups_of_modules_may_have_formats_of_their_own(tmp_path: Path) -> None:
     """Both formats have the same tensors, so that the configuration alone tells them apart."""
     four, eight = FORMATS["compressed int4"], {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
     turn = {256: pack_quantized(bits=8), 128: four.draw, 64: four.draw}
     config = json.loads(json.dumps(four.config))
-    config["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*down_proj"]
+    config["config_groups"]["group_0"]["targets"] = ["Linear"]
     config["config_groups"]["group_1"] = {"targets": ["re:.*(gate|up)_proj"], "weights": eight}
     quantized, dense = save_both(tmp_path, Format(config, lambda rows, columns: turn[rows](rows, columns)))
     torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
