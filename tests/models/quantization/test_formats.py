@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfi
 
 from dense_attention import DenseAttention
 from engine_logits import save_random
+from headway import LLM
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.sampling.ranked_vocabulary import join_logits
@@ -220,6 +221,16 @@ def test_groups_of_modules_may_have_formats_of_their_own(tmp_path: Path) -> None
     config["config_groups"]["group_1"] = {"targets": ["re:.*(gate|up)_proj"], "weights": eight}
     quantized, dense = save_both(tmp_path, Format(config, lambda rows, columns: turn[rows](rows, columns)))
     torch.testing.assert_close(logits_of(quantized), logits_of(dense), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_models_that_embed_texts_are_read_as_well(tmp_path: Path, name: str) -> None:
+    vectors = []
+    for folder in save_both(tmp_path, FORMATS[name]):
+        options: Any = {"runner": "pooling", "autotune_budget": 0, "num_threads": 1, "skip_tokenizer_init": True}
+        (output,) = LLM(str(folder), **options).embed([{"prompt_token_ids": [5, 3, 8]}], use_tqdm=False)
+        vectors.append(torch.tensor(output.outputs.embedding))
+    torch.testing.assert_close(vectors[0], vectors[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
