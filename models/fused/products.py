@@ -59,6 +59,8 @@ class FewRows:
 
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
         """Whether the kernels serve the product of x [rows, in_features], with its heads rotated where they are given."""
+        if not isinstance(linear.weight, Tensor):
+            return False
         most = MAX_ROWS if linear.out_features * linear.in_features <= MAX_WEIGHT else 1
         return 0 < x.shape[0] <= most and x.dtype in _TYPES and (heads is None or heads.head_dim % HEAD_MULTIPLE == 0)
 

@@ -126,9 +126,8 @@ class QuantizedProducts:
     the shape; a row's result does not depend on the other rows.
     """
 
-    def __init__(self, device: torch.device, max_rows: int, cut: CutRule = quantized_cut) -> None:
-        """max_rows: rows up to which the kernel is to serve."""
-        self._device, self._max_rows, self._cut = device, max_rows, cut
+    def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
+        self._device, self._cut = device, cut
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._launchers: dict[_Variant, FixedLauncher] = {}
@@ -140,11 +139,13 @@ class QuantizedProducts:
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
         """Whether the kernel serves the product of x [rows, in_features], with its heads rotated where they are given."""
         weight = linear.weight
-        if isinstance(weight, Tensor) or not 0 < x.shape[0] <= self._max_rows or x.dtype not in _TYPES:
+        if isinstance(weight, Tensor) or not x.shape[0] or x.dtype not in _TYPES:
             return False
         described = weight_bytes(weight)
-        if described is None or heads is None:
-            return described is not None
+        if described is None or (described.kind == "mxfp4" and x.dtype != torch.bfloat16):  # whose scales float16 has no place for
+            return False
+        if heads is None:
+            return True
         cut = self._cut(described, x.shape[0], linear.out_features, False, self._multiprocessors)
         return x.shape[0] <= cut.block_m and heads.head_dim % cut.block_n == 0
 
@@ -181,7 +182,7 @@ class QuantizedProducts:
         if isinstance(weight, Int4Weight) and weight.order is not None:
             x = x.index_select(1, weight.order)
             norm_weight = norm_weight if norm is None else norm_weight.index_select(0, weight.order)
-        first = [x, *_tensors(weight), norm_weight, x if linear.bias is None else linear.bias, y, *self._workspace(grid, cut, gated)]
+        first = [x, *tensors_of(weight), norm_weight, x if linear.bias is None else linear.bias, y, *self._workspace(grid, cut, gated)]
         launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), rows)
         return y
 
@@ -248,7 +249,7 @@ class QuantizedProducts:
         return FixedLauncher(quantized_product, cut.num_warps, self._device, **constants)
 
 
-def _tensors(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes, scales and zeros, each contiguous; something else where there are no zeros."""
     if isinstance(weight, Int4Weight):
         return weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros

@@ -111,7 +111,7 @@ class Float4Weight:
         """The weight itself, [N, K]."""
         table = torch.tensor(FP4_VALUES, device=self.packed.device)
         values = table[unpacked(self.packed, MX_GROUP).int()].view(len(self.packed), -1, MX_GROUP)
-        scales = torch.ldexp(torch.ones((), device=values.device), self.exponents.int() - 127)
+        scales = torch.ldexp(torch.ones_like(self.exponents, dtype=torch.float32), self.exponents.int() - 127)
         return (values * scales[:, :, None]).to(dtype).flatten(1)
 
 
