@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.models.fused.quantized_kernels import unpack_bytes, unpack_pairs
+from headway.models.fused.unpack_kernels import unpack_bytes, unpack_pairs
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def dequantize_rows(
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = the weight, rounded once. Grid (cdiv(N, BLOCK_N), ROW / SPAN): SPAN bytes lie under one scale, or under whole groups."""
+    """y = the weight, rounded once. Grid (cdiv(N, BLOCK_N), ROW / SPAN)."""
     DOT: tl.constexpr = y_ptr.dtype.element_ty
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     byte = tl.program_id(1) * SPAN + tl.arange(0, SPAN)

@@ -132,7 +132,7 @@ class QuantizedProducts:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._launchers: dict[_Variant, FixedLauncher] = {}
         self._arrivals: dict[tuple[str, int], Tensor] = {}
-        """Counters by what they count and their number, zero between launches; never freed, since captured graphs keep their addresses."""
+        """Counters by what they count and their number, zero between launches; never freed: captured graphs keep addresses."""
         self._sums: dict[int, Tensor] = {}
         """Room for the sums of programs that share one; likewise."""
 
@@ -142,7 +142,9 @@ class QuantizedProducts:
         if isinstance(weight, Tensor) or not x.shape[0] or x.dtype not in _TYPES:
             return False
         described = weight_bytes(weight)
-        if described is None or (described.kind == "mxfp4" and x.dtype != torch.bfloat16):  # whose scales float16 has no place for
+        if described is None or (
+            described.kind == "mxfp4" and x.dtype != torch.bfloat16
+        ):  # whose scales float16 has no place for
             return False
         if heads is None:
             return True
@@ -182,7 +184,14 @@ class QuantizedProducts:
         if isinstance(weight, Int4Weight) and weight.order is not None:
             x = x.index_select(1, weight.order)
             norm_weight = norm_weight if norm is None else norm_weight.index_select(0, weight.order)
-        first = [x, *tensors_of(weight), norm_weight, x if linear.bias is None else linear.bias, y, *self._workspace(grid, cut, gated)]
+        first = [
+            x,
+            *tensors_of(weight),
+            norm_weight,
+            x if linear.bias is None else linear.bias,
+            y,
+            *self._workspace(grid, cut, gated),
+        ]
         launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), rows)
         return y
 

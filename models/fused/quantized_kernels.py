@@ -1,11 +1,14 @@
-"""Products over quantised weights: the time at few rows is that of reading the weight's bytes, so they are asked for early.
+"""Products over quantised weights: the time at few rows is that of reading the weight's bytes.
 
-The scheme is that of `few_rows` (product_kernels.py). A program holds BLOCK_N rows of the weight, and the bytes of a chunk are asked
-for one turn ahead, those of the first before it waits for x. What differs: a chunk is cut along K into SLICES, each of which lies under one scale of
-a row, so that the matrix units multiply bare codes, exact in half precision, and scales multiply float32 sums; and several programs
-may share a sum over K (SPLITS), because a program needs many rows of the weight lest x be read more often than the weight.
+A program multiplies BLOCK_N rows of the weight, or a part of each (SPLITS): it needs many rows, lest x be read more often than
+the weight, so several may share a sum over K, and the last to arrive adds the parts, in one order. The bytes of the next chunks
+are copied to shared memory meanwhile, and unpacked on their way from there to the matrix units, which multiply W x^T: the weight
+is the operand that lies in registers. Before x is there (PDL, see step_kernels.py) the program reads its first scales and asks
+the L2 cache for its first chunks.
 
-Two codes of 4 bits in a byte are half a group apart: one load gives two tiles, against two pieces of x.
+A chunk is cut along K into SLICES, side by side on the warps. Each lies under one scale of a row, so that codes are multiplied as
+they are, exact in half precision, and scales multiply float32 sums; groups of 32 columns alone scale their codes. Two codes of 4
+bits in a byte are half a group apart: one load gives two tiles, against two pieces of x.
 """
 
 # Triton reads annotations when it compiles: no deferred ones here.
@@ -16,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.models.fused.product_kernels import head_norms, turn_whole_head
 from headway.models.fused.step_kernels import activate
+from headway.models.fused.unpack_kernels import unpack_bytes, unpack_pairs
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -218,7 +222,9 @@ def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, S
     byte = first * SPAN + tl.arange(0, LINES) * 128
     byte = tl.minimum(byte, end * SPAN - 1)
     address = (weight_ptr + n.to(tl.int64)[:, None] * ROW + byte[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise("{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -236,7 +242,9 @@ def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexp
         live = (u < end)[:, None, None] & (r < rows)[None, None, :]
         x = tl.load(x_ptr + r.to(tl.int64)[None, None, :] * K + column[:, :, None], mask=live, other=0.0)
     else:
-        x = tl.load(x_ptr + r.to(tl.int64)[:, None] * K + column[None, :], mask=(r < tl.where(u < end, rows, 0))[:, None], other=0.0)
+        x = tl.load(
+            x_ptr + r.to(tl.int64)[:, None] * K + column[None, :], mask=(r < tl.where(u < end, rows, 0))[:, None], other=0.0
+        )
     if NORM:
         weight = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
         exact = x.to(tl.float32)
@@ -254,7 +262,7 @@ def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexp
 @triton.jit
 def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF: tl.constexpr, SPAN: tl.constexpr,
               SCALE_SPAN: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
-    """Sums + scales * codes x^T. Groups that are shorter than a slice scale their codes, longer ones the sum of their products."""
+    """Sums + scales * codes x^T. Groups shorter than a slice scale their codes, longer ones the sum of their products."""
     SHORT: tl.constexpr = SCALE_SPAN < SPAN
     if WEIGHT == "mxfp4":  # exponents; the least has no place but among the subnormals
         wide = scales.to(tl.int32)
@@ -264,7 +272,7 @@ def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF:
     if HALF > 0:
         first, second = unpack_pairs(codes, WEIGHT, DOT, ASSEMBLY)
         if WEIGHT == "int4":
-            BASE: tl.constexpr = (1024 if DOT == tl.float16 else 128) if ASSEMBLY else 0
+            BASE: tl.constexpr = (1024 if DOT == tl.float16 else 128) if ASSEMBLY else 0  # noqa: SIM300
             if ZEROS:  # both terms and their difference are exact
                 zero = (zeros.to(tl.float32) + BASE).to(DOT)
                 if SHORT:
@@ -299,143 +307,9 @@ def _spread(groups, codes):
     return tl.reshape(wide, codes.shape)
 
 
-# Sign, exponent and mantissa go where the wider type has them; a multiplication corrects the exponent, of subnormals too.
-_FLOAT8_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, z;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.b32 c, a, 4;
-    and.b32 c, c, 0x07f007f0;
-    lop3.b32 a, a, 0x80008000, c, 0xea;
-    shr.b32 c, b, 4;
-    and.b32 c, c, 0x07f007f0;
-    lop3.b32 b, b, 0x80008000, c, 0xea;
-    mov.b32 c, 0x7b807b80;
-    mov.b32 z, 0x80008000;
-    fma.rn.bf16x2 $0, a, c, z;
-    fma.rn.bf16x2 $1, b, c, z;
-}""")
-_FLOAT8_TO_FP16 = tl.constexpr("""{
-    .reg .b32 a, b, c;
-    prmt.b32 a, $2, 0, 0x1404;
-    prmt.b32 b, $2, 0, 0x3424;
-    shr.b32 c, a, 1;
-    and.b32 c, c, 0x3f803f80;
-    lop3.b32 a, a, 0x80008000, c, 0xea;
-    shr.b32 c, b, 1;
-    and.b32 c, c, 0x3f803f80;
-    lop3.b32 b, b, 0x80008000, c, 0xea;
-    mov.b32 c, 0x5c005c00;
-    mul.f16x2 $0, a, c;
-    mul.f16x2 $1, b, c;
-}""")
-_FLOAT4_TO_BF16 = tl.constexpr("""{
-    .reg .b32 a, b, c, s, z, f;
-    mov.b32 f, 0x7e807e80;
-    mov.b32 z, 0x80008000;
-    prmt.b32 a, $4, 0, 0x1404;
-    prmt.b32 b, $4, 0, 0x3424;
-    shl.b32 s, a, 4;
-    shr.b32 c, a, 2;
-    and.b32 c, c, 0x01c001c0;
-    lop3.b32 c, s, 0x80008000, c, 0xea;
-    fma.rn.bf16x2 $0, c, f, z;
-    shl.b32 s, b, 4;
-    shr.b32 c, b, 2;
-    and.b32 c, c, 0x01c001c0;
-    lop3.b32 c, s, 0x80008000, c, 0xea;
-    fma.rn.bf16x2 $1, c, f, z;
-    shr.b32 c, a, 6;
-    and.b32 c, c, 0x01c001c0;
-    lop3.b32 c, a, 0x80008000, c, 0xea;
-    fma.rn.bf16x2 $2, c, f, z;
-    shr.b32 c, b, 6;
-    and.b32 c, c, 0x01c001c0;
-    lop3.b32 c, b, 0x80008000, c, 0xea;
-    fma.rn.bf16x2 $3, c, f, z;
-}""")
-_FLOAT4_TO_FP16 = tl.constexpr("""{
-    .reg .b32 a, b, c, s, f;
-    mov.b32 f, 0x74007400;
-    prmt.b32 a, $4, 0, 0x1404;
-    prmt.b32 b, $4, 0, 0x3424;
-    shl.b32 s, a, 4;
-    shl.b32 c, a, 1;
-    and.b32 c, c, 0x0e000e00;
-    lop3.b32 c, s, 0x80008000, c, 0xea;
-    mul.f16x2 $0, c, f;
-    shl.b32 s, b, 4;
-    shl.b32 c, b, 1;
-    and.b32 c, c, 0x0e000e00;
-    lop3.b32 c, s, 0x80008000, c, 0xea;
-    mul.f16x2 $1, c, f;
-    shr.b32 c, a, 3;
-    and.b32 c, c, 0x0e000e00;
-    lop3.b32 c, a, 0x80008000, c, 0xea;
-    mul.f16x2 $2, c, f;
-    shr.b32 c, b, 3;
-    and.b32 c, c, 0x0e000e00;
-    lop3.b32 c, b, 0x80008000, c, 0xea;
-    mul.f16x2 $3, c, f;
-}""")
-# A code is the last bits of 128 in bfloat16 and of 1,024 in float16.
-_INT4_TO_BF16 = tl.constexpr("""{
-    .reg .b32 l, h, m;
-    mov.b32 m, 0x43434343;
-    and.b32 l, $4, 0x0f0f0f0f;
-    shr.b32 h, $4, 4;
-    and.b32 h, h, 0x0f0f0f0f;
-    prmt.b32 $0, l, m, 0x4140;
-    prmt.b32 $1, l, m, 0x4342;
-    prmt.b32 $2, h, m, 0x4140;
-    prmt.b32 $3, h, m, 0x4342;
-}""")
-_INT4_TO_FP16 = tl.constexpr(_INT4_TO_BF16.value.replace("0x43434343", "0x64646464"))
-
-
 @triton.jit
-def unpack_bytes(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What codes of 8 bits stand for, exactly: float8 e4m3 without NaN ("fp8", raw bytes), or whole numbers ("int8")."""
-    if WEIGHT == "int8":
-        numbers = codes.to(tl.int8, bitcast=True).to(DOT)
-    elif not ASSEMBLY:
-        wide = codes.to(tl.int32)
-        numbers = ((((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120).to(DOT)
-    elif DOT == tl.float16:
-        numbers = tl.inline_asm_elementwise(_FLOAT8_TO_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        numbers = tl.inline_asm_elementwise(_FLOAT8_TO_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
-    return numbers
-
-
-@triton.jit
-def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """What the lower and the upper four bits of bytes stand for, exactly: floats e2m1 ("mxfp4"), or whole numbers ("int4"),
-    those in assembly plus 128 in bfloat16 and plus 1,024 in float16."""
-    if ASSEMBLY:
-        if DOT == tl.float16:
-            BODY16: tl.constexpr = _INT4_TO_FP16 if WEIGHT == "int4" else _FLOAT4_TO_FP16
-            low, high = tl.inline_asm_elementwise(
-                BODY16, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-            )
-        else:
-            BODY: tl.constexpr = _INT4_TO_BF16 if WEIGHT == "int4" else _FLOAT4_TO_BF16
-            low, high = tl.inline_asm_elementwise(
-                BODY, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-            )
-    elif WEIGHT == "int4":
-        low, high = (codes & 15).to(DOT), (codes >> 4).to(DOT)
-    else:
-        wide = codes.to(tl.int32)
-        low = (((wide & 7) << 22) | ((wide & 8) << 28)).to(tl.float32, bitcast=True) * 2.0**126
-        high = (((wide & 0x70) << 18) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**126
-        low, high = low.to(DOT), high.to(DOT)
-    return low, high
-
-
-@triton.jit
-def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows,
-            N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr,
+def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps,
+            rows, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr,
             GATED: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
             KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
     """From whole sums [BLOCK_N, BLOCK_M] to y."""

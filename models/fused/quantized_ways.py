@@ -68,8 +68,10 @@ class QuantizedWays:
         """One launch of our kernel; see `FewRows`, whose arguments these are."""
         return self.kernel(x, linear, norm, gated, activation, add_to, rotated, out)
 
-    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None, way: str | None = None) -> Tensor:
-        """The product of x [rows, in_features], normed first in the launch that rounds it (`normed_in`), by `way` or the chosen."""
+    def product(
+        self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None, way: str | None = None
+    ) -> Tensor:
+        """The product of x [rows, in_features] by `way` or the chosen one, normed first where `normed_in` says so."""
         way = way or self.way(x, linear)
         if way == KERNEL:
             return self.kernel(x, linear, norm, out=out)
@@ -100,7 +102,9 @@ class QuantizedWays:
         sizes = {"ROW": described.row, "HALF": described.half, "SCALES": described.scales, "SCALE_SPAN": described.scale_span}
         sizes |= {"SCALE_ROWS": described.scale_rows, "SPAN": span, "BLOCK_N": block_n, "N": rows, "K": columns}
         kind = {"WEIGHT": described.kind, "ZEROS": described.zeros}
-        launch = self._launcher(("dequantize", *sizes.values(), *kind.values()), dequantize_rows, 4, ASSEMBLY=False, **sizes, **kind)
+        launch = self._launcher(
+            ("dequantize", *sizes.values(), *kind.values()), dequantize_rows, 4, ASSEMBLY=False, **sizes, **kind
+        )
         y = torch.empty(rows, columns, dtype=dtype, device=self._device)
         launch((triton.cdiv(rows, block_n), described.row // span, 1), *tensors_of(weight), y)
         return y
@@ -143,5 +147,3 @@ class QuantizedWays:
         product: Tensor = torch._scaled_mm(y, weight.values.t(), x_scales, scales, out_dtype=x.dtype)
         product = product[:rows]
         return product if linear.bias is None else product.add_(linear.bias)
-
-

