@@ -169,11 +169,10 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
         if right:
             best = min(right, key=lambda name: right[name])
             found["kernel"][place] = f"{right[best]:.1f}"
-            ruled = right.get("the rule's", float("nan"))
-            cuts.append(f"{count} rows: {best}, the rule's {ruled:.1f}")
             if swept:
                 study.best[form, count] = best
-                cuts.extend(f"{name} {us:.1f}" for name, us in right.items() if name != "the rule's")
+            ranked = sorted(right, key=lambda name: right[name])
+            cuts.append(f"{count} rows: " + ", ".join(f"{name} {right[name]:.1f}" for name in ranked))
         for way, tolerance in ((SCALED, _ROUNDED), (DEQUANTIZED, _EXACT)):
             if way in ways.able(x, linear):
                 us = study.us(f"{what}, {way}", partial(ways.product, x, linear, way=way), expected, tolerance)
@@ -181,7 +180,7 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
     floor = num_bytes(weight) / 4.19e6
     yield [f"{form} (floor {floor:.1f})", *found["kernel"]]
     yield from ([f"  {way}", *found[way]] for way in (SCALED, DEQUANTIZED) if any(cell != "-" for cell in found[way]))
-    yield ["; ".join(cuts)]
+    yield from ([cut] for cut in cuts)
 
 
 def measure_dense(study: Study, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:

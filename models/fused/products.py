@@ -94,6 +94,7 @@ class FewRows:
         if known is None:
             known = self._launchers[variant] = _launcher(variant, self._device)
         launch, programs = known
+        assert isinstance(linear.weight, Tensor)
         first = [x, linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias, y]
         last = [rows] if rows > 1 else []
         launch((programs, 1, 1), *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), *last)

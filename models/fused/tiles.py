@@ -114,6 +114,7 @@ class TiledProducts:
         if known is None:
             known = self._launchers[variant] = self._launcher(variant)
         launch, grid = known
+        assert isinstance(linear.weight, Tensor)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
         return y
