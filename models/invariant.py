@@ -47,7 +47,9 @@ class InvariantOperations:
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
-        whole = torch.cat([linear(tile) for tile in self._tiles(x)])[: x.shape[0]]
+        expanded = isinstance(linear.weight, Tensor)
+        tiles = self._tiles(x)
+        whole = torch.cat([linear(tile) if expanded else self._inner.product(tile, linear) for tile in tiles])[: x.shape[0]]
         return whole if out is None else out.copy_(whole)  # whose last tile may be longer than what is left of `out`
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
@@ -101,7 +103,7 @@ class InvariantOperations:
         shapes = {(linear.in_features, linear.out_features): linear for linear in linears}
         for (in_features, out_features), linear in shapes.items():
             generator = torch.Generator().manual_seed(0)
-            x = torch.randn(self._rows, in_features, generator=generator).to(linear.weight)
+            x = torch.randn(self._rows, in_features, generator=generator).to(linear.device, linear.dtype)
             y = self.product(x, linear)
             moved = all(torch.equal(self.product(x.roll(by, 0), linear), y.roll(by, 0)) for by in (1, self._rows // 2 + 1))
             if not moved or not torch.equal(self.product(x[-1:], linear), y[-1:]):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headway.core.contract.errors import ModelError
-from headway.models.quantization.forms import QuantizedWeight
+from headway.models.quantization.forms import Float4Weight, QuantizedWeight
+from headway.models.quantization.products import Product, packed_product
 
 
 class Linear:
@@ -17,30 +17,66 @@ class Linear:
     torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner
     than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes weights; their names
     are private, so they are probed with a small product, and torch.mm serves where they are missing or wrong.
+
+    A quantised weight stays as it is on a GPU, whose operations multiply it (models/fused/); called by itself, the layer expands
+    it each time. On a CPU torch's products over packed weights serve, and where there are none the weight is expanded once.
     """
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, summed: bool = False) -> None:
+    def __init__(
+        self,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None = None,
+        summed: bool = False,
+        dtype: torch.dtype | None = None,
+        kept: bool = False,
+    ) -> None:
         """weight: [out_features, in_features]; bias: [out_features].
 
         summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
-
-        :raises ModelError: a quantised weight, which no product of ours reads as it is.
+        dtype: of x, for a quantised weight; None: the bias's, else float32 on a CPU and bfloat16 on a GPU.
+        kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves.
         """
-        if not isinstance(weight, Tensor):
-            raise ModelError(
-                f"weights: no product reads {weight.kind} as it is; without keep_quantized it is expanded when it is read"
-            )
         self.summed = summed
         self.out_features, self.in_features = weight.shape
-        large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > _SMALL
-        self._packed = large and _can_pack()
-        reordered = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS) if self._packed else weight
-        self.weight: Tensor = reordered
         self.bias = bias
-        self._transposed = None if self._packed else self.weight.t()
+        self.expanded_bytes = 0
+        """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
+        self._product: Product | None = None
+        if isinstance(weight, Tensor):
+            self.dtype, self.device = weight.dtype, weight.device
+        else:
+            self.device = (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
+            usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+            self.dtype = dtype or (usual if bias is None else bias.dtype)
+            weight = self._on_device(weight, kept or self.device.type != "cpu")
+        self._packed = self._product is None and isinstance(weight, Tensor) and _to_pack(weight)
+        if self._packed:
+            assert isinstance(weight, Tensor)
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+        self.weight = weight
+        """As it was given, or as the product reads it."""
+        dense = isinstance(weight, Tensor) and not self._packed and self._product is None
+        self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
+
+    def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
+        """What a quantised weight becomes."""
+        if kept:
+            self._product = lambda x: torch.mm(x, weight.dequantized(x.dtype).t())
+            return weight
+        packed = packed_product(weight, self.dtype)
+        if packed is None:
+            expanded = weight.dequantized(self.dtype)
+            self.expanded_bytes = expanded.nbytes
+            return expanded
+        read, self._product = packed
+        return read
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
+        if self._product is not None:
+            y = self._product(x)
+            y = y if self.bias is None else y.add_(self.bias)
+            return y if out is None else out.copy_(y)
         if self._transposed is None:
             packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return packed if out is None else out.copy_(packed)
@@ -54,6 +90,11 @@ class Linear:
         if self._transposed is None or self.bias is not None:
             return residual + self(x)
         return residual.addmm_(x, self._transposed)
+
+
+def _to_pack(weight: Tensor) -> bool:
+    large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > _SMALL
+    return large and _can_pack()
 
 
 _SMALL = 2**17

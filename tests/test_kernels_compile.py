@@ -40,6 +40,7 @@ from launched_kernels import (
     choose_tokens,
     family,
     gate_outputs,
+    multiply_quantized,
     run_model,
     run_states,
     shipped,
@@ -84,6 +85,7 @@ def launch_every_kernel(
 ) -> None:
     choose_tokens(151_936, BF16)
     gate_outputs(BF16)
+    multiply_quantized((1024, 1024), BF16, (1,))
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
     run_model(with_experts(), BF16, (2, 600), every=7)
     run_model(with_latents(), BF16, (2,))
@@ -107,7 +109,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
         launch_every_kernel(("head 128", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 46, "the number of kernels when this was written"
+    assert len(found.kernels) == 50, "the number of kernels when this was written"
 
 
 OF_TWO = [pytest.param(ADA, marks=pytest.mark.soak), HOPPER]
@@ -136,6 +138,15 @@ def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
     with absent_gpu(HOPPER) as found:
         for dtype in (BF16, FP16, FP32):
             choose_tokens(vocab_size, dtype)
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
+def test_products_over_quantised_weights_compile(capability: Capability, dtype: torch.dtype) -> None:
+    with absent_gpu(capability) as found:
+        multiply_quantized((4096, 4096), dtype, (12, 40))
     check(found)
 
 

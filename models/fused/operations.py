@@ -16,6 +16,7 @@ from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.products import FewRows
+from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
@@ -46,6 +47,7 @@ class Fused:
         self._device = inv_freq.device
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
+        self._quantized = QuantizedWays(self._device)
         self._latent = LatentKernels(self._device)
         self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
 
@@ -55,14 +57,26 @@ class Fused:
             launcher = self._launchers[key] = make()
         return launcher
 
+    def _kernel(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> FewRows | QuantizedWays | None:
+        """What computes a product with all that comes before and after it in one launch, if anything does."""
+        kernels = (self._few_rows, self._quantized)
+        return next((kernel for kernel in kernels if kernel.takes(x, linear, heads)), None)
+
+    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """A library's product of x, normed first: a launch more, unless another before the product has room for that."""
+        if self._quantized.normed_in(x, linear):
+            return self._quantized.product(x, linear, out, norm)
+        return self._quantized.product(x if norm is None or norm.absorbed else self.norm(x, norm), linear, out)
+
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """The norm's weight goes into the product's, whose result a kernel after it scales by row: a launch less from 17 rows on.
 
         In bfloat16 alone, where a row of any size fits; and for rows so short that each program of that kernel may read them.
         """
-        fits = linear.weight.dtype == torch.bfloat16 and linear.in_features <= _SHORT
-        if not fits or linear.bias is not None or norm.bias is not None:
+        dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
+        if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
             return norm, linear
+        assert isinstance(linear.weight, Tensor)
         weight = (linear.weight.float() * norm.weight.float()).to(torch.bfloat16)
         return Norm(torch.ones_like(norm.weight, dtype=torch.bfloat16), norm.eps, absorbed=True), Linear(weight)
 
@@ -109,9 +123,9 @@ class Fused:
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """One launch."""
-        if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, out=out)
-        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else linear(x, out)
+        if (kernel := self._kernel(x, linear)) is not None:
+            return kernel(x, linear, out=out)
+        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else self._product(x, None, linear, out)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -122,13 +136,16 @@ class Fused:
         """
         x, norm = self._before(x, norm)
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
-        if rope is not None and not alone and self._few_rows.takes(x, linear, heads):
-            qkv, turned = self._few_rows(x, linear, norm, rotated=(heads, rope)), True
-        elif rope is None and self._few_rows.takes(x, linear):
-            qkv, turned = self._few_rows(x, linear, norm), True
-        else:
+        turns = rope is not None and not alone
+        if turns and rope is not None and (kernel := self._kernel(x, linear, heads)) is not None:
+            qkv, turned = kernel(x, linear, norm, rotated=(heads, rope)), True
+        elif (rope is None or not isinstance(linear.weight, Tensor)) and (kernel := self._kernel(x, linear)) is not None:
+            qkv, turned = kernel(x, linear, norm), rope is None
+        elif isinstance(linear.weight, Tensor):
             absorbed = norm is not None and norm.absorbed
             qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
+        else:
+            qkv, turned = self._product(x, norm, linear), rope is None
         if alone:
             heads = self._norm_heads(qkv, heads)
         if rope is not None and not turned:
@@ -180,23 +197,22 @@ class Fused:
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
         x, norm = self._before(x.contiguous(), norm)
-        if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, norm, activation=activation)
-        x = x if norm is None else self.norm(x, norm)
+        if (kernel := self._kernel(x, linear)) is not None:
+            return kernel(x, linear, norm, activation=activation)
         if self._tiles.takes(x, linear):
-            return self._tiles(x, linear, activation=activation)
-        y = linear(x)
+            return self._tiles(x if norm is None else self.norm(x, norm), linear, activation=activation)
+        y = self._product(x, norm, linear)
         return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
         x, norm = self._before(x, norm)
-        if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, norm, gated=True, activation=activation)
+        if (kernel := self._kernel(x, linear)) is not None:
+            return kernel(x, linear, norm, gated=True, activation=activation)
         if self._tiles.takes(x, linear, gated=True):
             return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
         absorbed = norm is not None and norm.absorbed
-        both = linear(x if norm is None or absorbed else self.norm(x, norm))
+        both = self._product(x, norm, linear)
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -212,10 +228,12 @@ class Fused:
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """Add the product to the residual in place; the addition is a part of the product."""
-        if self._few_rows.takes(x, linear):
-            return self._few_rows(x, linear, add_to=residual)
+        if (kernel := self._kernel(x, linear)) is not None:
+            return kernel(x, linear, add_to=residual)
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, add_to=residual)
+        if not isinstance(linear.weight, Tensor):
+            return residual.add_(self._product(x, None, linear))
         return linear.add_to(residual, x)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:

@@ -70,7 +70,7 @@ def one_row(
         if GATED:
             up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
     if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
+        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
     else:
         low_weight, high_weight = 1.0, 1.0
     if PDL:
@@ -114,7 +114,7 @@ def one_row(
         y += residual
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
     if HEADS > 0:
-        _turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
+        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def few_rows(
     mask = (r < rows)[None, :] & (n < N)[:, None]
     x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
     if HEADS > 0 and QK_NORM:
-        low_weight, high_weight = _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
+        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
     else:
         low_weight, high_weight = 1.0, 1.0
     if PDL:
@@ -231,7 +231,7 @@ def few_rows(
         y += residual
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
     if HEADS > 0:
-        _turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
                          HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.cons
 
 
 @triton.jit
-def _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                 HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
     """The two halves [1, BLOCK_HALF] of the norm weight of this program's head."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -257,7 +257,7 @@ def _head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constex
 
 
 @triton.jit
-def _turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
+def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
                      HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
     """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""

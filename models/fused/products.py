@@ -59,6 +59,8 @@ class FewRows:
 
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
         """Whether the kernels serve the product of x [rows, in_features], with its heads rotated where they are given."""
+        if not isinstance(linear.weight, Tensor):
+            return False
         most = MAX_ROWS if linear.out_features * linear.in_features <= MAX_WEIGHT else 1
         return 0 < x.shape[0] <= most and x.dtype in _TYPES and (heads is None or heads.head_dim % HEAD_MULTIPLE == 0)
 
@@ -92,6 +94,7 @@ class FewRows:
         if known is None:
             known = self._launchers[variant] = _launcher(variant, self._device)
         launch, programs = known
+        assert isinstance(linear.weight, Tensor)
         first = [x, linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias, y]
         last = [rows] if rows > 1 else []
         launch((programs, 1, 1), *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), *last)

@@ -82,6 +82,8 @@ class TiledProducts:
     def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
         """Whether the kernel serves the product of x [rows, in_features]."""
         rows, in_features = x.shape
+        if not isinstance(linear.weight, Tensor):
+            return False
         if not 0 < rows <= MAX_ROWS or x.dtype not in _TYPES or linear.out_features * in_features > MAX_WEIGHT:
             return False
         out_features = linear.out_features // 2 if gated else linear.out_features
@@ -112,6 +114,7 @@ class TiledProducts:
         if known is None:
             known = self._launchers[variant] = self._launcher(variant)
         launch, grid = known
+        assert isinstance(linear.weight, Tensor)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
         return y

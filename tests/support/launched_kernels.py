@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,9 +24,12 @@ from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
 from headway.models.fused.operations import Fused
+from headway.models.fused.quantized_ways import QuantizedWays
+from headway.models.linear import Linear
 from headway.models.loader import read_config
 from headway.models.locate import locate
-from headway.models.operations import Gate, Norm
+from headway.models.operations import Gate, Heads, Norm
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.models.weights import DummyWeights
 
 GPU = torch.device("cuda", 0)
@@ -122,6 +125,46 @@ def gate_outputs(dtype: torch.dtype) -> None:
         Gate("sigmoid", norms[8192], 8192),
     ):
         Fused(rotated, rotated).gate(x, by, gate)
+
+
+def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:
+    """Products over a quantised weight of each form, by each way that computes them."""
+    ways = QuantizedWays(GPU)
+    heads, rope = Heads(4, 2, 128), tuple(torch.empty(2, 64, 64, dtype=FP32, device=GPU))
+    norm = Norm(torch.empty(shape[1], dtype=dtype, device=GPU), 1e-6)
+    for whole, weight in quantized_weights(shape):
+        linear = Linear(weight, dtype=dtype)
+        for count in rows:
+            x = torch.empty(count, shape[1], dtype=dtype, device=GPU)
+            if not ways.kernel.takes(x, linear):
+                continue
+            ways(x, linear)
+            if not whole:
+                continue
+            ways(x, linear, norm, gated=True, activation="silu")
+            ways(x, linear, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
+            if ways.kernel.takes(x, linear, heads):
+                ways(x, linear, norm, rotated=(heads, (rope[0], rope[1])))
+        ways.dequantized(weight, dtype)
+    for group in (128, shape[1]):
+        ways.quantized(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
+
+
+def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:
+    """One of each form, without numbers, and whether all that surrounds a product is tried with it."""
+    rows, columns = shape
+
+    def empty(*size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=GPU)
+
+    yield False, Float8Weight(empty(rows, columns, dtype=FP8), empty(rows, 1, dtype=FP32), (1, columns))
+    yield True, Float8Weight(empty(rows, columns, dtype=FP8), empty(-(-rows // 128), columns // 128, dtype=FP32), (128, 128))
+    yield False, Int8Weight(empty(rows, columns, dtype=torch.int8), empty(rows, dtype=FP32))
+    for group, zeros in ((128, False), (64, True), (32, True)):
+        scales = empty(rows, columns // group, dtype=FP16)
+        zero = empty(rows, columns // group) if zeros else None
+        yield group == 64, Int4Weight(empty(rows, columns // 2), scales, zero, group)
+    yield False, Float4Weight(empty(rows, columns // 2), empty(rows, columns // 32))
 
 
 def choose_tokens(vocab_size: int, dtype: torch.dtype, rows: int = 4) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from headway.models.config import Activation
 from headway.models.linear import Linear
 from headway.models.operations import Embedding, Gate, Heads, Norm, Operations
+from headway.models.quantization.forms import QuantizedWeight
+from quantized_weights import moved
 
 NUM_POSITIONS = 5000
 
@@ -48,7 +50,10 @@ class Sizes:
 class Inputs:
     """Drawn once in float64, handed out in any type, so that a reference sees the very numbers."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self, sizes: Sizes, dtype: torch.dtype, seed: int = 0, quantize: Callable[[Tensor], QuantizedWeight] | None = None
+    ) -> None:
+        """quantize: what products read instead of a weight; the reference reads the same, dequantised."""
         self.sizes, self.dtype = sizes, dtype
         self._generator = torch.Generator().manual_seed(seed)
         q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -66,6 +71,7 @@ class Inputs:
         }
         self.weights = {name: self._draw(*shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
         self.biases = {name: self._draw(shape[0]) for name, shape in shapes.items()}
+        self.forms = {} if quantize is None else {name: quantize(weight) for name, weight in self.weights.items()}
         self.norm_bias = self._draw(sizes.hidden)
         self.places = self._draw(NUM_POSITIONS, sizes.hidden) if sizes.learned_positions else None
 
@@ -96,7 +102,10 @@ class Inputs:
             return x.to(dtype).to(device, copy=True)
 
         def linear(name: str) -> Linear:
-            return Linear(put(self.weights[name]), put(self.biases[name]) if self.sizes.bias else None)
+            bias, form = put(self.biases[name]) if self.sizes.bias else None, self.forms.get(name)
+            if form is None or dtype == torch.float64:
+                return Linear(put(self.weights[name] if form is None else form.dequantized(torch.float64)), bias)
+            return Linear(moved(form, device), bias, dtype=dtype, kept=True)
 
         sizes = self.sizes
         norm = Norm(put(self.norm_weight), 1e-5, put(self.norm_bias) if sizes.layer_norm else None)

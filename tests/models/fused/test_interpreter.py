@@ -9,7 +9,7 @@ import pytest
 from triton_interpreter import passed_in_the_interpreter
 
 pytest.importorskip("triton")
-NAMES = ("test_interpreted.py", "test_latent_interpreted.py", "test_ranked_interpreted.py")
+NAMES = ("test_interpreted.py", "test_latent_interpreted.py", "test_quantized_interpreted.py", "test_ranked_interpreted.py")
 FILES = tuple(map(Path(__file__).with_name, NAMES))
 
 

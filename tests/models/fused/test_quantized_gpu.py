@@ -1,0 +1,84 @@
+"""The fused operations over quantised weights on a GPU: each step and way against float64, and in a CUDA graph."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from headway.models.linear import Linear
+from headway.models.operations import Norm, TorchOperations
+from operation_inputs import Inputs, Sizes, ropes
+from quantized_weights import FORMS, moved
+
+pytestmark = pytest.mark.gpu
+
+STEPS = {
+    "llama": Sizes(1, hidden=512, inner=1536, num_heads=8, num_kv_heads=2, head_dim=64),
+    "qwen3": Sizes(1, hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True, bias=True),
+}
+COARSE = 6e-2
+"""Error relative to the norm where x is rounded to floats of 8 bits, too."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 17, 33, 64, 100, 300])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_is_right(name: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    from headway.models.fused.operations import Fused
+
+    sizes = dataclasses.replace(STEPS[name], rows=rows)
+    inputs, tables = Inputs(sizes, dtype, quantize=FORMS[form]), ropes(sizes.head_dim)
+    fused = dict(inputs.results(Fused(*(table.cuda() for table in tables)), dtype, "cuda"))
+    coarse = "fp8" in form and rows > 64
+    for step, expected in inputs.results(TorchOperations(*tables), torch.float64, "cpu"):
+        error = float((fused[step] - expected).norm() / expected.norm())
+        assert error < (COARSE if coarse else 1.2e-2), (step, error)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 65, 500])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: int) -> None:
+    from headway.models.fused.quantized_ways import QuantizedWays
+
+    weight = FORMS[form](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)))
+    linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
+    ways, expected = QuantizedWays(torch.device("cuda")), x.cpu().double() @ weight.dequantized(torch.float64).t()
+    able = ways.able(x, linear)
+    assert ("scaled_mm" in able) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), able
+    for way in able:
+        y = ways.product(x, linear, way=way)
+        error = float((y.cpu().double() - expected).norm() / expected.norm())
+        assert error < (COARSE if way == "scaled_mm" else 6e-3), (way, error)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = ways.product(x, linear, way=way)
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, y), way
+
+
+@pytest.mark.parametrize("group", [128, 1024])
+def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
+    from headway.models.fused.quantized_ways import QuantizedWays
+
+    x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
+    y, scales = QuantizedWays(torch.device("cuda")).quantized(x, group, Norm(weight, 1e-6))
+    normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
+    back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
+    assert (back - normed).norm() < 0.035 * normed.norm()
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])
+def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
+    from headway.models.fused.operations import Fused
+
+    ops = Fused(*(table.cuda() for table in ropes(128)))
+    inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16, quantize=FORMS["int4 of 128"])
+    whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
+    for step, part in inputs.first(rows).results(ops, torch.bfloat16, "cuda"):
+        assert torch.equal(part, whole[step][:rows]), step
