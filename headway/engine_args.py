@@ -36,6 +36,9 @@ class EngineArgs(EngineConfig):
         str,
         "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, qwen3-30b-a3b, qwen3-next-80b-a3b and llama-3-8b ship).",
     ] = "auto"
+    quantization: Annotated[
+        str | None, "fp8: plain weights of products are rounded on loading, a scale a row. Default: as the checkpoint has them."
+    ] = None
     model_impl: Annotated[
         str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
     ] = "auto"

@@ -36,7 +36,6 @@ LLM_OPTIONS: Final = {
         "max_seq_len_to_capture max_context_len_to_capture compilation_config",
         "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
     ),
-    "quantization": "leave it out: the checkpoint says how its weights are quantised, and plain ones stay plain",
     "quantization_param_path": "not supported yet: scales of the cache are the checkpoint's; see kv_cache_dtype",
     **_each(
         "tokenizer tokenizer_mode tokenizer_revision",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from headway.models.quantization.forms import Float4Weight, QuantizedWeight
-from headway.models.quantization.products import Product, packed_product
+from headway.models.quantization.products import Product, packed_product, packs
 
 
 class Linear:
@@ -117,3 +119,13 @@ def _can_pack() -> bool:
         except (AttributeError, RuntimeError):
             _probed = False
     return _probed
+
+
+def reads_as_it_is(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a layer's product reads a quantised weight as it is: by our kernels on a GPU, by torch's packed ones on a CPU.
+
+    dtype: of x.
+    """
+    if device.type == "cpu":
+        return packs(weight, dtype)
+    return importlib.util.find_spec("triton") is not None

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.families import TEXT_PARTS, read_decoder_config
+from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
-from headway.models.quantization.config import read_quantization
-from headway.models.weights import DummyWeights, Weights, WeightSource
+from headway.models.quantization.config import Quantization, read_quantization
+from headway.models.quantization.rounding import ON_LOADING
+from headway.models.weights import DummyWeights, QuantizeOnLoading, Weights, WeightSource
 
 if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel
@@ -63,7 +66,7 @@ def load_model(
     model_impl: str = "auto",
     torch_compile: bool | None = False,
     ranks: Ranks = ONE_RANK,
-    keep_quantized: bool = False,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -73,29 +76,22 @@ def load_model(
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
-    keep_quantized: products read quantised weights as they are, where there is one of their form; else they are expanded.
+    quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
     """
-    check_load_options(dtype, load_format)
-    if model_impl not in MODEL_IMPLS:
-        raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
+    check_load_options(dtype, load_format, model_impl, quantization)
     dummy = load_format == "dummy"
     folder, device = locate(name, weights=not dummy), torch.device(device)
     stated = check_folder(folder)
     config = config_of(folder, stated, plain=model_impl != "transformers")
-    quantization = None if dummy else read_quantization(folder, stated)
+    stored = read_quantization(folder, stated)
     chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
-        unit = [] if native.experts is None else [f"{native.names.embed}.weight"]
-        weights: WeightSource = (
-            DummyWeights(chosen, device, unit=unit)
-            if dummy
-            else Weights(folder, chosen, device, native.names.aliases, quantization, keep_quantized)
-        )
+        weights = _weights(native, folder, chosen, device, dummy, stored, quantization)
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks)
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
@@ -108,8 +104,11 @@ def load_model(
             "tensor_parallel_size", "1, or a model that Headway's decoder computes", f"{ranks.size} with {name}", hint
         )
     elif quantization is not None:
+        hint = "model_impl='headway' says what Headway's decoder lacks"
+        raise ConfigError("quantization", "none, or a model that Headway's decoder computes", f"{quantization} with {name}", hint)
+    elif stored is not None:
         raise ModelError(
-            f"model {name}: needs plain weights where transformers computes it, got {quantization.label} ({quantization.place}), "
+            f"model {name}: needs plain weights where transformers computes it, got {stored.label} ({stored.place}), "
             "which Headway's own decoder alone reads; model_impl='headway' says what that lacks of the model"
         )
     else:
@@ -123,12 +122,41 @@ def load_model(
     return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
 
 
-def check_load_options(dtype: str, load_format: str) -> None:
-    """:raises ConfigError: unknown dtype or load_format."""
+def _weights(
+    config: DecoderConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool,
+    stored: Quantization | None,
+    quantization: str | None,
+) -> WeightSource:
+    """Where the decoder takes its tensors from. stored: the format of a checkpoint's weights, and of random ones in its place."""
+    if stored is not None and quantization is not None:
+        hint = "leave quantization out: the checkpoint's format is kept"
+        raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
+    keeps = partial(reads_as_it_is, dtype=dtype, device=device)
+    if dummy:
+        unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
+        drawn = DummyWeights(dtype, device, unit=unit)
+        if stored is not None:
+            return QuantizeOnLoading(drawn, stored.rules[0].format.quantized, keeps)
+        return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], keeps)
+    weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps)
+
+
+def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", quantization: str | None = None) -> None:
+    """:raises ConfigError: unknown dtype, load_format, model_impl or quantization."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError("dtype", f"auto, {', '.join(DTYPES)}", repr(dtype))
     if load_format not in LOAD_FORMATS:
         raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
+    if quantization is not None and quantization not in ON_LOADING:
+        hint = "a checkpoint's own format needs no option"
+        raise ConfigError("quantization", f"none or {', '.join(ON_LOADING)}", repr(quantization), hint)
 
 
 def decoder_config(config: Any, required: bool) -> DecoderConfig | None:

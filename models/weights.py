@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -70,17 +70,17 @@ class Weights:
         device: torch.device,
         aliases: tuple[tuple[str, str], ...] = (),
         quantization: Quantization | None = None,
-        keep_quantized: bool = False,
+        keeps: Callable[[QuantizedWeight], bool] = lambda weight: False,
     ) -> None:
         """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
 
-        keep_quantized: products get quantised weights as they are, where those have a form that products read.
+        keeps: tells of which forms products get a quantised weight as it is.
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.dtype, self.device = folder, dtype, device
         self._files = TensorFiles(folder, device, aliases)
-        self._quantization, self._keep = quantization, keep_quantized
+        self._quantization, self._keeps = quantization, keeps
         self._counted = Expansion()
 
     def __contains__(self, name: str) -> bool:
@@ -115,7 +115,7 @@ class Weights:
 
         :raises ModelError: as `take_merged`.
         """
-        modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()] if self._keep else [None]
+        modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()]
         known = [each for each in modules if each is not None]
         if len(known) < len(modules):
             return self.take_merged(sizes, in_features)
@@ -125,8 +125,9 @@ class Weights:
         if len(forms) == len(parts):
             with contextlib.suppress(ModelError):  # they do not merge
                 whole = merged(forms)
-                self._counted.kept += self._counted.stored - before
-                return whole
+                if self._keeps(whole):
+                    self._counted.kept += self._counted.stored - before
+                    return whole
         return torch.cat([self._expanded(part) for part in parts])
 
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
@@ -297,3 +298,28 @@ class DummyWeights:
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""
+
+
+class QuantizeOnLoading:
+    """A source whose weights of products get fewer bits; embeddings, the head, routers and experts stay as they are."""
+
+    def __init__(
+        self,
+        inner: WeightSource,
+        quantize: Callable[[Tensor], QuantizedWeight | Tensor],
+        keeps: Callable[[QuantizedWeight], bool],
+    ) -> None:
+        """keeps: as of `Weights`; another form is expanded again, rounded."""
+        self._inner, self._quantize, self._keeps = inner, quantize, keeps
+        self.dtype, self.device = inner.dtype, inner.device
+        self.take, self.take_merged, self.take_into = inner.take, inner.take_merged, inner.take_into
+        self.take_number, self.finish = inner.take_number, inner.finish
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._inner
+
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        plain = self._inner.take_product(sizes, in_features)
+        weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
+        return weight if isinstance(weight, Tensor) or self._keeps(weight) else weight.dequantized(self.dtype)

@@ -144,6 +144,7 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         dtype=args.dtype,
         device=device,
         load_format=args.load_format,
+        quantization=args.quantization,
         skip_tokenizer_init=args.skip_tokenizer_init or ranks.rank > 0,
         batch_invariant=args.deterministic,
         model_impl=args.model_impl,

@@ -86,19 +86,20 @@ def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool
     Up to 16 rows, warps lie side by side along K, and a chunk of a row is long; beyond, side by side along the weight's rows.
     """
     block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
-    chunk = (256 if weight.half else 512) if block_m <= 16 else weight.span
-    slices = max(1, chunk // weight.span)
-    block_n = 64 if block_m > 8 else 32
-    while slices > 1 and weight.row // weight.span <= slices // 2:
+    few = block_m <= 16
+    span = math.gcd(weight.span, _FEW_SPAN) if few else weight.span
+    slices = _FEW_CHUNK // span if few else 1
+    block_n = 64 if block_m > 8 and not (few and gated) else 32
+    while slices > 1 and weight.row // span <= slices // 2:
         slices //= 2
-    chunks = -(-weight.row // (weight.span * slices))
+    chunks = -(-weight.row // (span * slices))
     programs = -(-out_features // block_n) * -(-rows // block_m)
     splits = 1
     while programs * splits < _PROGRAMS * multiprocessors and splits < 8 and chunks // (2 * splits) >= 2:
         splits *= 2
     # What a program has under way: weights, and x in halves of a group or whole.
-    num_bytes = slices * weight.span * (block_n * (2 if gated else 1) + 2 * block_m * (2 if weight.half else 1))
-    return QuantizedCut(block_n, block_m, weight.span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
+    num_bytes = slices * span * (block_n * (2 if gated else 1) + 2 * block_m * (2 if weight.half else 1))
+    return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,5 +273,7 @@ _LEAST_SPAN = 16
 """Columns of a product that the matrix units take at least."""
 _PROGRAMS = 2
 """Programs a multiprocessor up to which a sum is shared by more of them."""
+_FEW_SPAN, _FEW_CHUNK = 64, 256
+"""Bytes of a slice, and of a row in a chunk, of up to 16 rows."""
 _SHARED = 48 * 1024
 """Bytes that a program has under way, about: four programs fit into a multiprocessor's shared memory."""

@@ -93,9 +93,9 @@ def quantized_product(
         up_scales, up_zeros = _scales(scales_ptr, zeros_ptr, unit, end, n, N, N, SPAN, SLICES, SCALES, SCALE_SPAN, SCALE_ROWS,
                                         ZEROS)  # fmt: skip
     if PDL and PREFETCH > 0:
-        _prefetch(weight_ptr, unit, end, n, ROW, SPAN, SLICES, PREFETCH)
+        _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1), ROW, SPAN, SLICES, PREFETCH)
         if GATED:
-            _prefetch(weight_ptr, unit, end, n + N, ROW, SPAN, SLICES, PREFETCH)
+            _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1) + N, ROW, SPAN, SLICES, PREFETCH)
     if HEADS > 0 and QK_NORM:
         low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
     else:

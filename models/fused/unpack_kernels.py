@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Sign, exponent and mantissa go where the wider type has them; a multiplication corrects the exponent, of subnormals too.
-_FLOAT8_TO_BF16 = tl.constexpr("""{
+FLOAT8_TO_BF16 = tl.constexpr("""{
     .reg .b32 a, b, c, z;
     prmt.b32 a, $2, 0, 0x1404;
     prmt.b32 b, $2, 0, 0x3424;
@@ -21,7 +21,7 @@ _FLOAT8_TO_BF16 = tl.constexpr("""{
     fma.rn.bf16x2 $0, a, c, z;
     fma.rn.bf16x2 $1, b, c, z;
 }""")
-_FLOAT8_TO_FP16 = tl.constexpr("""{
+FLOAT8_TO_FP16 = tl.constexpr("""{
     .reg .b32 a, b, c;
     prmt.b32 a, $2, 0, 0x1404;
     prmt.b32 b, $2, 0, 0x3424;
@@ -35,7 +35,7 @@ _FLOAT8_TO_FP16 = tl.constexpr("""{
     mul.f16x2 $0, a, c;
     mul.f16x2 $1, b, c;
 }""")
-_FLOAT4_TO_BF16 = tl.constexpr("""{
+FLOAT4_TO_BF16 = tl.constexpr("""{
     .reg .b32 a, b, c, s, z, f;
     mov.b32 f, 0x7e807e80;
     mov.b32 z, 0x80008000;
@@ -60,7 +60,7 @@ _FLOAT4_TO_BF16 = tl.constexpr("""{
     lop3.b32 c, b, 0x80008000, c, 0xea;
     fma.rn.bf16x2 $3, c, f, z;
 }""")
-_FLOAT4_TO_FP16 = tl.constexpr("""{
+FLOAT4_TO_FP16 = tl.constexpr("""{
     .reg .b32 a, b, c, s, f;
     mov.b32 f, 0x74007400;
     prmt.b32 a, $4, 0, 0x1404;
@@ -85,7 +85,7 @@ _FLOAT4_TO_FP16 = tl.constexpr("""{
     mul.f16x2 $3, c, f;
 }""")
 # A code is the last bits of 128 in bfloat16 and of 1,024 in float16.
-_INT4_TO_BF16 = tl.constexpr("""{
+INT4_TO_BF16 = tl.constexpr("""{
     .reg .b32 l, h, m;
     mov.b32 m, 0x43434343;
     and.b32 l, $4, 0x0f0f0f0f;
@@ -96,7 +96,7 @@ _INT4_TO_BF16 = tl.constexpr("""{
     prmt.b32 $2, h, m, 0x4140;
     prmt.b32 $3, h, m, 0x4342;
 }""")
-_INT4_TO_FP16 = tl.constexpr(_INT4_TO_BF16.value.replace("0x43434343", "0x64646464"))
+INT4_TO_FP16 = tl.constexpr(INT4_TO_BF16.value.replace("0x43434343", "0x64646464"))
 
 
 @triton.jit
@@ -108,9 +108,9 @@ def unpack_bytes(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
         wide = codes.to(tl.int32)
         numbers = ((((wide & 0x7F) << 20) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120).to(DOT)
     elif DOT == tl.float16:  # noqa: SIM300
-        numbers = tl.inline_asm_elementwise(_FLOAT8_TO_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
+        numbers = tl.inline_asm_elementwise(FLOAT8_TO_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        numbers = tl.inline_asm_elementwise(_FLOAT8_TO_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        numbers = tl.inline_asm_elementwise(FLOAT8_TO_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     return numbers
 
 
@@ -120,12 +120,12 @@ def unpack_pairs(codes, WEIGHT: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.co
     those in assembly plus 128 in bfloat16 and plus 1,024 in float16."""
     if ASSEMBLY:
         if DOT == tl.float16:  # noqa: SIM300
-            BODY16: tl.constexpr = _INT4_TO_FP16 if WEIGHT == "int4" else _FLOAT4_TO_FP16
+            BODY16: tl.constexpr = INT4_TO_FP16 if WEIGHT == "int4" else FLOAT4_TO_FP16
             low, high = tl.inline_asm_elementwise(
                 BODY16, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
         else:
-            BODY: tl.constexpr = _INT4_TO_BF16 if WEIGHT == "int4" else _FLOAT4_TO_BF16
+            BODY: tl.constexpr = INT4_TO_BF16 if WEIGHT == "int4" else FLOAT4_TO_BF16
             low, high = tl.inline_asm_elementwise(
                 BODY, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )

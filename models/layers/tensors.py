@@ -93,7 +93,7 @@ class LayerTensors:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
             if order is None and scale == 1.0:
                 kept = self.weights.take_product(names, in_features)
-                return Linear(kept, self._biases(sizes, bias, summed), summed)
+                return Linear(kept, self._biases(sizes, bias, summed), summed, dtype=self.weights.dtype)
             weight = self.weights.take_merged(names, in_features)
         biases = self._biases(sizes, bias, summed)
         if order is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.models.quantization.forms import Float8Weight, Int8Weight
 from headway.models.quantization.module import QuantizedModule
+from headway.models.quantization.rounding import float8, int8
 from headway.models.tensor_files import PLAIN
 
 _FLOAT8, _INT8 = ("float8_e4m3fn",), ("int8",)
@@ -64,6 +65,10 @@ class Float8Format:
         scales = module.take_scales(suffix, module.rows.units(rows), blocks, elements=elements)
         return Float8Weight(values, scales.float(), (rows, columns))
 
+    def quantized(self, weight: Tensor) -> Float8Weight:
+        """See StoredFormat."""
+        return float8(weight, self.scales if isinstance(self.scales, tuple) else None)
+
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
@@ -93,6 +98,10 @@ class Int8Format:
             if bool(zeros.any()):
                 raise module.error(".weight_zero_point", "needs zeros alone: rows are computed without", "others")
         return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
+
+    def quantized(self, weight: Tensor) -> Int8Weight:
+        """See StoredFormat."""
+        return int8(weight)
 
 
 def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:

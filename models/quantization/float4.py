@@ -51,6 +51,10 @@ class ExpertsMxfp4:
             target.copy_(Float4Weight(packed(_codes(octets.flatten(1)), MX_GROUP), exponent).dequantized(module.dtype))
         return whole.mT
 
+    def quantized(self, weight: Tensor) -> Tensor:
+        """See StoredFormat."""
+        return weight
+
 
 @dataclass(frozen=True, slots=True)
 class Nvfp4:
@@ -93,6 +97,10 @@ class Nvfp4:
         scales = scales / factor if self.divides else scales * factor
         values = torch.tensor(FP4_VALUES, device=codes.device)[codes.int()].view(len(codes), -1, _NV_GROUP)
         return (values * scales[:, :, None]).to(module.dtype).flatten(1)
+
+    def quantized(self, weight: Tensor) -> Tensor:
+        """See StoredFormat."""
+        return weight
 
 
 def _codes(octets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from headway.models.axes import Axis
 from headway.models.quantization.forms import Int4Weight, packed
 from headway.models.quantization.module import QuantizedModule
+from headway.models.quantization.rounding import int4
 
 _WORD = 32
 """Bits of a word."""
@@ -69,6 +70,11 @@ class IntegerGroups:
         middle = float(2 ** (self.bits - 1))
         values = codes.float() - (middle if zeros is None else zeros.float()[:, groups])
         return (values * scales.float()[:, groups]).to(module.dtype)
+
+    def quantized(self, weight: Tensor) -> Int4Weight | Tensor:
+        """See StoredFormat."""
+        size = weight.shape[1] if self.group_size == -1 else self.group_size
+        return int4(weight, size) if self.bits == 4 and weight.shape[1] % size == 0 else weight
 
 
 @dataclass(frozen=True, slots=True)

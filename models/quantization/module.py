@@ -118,3 +118,6 @@ class StoredFormat(Protocol):
 
         :raises ModelError: a tensor is missing, of a wrong shape, or has impossible scales.
         """
+
+    def quantized(self, weight: Tensor) -> QuantizedWeight | Tensor:
+        """Round a plain weight [N, K] as the format does, in the form that `read` gives; as it is, where that is expanded."""

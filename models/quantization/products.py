@@ -19,11 +19,20 @@ def packed_product(weight: QuantizedWeight, dtype: torch.dtype) -> tuple[Tensor,
     Whole numbers of 8 bits, and of 4 bits in groups of 32, 64, 128 or 256 with a multiple of 16 rows. The operators' names are
     private, so each is tried once with a small product.
     """
+    if not packs(weight, dtype):
+        return None
     if isinstance(weight, Int8Weight):
-        return _int8(weight, dtype) if _works("int8", dtype) else None
-    if isinstance(weight, Int4Weight) and weight.group_size in _GROUPS and weight.shape[0] % 16 == 0:
-        return _int4(weight, dtype) if _works("int4", dtype) else None
-    return None
+        return _int8(weight, dtype)
+    assert isinstance(weight, Int4Weight)
+    return _int4(weight, dtype)
+
+
+def packs(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether torch has a product of x in `dtype` over a weight in this form."""
+    if isinstance(weight, Int8Weight):
+        return _works("int8", dtype)
+    whole = isinstance(weight, Int4Weight) and weight.group_size in _GROUPS and weight.shape[0] % 16 == 0
+    return whole and _works("int4", dtype)
 
 
 _GROUPS = (32, 64, 128, 256)

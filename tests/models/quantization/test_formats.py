@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 def open_weights(folder: Path, keep: bool = False, dtype: torch.dtype = torch.float32) -> Weights:
     quantization = read_quantization(folder, json.loads((folder / "config.json").read_text()))
-    return Weights(folder, dtype, CPU, quantization=quantization, keep_quantized=keep)
+    return Weights(folder, dtype, CPU, quantization=quantization, keeps=lambda weight: keep)
 
 
 def logits_of(folder: Path, ranks: Ranks = ONE_RANK, **options: Any) -> Tensor:
@@ -66,7 +66,7 @@ MERGED = {
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_products_get_the_forms_of_what_is_to_be_kept(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_products_get_the_forms_of_what_is_to_be_kept(tmp_path: Path, name: str) -> None:
     quantized, dense = save_both(tmp_path, FORMATS[name])
     stored = load_file(dense / "model.safetensors")
     qkv = {f"model.layers.0.self_attn.{which}_proj.weight": rows for which, rows in (("q", 128), ("k", 64), ("v", 64))}
@@ -75,8 +75,6 @@ def test_products_get_the_forms_of_what_is_to_be_kept(tmp_path: Path, name: str,
     assert (weight.kind, weight.shape) == (MERGED[name], (256, 128))
     expected = torch.cat([stored[part] for part in qkv])
     torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=1e-6, atol=0)
-    with caplog.at_level(logging.INFO, "headway"), pytest.raises(ModelError, match=f"no product reads {weight.kind} as it is"):
-        load_model(str(quantized), "float32", skip_tokenizer_init=True, keep_quantized=True)
 
 
 def test_parts_of_different_forms_or_plain_ones_are_expanded(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Plain weights in a form of fewer bits, rounded to nearest: `--quantization`, and random weights in a checkpoint's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from headway.models.quantization.forms import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, packed
+
+_LARGEST: Final = 448.0
+"""The largest float of 8 bits (e4m3)."""
+_LEAST: Final = 1e-12
+"""A scale of rows of zeros."""
+
+
+def float8(weight: Tensor, block: tuple[int, int] | None = None) -> Float8Weight:
+    """Give each block a scale that makes its largest magnitude 448. weight: [N, K]; block: rows, columns; None: a whole row."""
+    rows, columns = weight.shape
+    high, wide = block or (1, columns)
+    padded = pad(weight, (0, -columns % wide, 0, -rows % high)).float()
+    tiles = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
+    scales = (tiles.abs().amax((1, 3)) / _LARGEST).clamp(min=_LEAST)
+    values = (tiles / scales[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    return Float8Weight(values.to(torch.float8_e4m3fn).contiguous(), scales, (high, wide))
+
+
+def int8(weight: Tensor) -> Int8Weight:
+    """Give each row a scale that makes its largest magnitude 127. weight: [N, K]."""
+    scales = (weight.float().abs().amax(1) / 127).clamp(min=_LEAST)
+    return Int8Weight((weight.float() / scales[:, None]).round().to(torch.int8), scales)
+
+
+def int4(weight: Tensor, group_size: int) -> Int4Weight:
+    """Give each group of columns a scale that makes its largest magnitude 7. weight: [N, K], K a multiple of group_size."""
+    groups = weight.float().view(len(weight), -1, group_size)
+    scales = (groups.abs().amax(2) / 7).clamp(min=_LEAST).to(weight.dtype)
+    codes = ((groups / scales.float()[:, :, None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
+    return Int4Weight(packed(codes, group_size), scales, None, group_size)
+
+
+ON_LOADING: Final[Mapping[str, Callable[[Tensor], QuantizedWeight]]] = {"fp8": float8}
+"""What `--quantization` makes of plain weights, by name."""
