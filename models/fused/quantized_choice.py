@@ -42,6 +42,6 @@ def rule(rows: int, able: Collection[str]) -> str:
     return SCALED if SCALED in able else DEQUANTIZED
 
 
-FEW_ROWS = 64
+FEW_ROWS = 32
 """Rows up to which the kernel serves where `torch._scaled_mm` does too. Not measured yet, nor is the next one."""
 MORE_ROWS = 128
