@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from headway.models.quantization.products import Product, packed_product, packs
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU in float32 a weight of more than _SMALL elements is packed once for oneDNN, whose product is 2 to 5 times faster than
-    torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner
-    than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes weights; their names
-    are private, so they are probed with a small product, and torch.mm serves where they are missing or wrong.
+    On a CPU a weight of more than _SMALL elements is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times
+    faster than torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is
+    multiplied sooner than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes
+    weights; their names are private, so they are probed with a small product, and torch.mm serves where they are missing or
+    wrong.
 
     A quantised weight stays as it is on a GPU, whose operations multiply it (models/fused/); called by itself, the layer expands
     it each time. On a CPU torch's products over packed weights serve, and where there are none the weight is expanded once.
@@ -95,8 +97,7 @@ class Linear:
 
 
 def _to_pack(weight: Tensor) -> bool:
-    large = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() > _SMALL
-    return large and _can_pack()
+    return weight.device.type == "cpu" and weight.numel() > _SMALL and can_pack(weight.dtype)
 
 
 _SMALL = 2**17
@@ -104,21 +105,32 @@ _SMALL = 2**17
 _PACK_ROWS = 16
 """Rows the packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""
 
-_probed: bool | None = None
+_probed: dict[torch.dtype, bool] = {}
 
 
-def _can_pack() -> bool:
-    global _probed
-    if _probed is None:
-        generator = torch.Generator().manual_seed(0)
-        weight, x = torch.randn(24, 40, generator=generator), torch.randn(3, 40, generator=generator)
-        try:
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-            product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            _probed = torch.allclose(product, linear(x, weight), atol=1e-4)
-        except (AttributeError, RuntimeError):
-            _probed = False
-    return _probed
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies packed weights of this type fast, and right: float32, and the CPU's own bfloat16."""
+    known = _probed.get(dtype)
+    if known is None:
+        known = _probed[dtype] = (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
+    return known
+
+
+def _has_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16: AVX-512's, or AMX's, whose CPUs have both."""
+    has: Callable[[], bool] = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return has()
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, 40, generator=generator).to(dtype) for rows in (24, 3))
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        product = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    return torch.allclose(product.float(), linear(x.float(), weight.float()), atol=1e-4 if dtype == torch.float32 else 0.1)
 
 
 def reads_as_it_is(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:

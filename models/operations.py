@@ -45,14 +45,13 @@ class Norm:
     share: NormShare | None = None
     """What ranks share, where the elements of an RMSNorm lie on several of them; None: they are all here."""
     by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
-    """What an RMSNorm in float32 on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size)
-    and sqrt(size * eps). x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
+    """What an RMSNorm on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size) and
+    sqrt(size * eps), float32. x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
 
     def __post_init__(self) -> None:
-        in_float32 = self.weight.dtype == torch.float32 and self.weight.device.type == "cpu"
-        if self.bias is None and self.share is None and in_float32:
+        if self.bias is None and self.share is None and self.weight.device.type == "cpu":
             size = self.weight.shape[0]
-            object.__setattr__(self, "by_length", (self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)))
+            object.__setattr__(self, "by_length", (self.weight.float() * size**0.5, torch.tensor((size * self.eps) ** 0.5)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +262,8 @@ class TorchOperations:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
-        if norm.by_length is not None and x.dtype == torch.float32:
-            return norm_by_length(x, *norm.by_length)
+        if norm.by_length is not None:
+            return norm_by_length(x.float(), *norm.by_length).to(x.dtype)
         weight = norm.weight
         exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
         if norm.bias is not None:
