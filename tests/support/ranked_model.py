@@ -35,9 +35,9 @@ from headway.registry import Registry, create_registry
 from headway.tuning.measure.all_reduce import choose_all_reduce
 
 MODULE = "headway.hosting.rank_child"
+"""What the process of a rank runs."""
 MEASURED = 5.0
 """Seconds in which GPUs may measure their sums."""
-"""What the process of a rank runs."""
 HEADS, HEAD_DIM, LAYERS, HIDDEN = 4, 16, 2, 32
 
 

@@ -17,5 +17,6 @@ def test_state_kernels_are_right_in_the_interpreter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_rare_cases_of_state_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES, marks="slow") > 12

@@ -23,6 +23,7 @@ def test_kernels_are_right_in_the_interpreter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_rare_cases_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES, marks="slow") > 80
 
