@@ -29,24 +29,27 @@ bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 by 16 and 64 tokens,
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of products are kept; embedding, router and norms stay in the model's element type."""
+    """How the matrices of products are kept; embedding, router, norms and experts stay in the model's element type."""
 
     name: str
     bits: float | None
     """Bits of a weight with its share of scales; None: those of the model's element type."""
-    loads: bool
-    """Whether Headway's products read weights of this format today; else they are expanded when they are loaded."""
+    rate: float = 1.0
+    """Share of the rate of weights of 16 bits at which products read these bytes: of one request of Llama-3-8B's shape on an H200
+    (docs/kernels.md)."""
+    option: str | None = ""
+    """What gives a plain checkpoint this format; None: it takes another checkpoint."""
 
 
 WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
     each.name: each
     for each in (
-        WeightFormat("model", None, True),
-        WeightFormat("fp8", 8 + 32 / 128**2, False),
-        WeightFormat("int4", 4 + 16 / 128, False),
+        WeightFormat("model", None),
+        WeightFormat("fp8", 8, 0.55, "--quantization fp8"),
+        WeightFormat("int4", 4 + 16 / 128, 0.42, None),
     )
 }
-"""model: as the checkpoint has them. fp8: blocks of 128 x 128 with a float32 scale. int4: groups of 128 with a 16-bit scale."""
+"""model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale."""
 
 
 def weight_format(name: str) -> WeightFormat:
@@ -130,16 +133,17 @@ class RankCosts:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight of a product."""
+        """Bytes of a weight of a product other than experts'."""
         return self.itemsize if self.weights.bits is None else self.weights.bits / 8
 
     @cached_property
     def weight_bytes(self) -> float:
         """Bytes of the weights that the rank holds."""
         params = sum(each.rows * each.columns * each.count for each in self.products)
+        experts = 0.0
         if self.experts is not None:
-            params += self.experts.config.num_held * self.experts.params * self.experts.count
-        return params * self.bytes_per_weight + self.plain_bytes
+            experts = self.experts.config.num_held * self.experts.params * self.experts.count
+        return params * self.bytes_per_weight + experts * self.itemsize + self.plain_bytes
 
     @property
     def cache_row_bytes(self) -> int:

@@ -215,10 +215,10 @@ def _row(plan: FleetPlan, model: str, search: FleetSearch, reason: str) -> PlanR
 
 
 def start_command(layout: Layout, model: str, batch: int, max_model_len: int) -> str:
-    """The command that starts one replica; empty where this version expands weights of the format."""
-    if not layout.weights.loads:
+    """The command that starts one replica; empty where the format takes another checkpoint."""
+    if layout.weights.option is None:
         return ""
-    words = ["headway", "serve", model]
+    words = ["headway", "serve", model, *layout.weights.option.split()]
     if layout.size > 1:
         words += ["--tensor-parallel-size", str(layout.size)]
     if layout.kv_cache_dtype != "auto":
@@ -240,9 +240,12 @@ def sources(search: FleetSearch) -> list[str]:
     lines.append(f"{products} (docs/plan.md){guess}")
     if any(plan.layout.size > 1 for plan in search.full_load):
         lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
-    unloaded = sorted({plan.layout.weights.name for plan in search.full_load if not plan.layout.weights.loads})
-    if unloaded:
-        lines.append(f"weights in {', '.join(unloaded)}: Headway still expands them; their bytes at the rate of 16 bits'")
+    formats = {plan.layout.weights.name: plan.layout.weights.rate for plan in search.full_load}
+    lines += [
+        f"weights in {name}: products read their bytes at {rate:g} of the rate of 16 bits, measured on an H200"
+        for name, rate in sorted(formats.items())
+        if rate < 1
+    ]
     replicas = max((plan.replicas for plan in search.plans), default=1)
     if replicas > 1:
         lines.append("a fleet: all replicas are alike, and one of them was simulated with its share of the requests")

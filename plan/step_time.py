@@ -124,7 +124,8 @@ class StepPredictor:
     def _product(self, product: ProductShape, tokens: int) -> float:
         """Microseconds of a product: its weights are read while the tensor cores compute."""
         weights = product.rows * product.columns
-        read = weights * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
+        rate = self._read * self._reached.product_read * self.costs.weights.rate
+        read = weights * self.costs.bytes_per_weight / rate
         depth = 1 + self._reached.product_depth / product.columns
         compute = 2 * weights * tokens * depth / (self._matrix * self._reached.product_matrix)
         return self._reached.product_us + math.hypot(read, compute)
@@ -134,7 +135,7 @@ class StepPredictor:
         experts = self.costs.experts
         if experts is None:
             return 0.0
-        read = experts.touched(tokens) * experts.params * self.costs.bytes_per_weight / (self._read * self._reached.product_read)
+        read = experts.touched(tokens) * experts.params * self.costs.itemsize / (self._read * self._reached.product_read)
         operations = 2 * tokens * experts.config.top_k * experts.params
         compute = operations / (self._matrix * self._reached.expert_matrix)
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))

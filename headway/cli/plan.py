@@ -159,7 +159,7 @@ def print_report(report: PlanReport, console: Terminal) -> None:
     console.print(_table(report.plans))
     best = report.plans[0]
     console.print(Text("start each replica of the first by"))
-    console.print(Text(f"  {best.command or 'nothing: Headway loads no such weights yet'}"), soft_wrap=True)
+    console.print(Text(f"  {best.command or 'the same with a checkpoint in that format'}"), soft_wrap=True)
     _print_reasons(report, console)
     console.print(Text("where the times come from"))
     for line in report.sources:
