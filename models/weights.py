@@ -263,7 +263,8 @@ class DummyWeights:
         """
         self.dtype, self.device = dtype, device
         self._unit = unit
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # On torch's device `meta` tensors have shapes and no elements.
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
         return False  # nothing beyond what the configuration implies, so tied embeddings stay tied
