@@ -122,7 +122,7 @@ class ProductKind:
 
     @property
     def source(self) -> str:
-        """By whose word the choice is made."""
+        """The word that the choice is made by: kept times, or the rule."""
         return "rule, not measured" if self._times is None else self._times.source
 
     def changes(self) -> dict[int, str]:
