@@ -79,8 +79,8 @@ FORMS: Mapping[str, Callable[[int, int], QuantizedWeight]] = {
 
 
 @dataclass
-class Layers:
-    """Layers of one shape and form, larger together than the L2 cache."""
+class ProductLayers:
+    """ProductLayers of one shape and form, larger together than the L2 cache."""
 
     shape: tuple[int, int]
     form: str
@@ -89,7 +89,7 @@ class Layers:
     """The first one's weight, float32."""
 
     @classmethod
-    def drawn(cls, shape: tuple[int, int], form: str) -> Layers:
+    def drawn(cls, shape: tuple[int, int], form: str) -> ProductLayers:
         """Draw them; form: of FORMS, or bf16."""
         cache = 2 * torch.cuda.get_device_properties(GPU).L2_cache_size
         weights: list[Tensor | QuantizedWeight] = []
@@ -121,7 +121,7 @@ class Study:
     ranked: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """The cuts of a swept form and number of rows, the fastest first."""
 
-    def us(self, layers: Layers, x: Tensor, step: Step, way: str, cut: str = "") -> float | None:
+    def us(self, layers: ProductLayers, x: Tensor, step: Step, way: str, cut: str = "") -> float | None:
         """Microseconds of a step whose answer is right; None of another, and when time is up."""
         if time.perf_counter() > self.deadline:
             self.late += 1
@@ -159,7 +159,7 @@ class Study:
         return {name: change for name, change in changes(rows).items() if name in {THE_RULES, *best}}
 
 
-def kernels_of(layers: Layers, rows: int, tried: Mapping[str, Change]) -> dict[str, QuantizedProducts]:
+def kernels_of(layers: ProductLayers, rows: int, tried: Mapping[str, Change]) -> dict[str, QuantizedProducts]:
     """The kernel's launchers by the name of the cut; of equal cuts the first."""
     weight, mps = layers.linears[0].weight, torch.cuda.get_device_properties(GPU).multi_processor_count
     assert not isinstance(weight, Tensor)
@@ -170,7 +170,7 @@ def kernels_of(layers: Layers, rows: int, tried: Mapping[str, Change]) -> dict[s
     return {name: QuantizedProducts(GPU, changed(tried[name])) for name in found.values()}
 
 
-def time_kernels(study: Study, layers: Layers, tried: Mapping[int, Mapping[str, Change]]) -> dict[int, dict[str, float]]:
+def time_kernels(study: Study, layers: ProductLayers, tried: Mapping[int, Mapping[str, Change]]) -> dict[int, dict[str, float]]:
     """Number of rows -> cut -> microseconds, all compiled first. tried: number of rows -> cuts."""
     kernels = {rows: kernels_of(layers, rows, cuts) for rows, cuts in tried.items()}
     inputs = {rows: torch.randn(rows, layers.shape[1], device=GPU, dtype=BF16) for rows in tried}
@@ -189,7 +189,7 @@ def time_kernels(study: Study, layers: Layers, tried: Mapping[int, Mapping[str, 
 
 def sweep(study: Study, shape: tuple[int, int], form: str, rows: list[int]) -> Iterator[list[str]]:
     """Try all cuts of a form, remember their order, and tell the best."""
-    layers = Layers.drawn(shape, form)
+    layers = ProductLayers.drawn(shape, form)
     for count, times in time_kernels(study, layers, {count: changes(count) for count in rows}).items():
         study.ranked[form, count] = list(times)
         best = [f"{name} {us:.1f}" for name, us in list(times.items())[:_BEST]]
@@ -199,7 +199,7 @@ def sweep(study: Study, shape: tuple[int, int], form: str, rows: list[int]) -> I
 
 def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
     """Lines of a table for one form: the kernel's best, and the other ways."""
-    layers, ways = Layers.drawn(shape, form), QuantizedWays(GPU)
+    layers, ways = ProductLayers.drawn(shape, form), QuantizedWays(GPU)
     kernel = time_kernels(study, layers, {count: study.tried(form, count) for count in rows})
     yield [
         f"{form} (floor {layers.num_bytes / 4.19e6:.1f})",
@@ -210,14 +210,14 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
     assert kind is not None
     for way in (SCALED, DEQUANTIZED):
         if way in kind.ways:
-            step = partial(ways.product, way=kind.ways[way])
+            step = partial(ways.product, way=ways.ways[way])
             inputs = (torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows)
             yield [f"  {way}", *(_cell(study.us(layers, x, step, way)) for x in inputs)]
 
 
 def measure_dense(study: Study, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
     """Lines for the weight in bfloat16."""
-    layers, few_rows, mm, ours = Layers.drawn(shape, "bf16"), FewRows(GPU), [], []
+    layers, few_rows, mm, ours = ProductLayers.drawn(shape, "bf16"), FewRows(GPU), [], []
     for count in rows:
         x = torch.randn(count, shape[1], device=GPU, dtype=BF16)
         mm.append(_cell(study.us(layers, x, lambda x, linear: linear(x), "torch.mm")))

@@ -17,8 +17,8 @@ from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.products import FewRows
 from headway.models.fused.quantized import QuantizedProducts
-from headway.models.fused.quantized_choice import ProductKind, Way
-from headway.models.fused.quantized_ways import QuantizedWays
+from headway.models.fused.quantized_choice import ProductKind
+from headway.models.fused.quantized_ways import QuantizedWays, Way
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear

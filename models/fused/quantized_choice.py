@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from headway.models.linear import Linear
-
-if TYPE_CHECKING:
-    from headway.models.fused.quantized import QuantizedProducts
 
 ROW_COUNTS = tuple(2**n for n in range(14))
 """Numbers of rows that are measured; any other takes the choice of the next larger one, whose kernel is cut alike."""
@@ -56,54 +52,38 @@ MORE_ROWS = 256
 """Likewise where only `dequantize` does. On an H200, 4 bits 28672 x 4096: 209 us to 202 at 256 rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way of computing a product: of a library, unless it has a kernel."""
-
-    name: str
-    kernel: QuantizedProducts | None = None
-    """Our kernel, with its cuts."""
-    most: int | None = None
-    """Rows up to which it may be chosen; None: any number."""
-
-    @property
-    def norms(self) -> bool:
-        """Whether the norm before the product is a part of it."""
-        return self.kernel is not None or self.name == SCALED
-
-
 class ProductKind:
     """Products over weights of one form and shape: their ways, and the one that serves each number of rows."""
 
     def __init__(
-        self, name: str, ways: Sequence[Way], gated: bool, compute: Callable[[Tensor, Linear], Tensor] | None = None
+        self, name: str, ways: Mapping[str, int | None], gated: bool, compute: Callable[[Tensor, Linear], Tensor] | None = None
     ) -> None:
-        """name: form, shape and whatever else tells kinds apart, in words.
+        """name: form, shape and whatever else tells kinds apart. ways: name -> rows up to which it may serve; None: any.
 
         compute: the step of x [rows, in_features] and a layer of the kind by the chosen way: the product, or where it is gated
         RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second.
         """
         self.name, self.gated, self.compute = name, gated, compute
-        self.ways = {way.name: way for way in ways}
+        self.ways = dict(ways)
         self.examples: list[Linear] = []
         """A model's layers of this kind, to measure with."""
         self._times: ProductTimes | None = None
-        self._chosen: dict[int, Way] = {}
-        self._trial: Way | None = None
+        self._chosen: dict[int, str] = {}
+        self._trial: str | None = None
 
     def able(self, rows: int) -> list[str]:
         """Names of the ways that may serve so many rows."""
-        return [way.name for way in self.ways.values() if way.most is None or rows <= way.most]
+        return [name for name, most in self.ways.items() if most is None or rows <= most]
 
-    def way_for(self, rows: int) -> Way:
-        """What computes products of so many rows."""
+    def way_for(self, rows: int) -> str:
+        """Name of what computes products of so many rows."""
         if self._trial is not None:
             return self._trial
         way = self._chosen.get(rows)
         if way is None:
             able = self.able(rows)
             measured = None if self._times is None else self._times.fastest(rows, able)
-            way = self._chosen[rows] = self.ways[measured or rule(rows, able)]
+            way = self._chosen[rows] = measured or rule(rows, able)
         return way
 
     def obey(self, times: ProductTimes) -> None:
@@ -114,7 +94,7 @@ class ProductKind:
     @contextmanager
     def by(self, name: str) -> Iterator[None]:
         """Have one way serve inside, whatever the choice is: for trials."""
-        self._trial = self.ways[name]
+        self._trial = name
         try:
             yield
         finally:
@@ -127,7 +107,7 @@ class ProductKind:
 
     def changes(self) -> dict[int, str]:
         """Number of rows -> the way that serves from there on."""
-        names = [self.way_for(count).name for count in ROW_COUNTS]
+        names = [self.way_for(count) for count in ROW_COUNTS]
         starts = [1, *(count + 1 for count in ROW_COUNTS)]
         return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
 

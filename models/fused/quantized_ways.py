@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from headway.backends.triton.launch import FixedLauncher
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.models.fused.dequantize_kernels import dequantize_rows, quantize_rows
 from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut, tensors_of, weight_bytes
-from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED, ProductKind, Way
+from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED, ProductKind
 from headway.models.fused.quantized_cuts import CHANGES, MOST_ROWS, changed
 from headway.models.linear import Linear
 from headway.models.operations import Norm
@@ -23,13 +24,29 @@ BLOCK = 128
 """Rows and columns of the blocks that `torch._scaled_mm` takes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of computing a product: of a library, unless it has a kernel."""
+
+    name: str
+    kernel: QuantizedProducts | None = None
+    """Our kernel, with its cuts."""
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before the product is a part of it."""
+        return self.kernel is not None or self.name == SCALED
+
+
 class QuantizedWays:
     """Products of x in half precision over quantised weights, by ways that are chosen for each kind of product."""
 
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
         self._device = device
         self.kernel = QuantizedProducts(device, cut)
-        self._changed = {name: QuantizedProducts(device, changed(change)) for name, change in CHANGES.items()}
+        ways = [Way(KERNEL, self.kernel), Way(SCALED), Way(DEQUANTIZED)]
+        ways += [Way(f"{KERNEL} {name}", QuantizedProducts(device, changed(change))) for name, change in CHANGES.items()]
+        self.ways = {way.name: way for way in ways}
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._scaled = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         self._blocks = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -51,26 +68,22 @@ class QuantizedWays:
             name = " ".join(words if linear.bias is None else [*words, "with a bias"])
             kind = self._kinds.get(name)
             if kind is None:
-                kind = self._kinds[name] = ProductKind(name, self._ways(linear, dtype), gated)
+                kind = self._kinds[name] = ProductKind(name, self._able(weight, dtype), gated)
             self._kind_of[place] = kind
         return kind
 
-    def _ways(self, linear: Linear, dtype: torch.dtype) -> list[Way]:
-        """Ways that compute this product."""
-        weight = linear.weight
-        assert not isinstance(weight, Tensor)
-        ways = [Way(DEQUANTIZED)]
-        if self._can_scale(dtype, weight):
-            ways = [Way(SCALED), *ways]
-        if self.kernel.reads(dtype, weight):
-            kernels = [Way(f"{KERNEL} {name}", kernel, MOST_ROWS) for name, kernel in self._changed.items()]
-            ways = [Way(KERNEL, self.kernel), *kernels, *ways]
-        return ways
+    def _able(self, weight: QuantizedWeight, dtype: torch.dtype) -> dict[str, int | None]:
+        """Ways that compute this product, and up to how many rows each may serve."""
+        libraries = [SCALED, DEQUANTIZED] if self._can_scale(dtype, weight) else [DEQUANTIZED]
+        if not self.kernel.reads(dtype, weight):
+            return dict.fromkeys(libraries)
+        changes = [f"{KERNEL} {name}" for name in CHANGES]
+        return {KERNEL: None, **dict.fromkeys(changes, MOST_ROWS), **dict.fromkeys(libraries)}
 
     def way(self, x: Tensor, linear: Linear, gated: bool = False) -> Way | None:
         """What serves products of so many rows; None: the weight is not quantised, or there are no rows."""
         kind = self.kind(linear, x.dtype, gated)
-        return None if kind is None or not x.shape[0] else kind.way_for(x.shape[0])
+        return None if kind is None or not x.shape[0] else self.ways[kind.way_for(x.shape[0])]
 
     def product(self, x: Tensor, linear: Linear, way: Way | None, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """The product of x [rows, in_features] by a way, normed first where that norms; None: by the layer itself."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.models.fused.quantized_choice import ROW_COUNTS, ProductKind, ProductTimes, Way
+from headway.models.fused.quantized_choice import ROW_COUNTS, ProductKind, ProductTimes
 from headway.models.linear import Linear
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
@@ -32,12 +32,11 @@ class Bench:
     runs: int = 0
 
     def kind(self, layers: Sequence[Linear], name: str = "fp8 rows 32x64 float32", gated: bool = False) -> ProductKind:
-        ways = [Way(name, most=64 if " " in name else None) for name in WAYS]
-        kind = ProductKind(name, ways, gated)
+        kind = ProductKind(name, {way: 64 if " " in way else None for way in WAYS}, gated)
         kind.examples = list(layers)
 
         def compute(x: Tensor, linear: Linear) -> Tensor:
-            way = kind.way_for(len(x)).name
+            way = kind.way_for(len(x))
             self.runs += 1
             self.spent += self.costs[way](len(x))
             if way in self.fails:
@@ -97,7 +96,7 @@ def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: p
     bench = Bench(COSTS, off={"kernel n64": 1.2})
     kind = bench.kind(layers(), gated=gated)
     choose_products([kind], 60.0, timer=TableTimer(bench=bench))
-    assert [kind.way_for(rows).name for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
+    assert [kind.way_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
     assert "kernel n64 is left out from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
     assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
     (path,) = cache.glob("*.json")
@@ -113,8 +112,8 @@ def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> Non
     again = bench.kind(layers())
     choose_products([again], 0, timer=TableTimer(bench=bench))
     assert bench.runs == runs
-    assert again.way_for(1).name == "kernel n64"
-    assert again.way_for(64).name == "scaled_mm"
+    assert again.way_for(1) == "kernel n64"
+    assert again.way_for(64) == "scaled_mm"
 
 
 def test_kinds_are_measured_apart_and_times_of_other_software_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +123,7 @@ def test_kinds_are_measured_apart_and_times_of_other_software_anew(cache: Path, 
     kinds = [slow.kind(layers(form=lambda weight: int4(weight, 32)), "int4 of 32 32x64 float32"), fast.kind(layers())]
     choose_products(kinds[:1], 60.0, timer=TableTimer(bench=slow))
     choose_products(kinds[1:], 60.0, timer=TableTimer(bench=fast))
-    assert [kind.way_for(1).name for kind in kinds] == ["dequantize", "kernel n64"]
+    assert [kind.way_for(1) for kind in kinds] == ["dequantize", "kernel n64"]
     assert "scaled_mm is left out from 1 rows on: RuntimeError: out of something" in caplog.text
     path = next(path for path in cache.glob("*.json") if "fp8" in path.name)
     kept = json.loads(path.read_text())
@@ -143,15 +142,15 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert bench.runs == 0
     assert kind.changes() == {1: "kernel", 33: "scaled_mm"}
     assert "kernel from 1, scaled_mm from 33 rows on (rule, not measured)" in caplog.text
-    plain = ProductKind("int4 of 128", [Way("kernel"), Way("dequantize")], gated=False)
+    plain = ProductKind("int4 of 128", {"kernel": None, "dequantize": None}, gated=False)
     assert plain.changes() == {1: "kernel", 257: "dequantize"}
     assert not cache.exists()
 
 
 def test_a_choice_holds_for_all_rows_that_are_cut_alike() -> None:
-    kind = ProductKind("any", [Way("kernel"), Way("kernel n64", most=64), Way("dequantize")], gated=False)
+    kind = ProductKind("any", {"kernel": None, "kernel n64": 64, "dequantize": None}, gated=False)
     many = [1.0] * len(ROW_COUNTS)
     kind.obey(
         ProductTimes({"kernel": [2.0] * len(ROW_COUNTS), "kernel n64": many, "dequantize": [3.0] * len(ROW_COUNTS)}, "told")
     )
-    assert [kind.way_for(rows).name for rows in (1, 64, 65, 9000)] == ["kernel n64", "kernel n64", "kernel", "kernel"]
+    assert [kind.way_for(rows) for rows in (1, 64, 65, 9000)] == ["kernel n64", "kernel n64", "kernel", "kernel"]

@@ -51,13 +51,13 @@ def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: 
     assert kind is not None
     assert ("scaled_mm" in kind.ways) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
     for way in kind.able(rows):
-        y = ways.product(x, linear, kind.ways[way])
+        y = ways.product(x, linear, ways.ways[way])
         error = float((y.cpu().double() - expected).norm() / expected.norm())
         assert error < (COARSE if way == "scaled_mm" else 6e-3), (way, error)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = ways.product(x, linear, kind.ways[way])
+            captured = ways.product(x, linear, ways.ways[way])
         for _ in range(3):
             captured.zero_()
             graph.replay()
