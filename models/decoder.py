@@ -34,6 +34,7 @@ from headway.models.weights import WeightSource
 
 if TYPE_CHECKING:
     from headway.models.experts.fused import FusedExperts
+    from headway.models.fused.quantized_choice import ProductKind
 
 
 def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
@@ -111,6 +112,17 @@ class Decoder:
         """Kinds of layers of experts that choose among ways of computing them."""
         kinds = [layer.mlp.kind for layer in self.layers if isinstance(layer.mlp, ExpertsMLP)]
         return list(dict.fromkeys(kind for kind in kinds if kind is not None))
+
+    @property
+    def products(self) -> list[tuple[Linear, bool]]:
+        """The layers' products, and which of them are gated."""
+        gated = {layer.mlp.gated_product for layer in self.layers if isinstance(layer.mlp, MLP)}
+        return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
+
+    @property
+    def product_kinds(self) -> list[ProductKind]:
+        """Kinds of products that choose among ways of computing them."""
+        return self.operations.product_kinds(self.products)
 
     @property
     def max_position_embeddings(self) -> int:

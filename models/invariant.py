@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
+
+if TYPE_CHECKING:
+    from headway.models.fused.quantized_choice import ProductKind
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
@@ -44,6 +48,10 @@ class InvariantOperations:
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""
         return norm, linear
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """None: products of one number of rows have nothing to choose."""
+        return []
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""

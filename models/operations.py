@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 from headway.models.norm_share import NormShare
 from headway.models.plain_latent import PlainLatentLayer
+
+if TYPE_CHECKING:
+    from headway.models.fused.quantized_choice import ProductKind
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -112,6 +115,9 @@ class Operations(Protocol):
 
         For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
         """
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """Kinds of a model's products that choose among ways of computing them. products: all of them, and which are gated."""
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
@@ -245,6 +251,10 @@ class TorchOperations:
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""
         return norm, linear
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """None: a layer multiplies in one way."""
+        return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""

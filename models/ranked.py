@@ -27,7 +27,7 @@ class RankedOperations:
         self._inner, self._ranks = inner, ranks
         self.absorb, self.norm, self.add_norm, self.softcap = inner.absorb, inner.norm, inner.add_norm, inner.softcap
         self.norm_product, self.norm_gated_product = inner.norm_product, inner.norm_gated_product
-        self.norm_qkv, self.gate = inner.norm_qkv, inner.gate
+        self.norm_qkv, self.gate, self.product_kinds = inner.norm_qkv, inner.gate, inner.product_kinds
         self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:

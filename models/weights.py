@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 from headway.models.quantization.config import Quantization
-from headway.models.quantization.forms import QuantizedWeight, merged
+from headway.models.quantization.forms import QuantizedWeight, merged, num_bytes
 from headway.models.quantization.module import QuantizedModule, StoredFormat
 from headway.models.tensor_files import NEEDED, PLAIN, TensorFiles
 
@@ -263,7 +263,8 @@ class DummyWeights:
         """
         self.dtype, self.device = dtype, device
         self._unit = unit
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # On torch's device `meta` tensors have shapes and no elements.
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
         return False  # nothing beyond what the configuration implies, so tied embeddings stay tied
@@ -313,7 +314,10 @@ class QuantizeOnLoading:
         self._inner, self._quantize, self._keeps = inner, quantize, keeps
         self.dtype, self.device = inner.dtype, inner.device
         self.take, self.take_merged, self.take_into = inner.take, inner.take_merged, inner.take_into
-        self.take_number, self.finish = inner.take_number, inner.finish
+        self.take_number = inner.take_number
+        self._plain = self._bytes = 0
+        """Bytes of the weights that were rounded, before and after."""
+        self._forms: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._inner
@@ -322,4 +326,20 @@ class QuantizeOnLoading:
         """See WeightSource."""
         plain = self._inner.take_product(sizes, in_features)
         weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
-        return weight if isinstance(weight, Tensor) or self._keeps(weight) else weight.dequantized(self.dtype)
+        if isinstance(weight, Tensor):
+            return weight
+        kept = weight if self._keeps(weight) else weight.dequantized(self.dtype)
+        if isinstance(plain, Tensor):
+            self._forms[weight.kind] = None
+            self._plain += plain.nbytes
+            self._bytes += kept.nbytes if isinstance(kept, Tensor) else num_bytes(kept)
+        return kept
+
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """See WeightSource; the log says what was rounded."""
+        self._inner.finish(ignored, modules)
+        if self._forms:
+            size, was = _size(self._bytes), _size(self._plain)
+            expanded = "" if self._bytes < self._plain else f", and expanded again to {str(self.dtype).removeprefix('torch.')}"
+            became = f"{size} instead of {was}" if not expanded else f"{size} as before"
+            log.info("weights: rounded to %s on loading%s: %s", ", ".join(self._forms), expanded, became)

@@ -1,17 +1,20 @@
 """Products over quantised weights on a GPU: every way and cut held to the dequantised weight, timed, and the best of each.
 
-python -m headway.bench.studies.products --shapes 8192x8192,4096x4096 --rows 1,4,16,64,256,2048 --seconds 180
+python -m headway.bench.studies.products --shapes 8192x8192,4096x4096 --rows 1,4,16,64,256,2048 --seconds 180 --output FILE
 
-The first shape is swept; the others try the rule's cut and the variant that was best there. A time is of the call alone, the L2
-cache flushed before it. A variant that raises or is wrong is left out, named, and counted.
+First all cuts are tried in the first shape, for two forms and a few numbers of rows; then the five that were best there in every
+shape and form. A time is of one product in a CUDA graph, of as many as have weights larger together than the L2 cache, which is
+flushed before: the host is not measured. A variant that raises or is wrong is left out, named, and counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -20,51 +23,33 @@ from torch import Tensor
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.bench.studies.command import run_study
+from headway.bench.studies.product_cells import THE_RULES, Change, ProductCell, ProductsReport, changes
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
 from headway.models.fused.products import FewRows
-from headway.models.fused.quantized import QuantizedCut, QuantizedProducts, WeightBytes, quantized_cut
-from headway.models.fused.quantized_choice import DEQUANTIZED, SCALED
+from headway.models.fused.quantized import QuantizedCut, QuantizedProducts, quantized_cut, weight_bytes
+from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED
+from headway.models.fused.quantized_cuts import changed
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.linear import Linear
 from headway.models.quantization.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
 from headway.tuning.measure.device import identify_device, resolve_device
-from headway.tuning.measure.timing import Timer
+from headway.tuning.measure.graph_replay import captured
+from headway.tuning.measure.timing import InterleavedTimer, Timing
 
 SHAPES = "8192x8192,6144x4096,4096x4096,28672x4096,4096x14336"
 """out_features x in_features: of 70B shapes one, and of 8B shapes q, k, v; o; gate and up; down."""
 ROWS = "1,4,16,64,256,2048"
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
-Change = Callable[[QuantizedCut], QuantizedCut]
+Step = Callable[[Tensor, Linear], Tensor]
 _EXACT, _ROUNDED = 1e-2, 8e-2
 """Error of a right answer relative to its norm: of x in bfloat16, and of x in floats of 8 bits."""
-
-FEW: dict[str, Change] = {
-    "the rule's": lambda cut: cut,
-    "n16": lambda cut: replace(cut, block_n=16),
-    "n64": lambda cut: replace(cut, block_n=64),
-    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
-    "splits x4": lambda cut: replace(cut, splits=4 * cut.splits),
-    "n64 splits x2": lambda cut: replace(cut, block_n=64, splits=2 * cut.splits),
-    "stages +2": lambda cut: replace(cut, stages=cut.stages + 2),
-    "stages -1": lambda cut: replace(cut, stages=max(2, cut.stages - 1)),
-    "8 warps": lambda cut: replace(cut, slices=2 * cut.slices, num_warps=8),
-    "2 warps": lambda cut: replace(cut, slices=max(1, cut.slices // 2), num_warps=2, stages=cut.stages + 1),
-    "late": lambda cut: replace(cut, early=False),
-    "no assembly": lambda cut: replace(cut, assembly=False),
-}
-"""Cuts that are tried, of up to 16 rows."""
-MORE: dict[str, Change] = {
-    "the rule's": lambda cut: cut,
-    "n128": lambda cut: replace(cut, block_n=128),
-    "n128 8 warps": lambda cut: replace(cut, block_n=128, num_warps=8),
-    "m32": lambda cut: replace(cut, block_m=32),
-    "m128 8 warps": lambda cut: replace(cut, block_m=128, block_n=128, num_warps=8),
-    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
-    "stages +2": lambda cut: replace(cut, stages=cut.stages + 2),
-    "no assembly": lambda cut: replace(cut, assembly=False),
-}
-"""Likewise, of more."""
+_MOST_COPIES, _BEST = 16, 5
+SWEPT = {"int4": "int4", "fp8 rows": "fp8 rows", "fp8 blocks": "fp8 rows", "mxfp4": "int4"}
+"""Form -> the one among those whose cuts are all tried."""
+SWEPT_ROWS = (1, 16, 64)
 
 
 def float8(rows: int, columns: int, block: tuple[int, int]) -> Float8Weight:
@@ -87,10 +72,41 @@ def mxfp4(rows: int, columns: int) -> Float4Weight:
 
 FORMS: Mapping[str, Callable[[int, int], QuantizedWeight]] = {
     "int4": int4,
-    "fp8 blocks": partial(float8, block=(128, 128)),
     "fp8 rows": lambda rows, columns: float8(rows, columns, (1, columns)),
+    "fp8 blocks": partial(float8, block=(128, 128)),
     "mxfp4": mxfp4,
 }
+
+
+@dataclass
+class ProductLayers:
+    """ProductLayers of one shape and form, larger together than the L2 cache."""
+
+    shape: tuple[int, int]
+    form: str
+    linears: list[Linear]
+    dense: Tensor
+    """The first one's weight, float32."""
+
+    @classmethod
+    def drawn(cls, shape: tuple[int, int], form: str) -> ProductLayers:
+        """Draw them; form: of FORMS, or bf16."""
+        cache = 2 * torch.cuda.get_device_properties(GPU).L2_cache_size
+        weights: list[Tensor | QuantizedWeight] = []
+        while not weights or (cache > len(weights) * _bytes(weights[0]) and len(weights) < _MOST_COPIES):
+            weights.append(torch.randn(*shape, device=GPU, dtype=BF16) if form == "bf16" else FORMS[form](*shape))
+        first = weights[0]
+        dense = first.float() if isinstance(first, Tensor) else first.dequantized(torch.float32)
+        return cls(shape, form, [Linear(weight, dtype=BF16) for weight in weights], dense)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one weight."""
+        return _bytes(self.linears[0].weight)
+
+
+def _bytes(weight: Tensor | QuantizedWeight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
 
 
 @dataclass
@@ -98,112 +114,137 @@ class Study:
     """What was found, and what was not."""
 
     deadline: float
-    timer: Timer = field(default_factory=lambda: Timer(warmup_ms=2.0, rep_ms=12.0))
-    left_out: list[str] = field(default_factory=list)
+    timer: InterleavedTimer = field(default_factory=lambda: InterleavedTimer(rounds=2, round_ms=2.0))
+    cells: list[ProductCell] = field(default_factory=list)
     late: int = 0
     """Measurements that there was no time for."""
-    best: dict[tuple[str, int], str] = field(default_factory=dict)
-    """The best variant of a form and a number of rows in the first shape."""
+    ranked: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    """The cuts of a swept form and number of rows, the fastest first."""
 
-    def us(self, name: str, call: Callable[[], Tensor], expected: Tensor, tolerance: float) -> float | None:
-        """Microseconds of a call whose answer is right; None of another, and when time is up."""
+    def us(self, layers: ProductLayers, x: Tensor, step: Step, way: str, cut: str = "") -> float | None:
+        """Microseconds of a step whose answer is right; None of another, and when time is up."""
         if time.perf_counter() > self.deadline:
             self.late += 1
             return None
+        cell = ProductCell(shape=_shape(layers.shape), form=layers.form, rows=len(x), way=way, cut=cut)
+        self.cells.append(cell)
         try:
-            answer = call().float()
-            torch.cuda.synchronize()
-            error = float((answer - expected).norm() / expected.norm())
-            if error < tolerance:
-                return self.timer.time(call, GPU).median_us
-            self.left_out.append(f"{name}: off by {error:.1e}")
+            expected = x.float() @ layers.dense.t()
+            error = float((step(x, layers.linears[0]).float() - expected).norm() / expected.norm())
+            del expected
+            if error >= (_ROUNDED if way == SCALED else _EXACT):
+                cell.reason = f"off by {error:.1e}"
+                return None
+
+            def all_layers() -> None:
+                for linear in layers.linears:
+                    step(x, linear)
+
+            graph = captured(all_layers)
+            timing = self.timer.time([graph.replay], GPU)[0]
+            if not isinstance(timing, Timing):
+                raise timing
+            cell.us = timing.median_us / len(layers.linears)
         except Exception as raised:
             lines = str(raised).strip().splitlines() or [""]
-            self.left_out.append(f"{name}: {type(raised).__name__}: {lines[-1]}")
+            cell.reason = f"{type(raised).__name__}: {lines[-1]}"
             if isinstance(raised, torch.AcceleratorError):
-                raise ConfigError(
-                    "products", "a GPU that goes on", self.left_out[-1], "run again without this variant"
-                ) from raised
-        return None
+                raise ConfigError("products", "a GPU that goes on", str(cell), "run again without this variant") from raised
+        return cell.us
+
+    def tried(self, form: str, rows: int) -> dict[str, Change]:
+        """The cuts that were best, and the rule's."""
+        alike = 1 if rows <= 8 else 16 if rows <= 16 else 64  # of SWEPT_ROWS, the one that is cut likewise
+        best = self.ranked.get((SWEPT[form], alike), [])[:_BEST]
+        return {name: change for name, change in changes(rows).items() if name in {THE_RULES, *best}}
 
 
-def variants(study: Study, form: str, rows: int, swept: bool) -> dict[str, Change]:
-    """What is tried of a form at so many rows."""
-    every = FEW if rows <= 16 else MORE
-    if swept:
-        return every
-    names = {"the rule's", study.best.get((form, rows), "the rule's")}
-    return {name: every[name] for name in every if name in names}
+def kernels_of(layers: ProductLayers, rows: int, tried: Mapping[str, Change]) -> dict[str, QuantizedProducts]:
+    """The kernel's launchers by the name of the cut; of equal cuts the first."""
+    weight, mps = layers.linears[0].weight, torch.cuda.get_device_properties(GPU).multi_processor_count
+    assert not isinstance(weight, Tensor)
+    described, found = weight_bytes(weight), dict[QuantizedCut, str]()
+    assert described is not None
+    for name, change in tried.items():
+        found.setdefault(change(quantized_cut(described, rows, layers.shape[0], False, mps)), name)
+    return {name: QuantizedProducts(GPU, changed(tried[name])) for name in found.values()}
 
 
-def products_of(changes: Mapping[str, Change]) -> dict[str, QuantizedProducts]:
-    """The kernel's launchers by variant."""
-
-    def cut(change: Change, weight: WeightBytes, rows: int, features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
-        return change(quantized_cut(weight, rows, features, gated, multiprocessors))
-
-    return {name: QuantizedProducts(GPU, partial(cut, change)) for name, change in changes.items()}
-
-
-def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int], swept: bool) -> Iterator[list[str]]:
-    """Lines of a table for one form: the kernel's best, and the other ways."""
-    weight = FORMS[form](*shape)
-    linear, dense = Linear(weight, dtype=BF16), weight.dequantized(torch.float32)
-    inputs = {count: torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows}
-    kernels = {count: products_of(variants(study, form, count, swept)) for count in rows}
+def time_kernels(study: Study, layers: ProductLayers, tried: Mapping[int, Mapping[str, Change]]) -> dict[int, dict[str, float]]:
+    """Number of rows -> cut -> microseconds, all compiled first. tried: number of rows -> cuts."""
+    kernels = {rows: kernels_of(layers, rows, cuts) for rows, cuts in tried.items()}
+    inputs = {rows: torch.randn(rows, layers.shape[1], device=GPU, dtype=BF16) for rows in tried}
     ahead = compile_ahead(GPU)
     if ahead is not None and time.perf_counter() < study.deadline:
         with ahead():
-            for count in rows:
-                for products in kernels[count].values():
-                    products(inputs[count], linear)
-    ways, found, cuts = QuantizedWays(GPU), {name: ["-"] * len(rows) for name in ("kernel", SCALED, DEQUANTIZED)}, []
-    for place, count in enumerate(rows):
-        x, expected = inputs[count], inputs[count].float() @ dense.t()
-        what = f"{form} {shape[0]}x{shape[1]} {count} rows"
-        times = {
-            name: study.us(f"{what}, {name}", partial(products, x, linear), expected, _EXACT)
-            for name, products in kernels[count].items()
-        }
-        right = {name: us for name, us in times.items() if us is not None}
-        if right:
-            best = min(right, key=lambda name: right[name])
-            found["kernel"][place] = f"{right[best]:.1f}"
-            if swept:
-                study.best[form, count] = best
-            ranked = sorted(right, key=lambda name: right[name])
-            cuts.append(f"{count} rows: " + ", ".join(f"{name} {right[name]:.1f}" for name in ranked))
-        for way, tolerance in ((SCALED, _ROUNDED), (DEQUANTIZED, _EXACT)):
-            if way in ways.able(x, linear):
-                us = study.us(f"{what}, {way}", partial(ways.product, x, linear, way=way), expected, tolerance)
-                found[way][place] = "-" if us is None else f"{us:.1f}"
-    floor = num_bytes(weight) / 4.19e6
-    yield [f"{form} (floor {floor:.1f})", *found["kernel"]]
-    yield from ([f"  {way}", *found[way]] for way in (SCALED, DEQUANTIZED) if any(cell != "-" for cell in found[way]))
-    yield from ([cut] for cut in cuts)
+            for rows, named in kernels.items():
+                for products in named.values():
+                    products(inputs[rows], layers.linears[0])
+    found: dict[int, dict[str, float]] = {}
+    for rows, named in kernels.items():
+        times = {name: study.us(layers, inputs[rows], products, KERNEL, name) for name, products in named.items()}
+        found[rows] = dict(sorted(((name, us) for name, us in times.items() if us is not None), key=lambda item: item[1]))
+    return found
+
+
+def sweep(study: Study, shape: tuple[int, int], form: str, rows: list[int]) -> Iterator[list[str]]:
+    """Try all cuts of a form, remember their order, and tell the best."""
+    layers = ProductLayers.drawn(shape, form)
+    for count, times in time_kernels(study, layers, {count: changes(count) for count in rows}).items():
+        study.ranked[form, count] = list(times)
+        best = [f"{name} {us:.1f}" for name, us in list(times.items())[:_BEST]]
+        told = [f"{THE_RULES} {times[THE_RULES]:.1f}"] if THE_RULES in times else []
+        yield [f"{form}, {count} rows, {len(times)} cuts: {', '.join(best + told)}"]
+
+
+def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
+    """Lines of a table for one form: the kernel's best, and the other ways."""
+    layers, ways = ProductLayers.drawn(shape, form), QuantizedWays(GPU)
+    kernel = time_kernels(study, layers, {count: study.tried(form, count) for count in rows})
+    yield [
+        f"{form} (floor {layers.num_bytes / 4.19e6:.1f})",
+        *(_cell(min(kernel[count].values(), default=None)) for count in rows),
+    ]
+    yield ["  the rule's cut", *(_cell(kernel[count].get(THE_RULES)) for count in rows)]
+    kind = ways.kind(layers.linears[0], BF16)
+    assert kind is not None
+    for way in (SCALED, DEQUANTIZED):
+        if way in kind.ways:
+            step = partial(ways.product, way=ways.ways[way])
+            inputs = (torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows)
+            yield [f"  {way}", *(_cell(study.us(layers, x, step, way)) for x in inputs)]
 
 
 def measure_dense(study: Study, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
     """Lines for the weight in bfloat16."""
-    weight = torch.randn(*shape, device=GPU, dtype=BF16)
-    linear, few_rows, mm, ours = Linear(weight), FewRows(GPU), [], []
+    layers, few_rows, mm, ours = ProductLayers.drawn(shape, "bf16"), FewRows(GPU), [], []
     for count in rows:
         x = torch.randn(count, shape[1], device=GPU, dtype=BF16)
-        expected = x.float() @ weight.float().t()
-        what = f"bf16 {shape[0]}x{shape[1]} {count} rows"
-        us = study.us(f"{what}, torch.mm", partial(linear, x), expected, _EXACT)
-        mm.append("-" if us is None else f"{us:.1f}")
-        us = study.us(f"{what}, few_rows", partial(few_rows, x, linear), expected, _EXACT) if few_rows.takes(x, linear) else None
-        ours.append("-" if us is None else f"{us:.1f}")
-    yield [f"bf16 torch.mm (floor {weight.nbytes / 4.19e6:.1f})", *mm]
-    yield ["bf16 few_rows", *ours]
+        mm.append(_cell(study.us(layers, x, lambda x, linear: linear(x), "torch.mm")))
+        takes = few_rows.takes(x, layers.linears[0])
+        ours.append(_cell(study.us(layers, x, few_rows, "few_rows") if takes else None))
+    yield [f"bf16 torch.mm (floor {layers.num_bytes / 4.19e6:.1f})", *mm]
+    yield ["  few_rows", *ours]
+
+
+def tables(study: Study, sizes: list[tuple[int, int]], forms: list[str], rows: list[int]) -> Iterator[list[str]]:
+    """All lines, as they are found."""
+    swept = [count for count in SWEPT_ROWS if count <= max(rows)]
+    for form in dict.fromkeys(SWEPT[form] for form in forms):
+        yield from sweep(study, sizes[0], form, swept)
+    for shape in sizes:
+        yield [_shape(shape), *map(str, rows)]
+        yield from measure_dense(study, shape, rows)
+        for form in forms:
+            yield from measure_form(study, form, shape, rows)
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help="OUTxIN, several with commas; the first is swept.")] = SHAPES,
+    shapes: Annotated[str, typer.Option(help="OUTxIN, several with commas; in the first all cuts are tried.")] = SHAPES,
     rows: Annotated[str, typer.Option(help="Rows of x, several with commas.")] = ROWS,
     forms: Annotated[str, typer.Option(help=", ".join(FORMS))] = ",".join(FORMS),
     seconds: Annotated[float, typer.Option(help="After so long nothing more is begun.")] = 180.0,
+    output: Annotated[Path | None, typer.Option(help="JSON file for all cells.")] = None,
 ) -> None:
     """Print a table for each shape, and what was left out."""
     if resolve_device(None).type != "cuda":
@@ -212,19 +253,32 @@ def main(
     counts, study, terminal = [int(count) for count in rows.split(",")], Study(time.perf_counter() + seconds), Terminal(width=80)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    who = identify_device(GPU)
+    who, began = identify_device(GPU), datetime.now(UTC).isoformat(timespec="seconds")
     terminal.print(f"{who.name}, torch {who.torch}: us", highlight=False)
-    with torch.inference_mode():
-        for place, shape in enumerate(sizes):
-            terminal.print(_line([f"{shape[0]} x {shape[1]}", *map(str, counts)]), highlight=False)
-            for line in measure_dense(study, shape, counts):
+    try:
+        with torch.inference_mode():
+            for line in tables(study, sizes, forms.split(","), counts):
                 terminal.print(_line(line), highlight=False)
-            for form in forms.split(","):
-                for line in measure_form(study, form, shape, counts, swept=not place):
-                    terminal.print(_line(line), highlight=False)
-    terminal.print(f"left out: {len(study.left_out)}; no time for {study.late}", highlight=False)
-    for name in study.left_out:
-        terminal.print(f"  {name}"[:200], highlight=False)
+    finally:
+        if output is not None:
+            command = command_line("python", "-m", "headway.bench.studies.products")
+            report = ProductsReport(
+                command=command, origin=Origin.here(), date=began, device=who, late=study.late, cells=study.cells
+            )
+            write_json(report, output)
+    out = [cell for cell in study.cells if cell.reason]
+    terminal.print(f"left out: {len(out)}; no time for {study.late}", highlight=False)
+    for cell in out:
+        told = f"  {cell.form} {cell.shape} {cell.rows} rows, {cell.way} {cell.cut}: {cell.reason}"
+        terminal.print(told[:160], highlight=False, markup=False)
+
+
+def _shape(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _cell(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"
 
 
 def _line(cells: list[str]) -> str:

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.cli.bench_crossover import layer
+from headway.cli.explain_products import tell_products
 from headway.cli.explain_states import explain_states, print_states
 from headway.cli.options import PluginFiles, dtype_of
 from headway.core.contract.errors import ConfigError
@@ -37,6 +38,8 @@ _GEOMETRY = (
 )
 
 _MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
+
+_LINEAR = "With --model: say instead which way multiplies over each kind of quantised weight, for how many rows."
 
 
 class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
@@ -102,10 +105,15 @@ def explain(
     crossover_table: Annotated[
         list[Path] | None, typer.Option(help="A table file, of any machine. Repeatable. Default: this one's.")
     ] = None,
+    linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
+    quantization: Annotated[str | None, typer.Option(help="With --linear: what plain weights are rounded to (fp8).")] = None,
     plugin: PluginFiles = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
+    if linear or quantization is not None:
+        tell_products(model, quantization, dtype, device, as_json)
+        return
     from headway.core.engine.state.config import check_block_size
     from headway.core.select.backend_request import BackendRequest
     from headway.core.select.selector import Selector

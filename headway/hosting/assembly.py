@@ -31,6 +31,7 @@ from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
+from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.self_test import check_named
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _assemble(
         costs = costs_for(layers, registry, config.backend_request, table, ahead)
         state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead)
         choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
+        choose_products(decoder.product_kinds, table.seconds(device), ahead)
     if processes is not None:
         processes.choose(EngineChoices.of(costs, state_costs))
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.

@@ -30,6 +30,7 @@ from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
+from headway.tuning.measure.products import choose_products
 
 if TYPE_CHECKING:
     from headway.core.contract.ranks import Ranks
@@ -122,6 +123,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     choices: EngineChoices = start.choices()
     if not config.deterministic:
         choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
+        choose_products(decoder.product_kinds, 0, ahead)  # likewise
     states = dict.fromkeys(layers.states)
     return LocalExecutor(
         model=decoder,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 import triton
@@ -16,7 +16,9 @@ from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
 from headway.models.fused.products import FewRows
-from headway.models.fused.quantized_ways import QuantizedWays
+from headway.models.fused.quantized import QuantizedProducts
+from headway.models.fused.quantized_choice import ProductKind
+from headway.models.fused.quantized_ways import QuantizedWays, Way
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
@@ -57,16 +59,41 @@ class Fused:
             launcher = self._launchers[key] = make()
         return launcher
 
-    def _kernel(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> FewRows | QuantizedWays | None:
-        """What computes a product with all that comes before and after it in one launch, if anything does."""
-        kernels = (self._few_rows, self._quantized)
-        return next((kernel for kernel in kernels if kernel.takes(x, linear, heads)), None)
+    def _kernel(
+        self, x: Tensor, linear: Linear, way: Way | None, heads: Heads | None = None
+    ) -> FewRows | QuantizedProducts | None:
+        """What computes a product with all that comes before and after it in one launch, if anything does.
 
-    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, out: Tensor | None = None) -> Tensor:
+        way: `QuantizedWays.way`, which is asked once for a product.
+        """
+        if way is None:
+            return self._few_rows if self._few_rows.takes(x, linear, heads) else None
+        turns = way.kernel is None or heads is None or way.kernel.turns(x.shape[0], linear, heads)
+        return way.kernel if turns else None
+
+    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, way: Way | None, out: Tensor | None = None) -> Tensor:
         """A library's product of x, normed first: a launch more, unless another before the product has room for that."""
-        if self._quantized.normed_in(x, linear):
-            return self._quantized.product(x, linear, out, norm)
-        return self._quantized.product(x if norm is None or norm.absorbed else self.norm(x, norm), linear, out)
+        if way is not None and way.norms:
+            return self._quantized.product(x, linear, way, out, norm)
+        return self._quantized.product(x if norm is None or norm.absorbed else self.norm(x, norm), linear, way, out)
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """See Operations."""
+        kinds: list[ProductKind] = []
+        for linear, gated in products:
+            kind = self._quantized.kind(linear, linear.dtype, gated)
+            if kind is None:
+                continue
+            if kind not in kinds:
+                kinds.append(kind)
+                kind.examples.clear()
+                kind.compute = self._gated_alone if gated else self.product
+            kind.examples.append(linear)
+        return kinds
+
+    def _gated_alone(self, x: Tensor, linear: Linear) -> Tensor:
+        """A gated product as `ProductKind.compute` says."""
+        return self.norm_gated_product(x, Norm(x.new_ones(x.shape[1]), 1e-6), linear, "silu")
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """The norm's weight goes into the product's, whose result a kernel after it scales by row: a launch less from 17 rows on.
@@ -123,9 +150,10 @@ class Fused:
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """One launch."""
-        if (kernel := self._kernel(x, linear)) is not None:
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
             return kernel(x, linear, out=out)
-        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else self._product(x, None, linear, out)
+        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else self._product(x, None, linear, way, out)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -137,15 +165,16 @@ class Fused:
         x, norm = self._before(x, norm)
         alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
         turns = rope is not None and not alone
-        if turns and rope is not None and (kernel := self._kernel(x, linear, heads)) is not None:
+        way = self._quantized.way(x, linear)
+        if turns and rope is not None and (kernel := self._kernel(x, linear, way, heads)) is not None:
             qkv, turned = kernel(x, linear, norm, rotated=(heads, rope)), True
-        elif (rope is None or not isinstance(linear.weight, Tensor)) and (kernel := self._kernel(x, linear)) is not None:
+        elif (rope is None or way is not None) and (kernel := self._kernel(x, linear, way)) is not None:
             qkv, turned = kernel(x, linear, norm), rope is None
-        elif isinstance(linear.weight, Tensor):
+        elif way is None:
             absorbed = norm is not None and norm.absorbed
             qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
         else:
-            qkv, turned = self._product(x, norm, linear), rope is None
+            qkv, turned = self._product(x, norm, linear, way), rope is None
         if alone:
             heads = self._norm_heads(qkv, heads)
         if rope is not None and not turned:
@@ -197,22 +226,24 @@ class Fused:
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
         x, norm = self._before(x.contiguous(), norm)
-        if (kernel := self._kernel(x, linear)) is not None:
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
             return kernel(x, linear, norm, activation=activation)
         if self._tiles.takes(x, linear):
             return self._tiles(x if norm is None else self.norm(x, norm), linear, activation=activation)
-        y = self._product(x, norm, linear)
+        y = self._product(x, norm, linear, way)
         return y if activation is None else ACTIVATE[activation](y)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
         x, norm = self._before(x, norm)
-        if (kernel := self._kernel(x, linear)) is not None:
+        way = self._quantized.way(x, linear, gated=True)
+        if (kernel := self._kernel(x, linear, way)) is not None:
             return kernel(x, linear, norm, gated=True, activation=activation)
         if self._tiles.takes(x, linear, gated=True):
             return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
         absorbed = norm is not None and norm.absorbed
-        both = self._product(x, norm, linear)
+        both = self._product(x, norm, linear, way)
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
@@ -228,12 +259,13 @@ class Fused:
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
         """Add the product to the residual in place; the addition is a part of the product."""
-        if (kernel := self._kernel(x, linear)) is not None:
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
             return kernel(x, linear, add_to=residual)
         if self._tiles.takes(x, linear):
             return self._tiles(x, linear, add_to=residual)
         if not isinstance(linear.weight, Tensor):
-            return residual.add_(self._product(x, None, linear))
+            return residual.add_(self._product(x, None, linear, way))
         return linear.add_to(residual, x)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:

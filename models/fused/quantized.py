@@ -137,20 +137,19 @@ class QuantizedProducts:
         self._sums: dict[int, Tensor] = {}
         """Room for the sums of programs that share one; likewise."""
 
-    def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
-        """Whether the kernel serves the product of x [rows, in_features], with its heads rotated where they are given."""
-        weight = linear.weight
-        if isinstance(weight, Tensor) or not x.shape[0] or x.dtype not in _TYPES:
-            return False
-        described = weight_bytes(weight)
-        if described is None or (
-            described.kind == "mxfp4" and x.dtype != torch.bfloat16
-        ):  # whose scales float16 has no place for
-            return False
-        if heads is None:
-            return True
-        cut = self._cut(described, x.shape[0], linear.out_features, False, self._multiprocessors)
-        return x.shape[0] <= cut.block_m and heads.head_dim % cut.block_n == 0
+    def reads(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+        """Whether the kernel computes products over a weight. dtype: of x."""
+        described = weight_bytes(weight) if dtype in _TYPES else None
+        # Float16 has no place for the scales of MXFP4.
+        return described is not None and (described.kind != "mxfp4" or dtype == torch.bfloat16)
+
+    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
+        """Whether the kernel rotates the heads of a product that it reads, too."""
+        assert not isinstance(linear.weight, Tensor)
+        described = weight_bytes(linear.weight)
+        assert described is not None
+        cut = self._cut(described, rows, linear.out_features, False, self._multiprocessors)
+        return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
 
     def __call__(
         self,

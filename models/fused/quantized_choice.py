@@ -1,37 +1,41 @@
-"""Which way multiplies over a quantised weight: by measured times, or by a rule where there are none."""
+"""Which way multiplies over a quantised weight: by measured times of its kind of product, or by a rule where there are none."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from headway.models.linear import Linear
+
 ROW_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of rows that are measured; any other takes the nearest one's choice, by ratio."""
+"""Numbers of rows that are measured; any other takes the choice of the next larger one, whose kernel is cut alike."""
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
 """Our kernel; `torch._scaled_mm`, for which x is rounded to floats of 8 bits; the weight expanded for each product of cuBLAS."""
 
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """Measured times of one shape and form on one device."""
+    """Measured times of one kind of product on one device."""
 
     us: Mapping[str, Sequence[float | None]]
-    """Way -> microseconds for each of ROW_COUNTS; None: it does not take so many, or failed."""
+    """Way -> microseconds for each of ROW_COUNTS; None: it does not take so many, failed, or was far behind with fewer."""
     source: str
     """Where they come from, in words."""
 
     def fastest(self, rows: int, able: Collection[str]) -> str | None:
         """Return the fastest of the ways; None where nothing was measured."""
-        cell = nearest(rows)
+        cell = cell_of(rows)
         known = [(self.us[way][cell], way) for way in able if cell < len(self.us.get(way, ()))]
         times = [(us, way) for us, way in known if us is not None]
         return min(times)[1] if times else None
 
 
-def nearest(rows: int) -> int:
-    """Index of the nearest of ROW_COUNTS, by ratio."""
-    return min(max(round(math.log2(max(rows, 1))), 0), len(ROW_COUNTS) - 1)
+def cell_of(rows: int) -> int:
+    """Index of the least of ROW_COUNTS that is not below `rows`; of the last, where there is none."""
+    return min(max(rows - 1, 0).bit_length(), len(ROW_COUNTS) - 1)
 
 
 def rule(rows: int, able: Collection[str]) -> str:
@@ -43,5 +47,71 @@ def rule(rows: int, able: Collection[str]) -> str:
 
 
 FEW_ROWS = 32
-"""Rows up to which the kernel serves where `torch._scaled_mm` does too. Not measured yet, nor is the next one."""
-MORE_ROWS = 128
+"""Rows up to which the kernel serves where `torch._scaled_mm` does too. On an H200, fp8 28672 x 4096: 91 us to 63 at 64 rows."""
+MORE_ROWS = 256
+"""Likewise where only `dequantize` does. On an H200, 4 bits 28672 x 4096: 209 us to 202 at 256 rows."""
+
+
+class ProductKind:
+    """Products over weights of one form and shape: their ways, and the one that serves each number of rows."""
+
+    def __init__(
+        self, name: str, ways: Mapping[str, int | None], gated: bool, compute: Callable[[Tensor, Linear], Tensor] | None = None
+    ) -> None:
+        """name: form, shape and whatever else tells kinds apart. ways: name -> rows up to which it may serve; None: any.
+
+        compute: the step of x [rows, in_features] and a layer of the kind by the chosen way: the product, or where it is gated
+        RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second.
+        """
+        self.name, self.gated, self.compute = name, gated, compute
+        self.ways = dict(ways)
+        self.examples: list[Linear] = []
+        """A model's layers of this kind, to measure with."""
+        self._times: ProductTimes | None = None
+        self._chosen: dict[int, str] = {}
+        self._trial: str | None = None
+
+    def able(self, rows: int) -> list[str]:
+        """Names of the ways that may serve so many rows."""
+        return [name for name, most in self.ways.items() if most is None or rows <= most]
+
+    def way_for(self, rows: int) -> str:
+        """Name of what computes products of so many rows."""
+        if self._trial is not None:
+            return self._trial
+        way = self._chosen.get(rows)
+        if way is None:
+            able = self.able(rows)
+            measured = None if self._times is None else self._times.fastest(rows, able)
+            way = self._chosen[rows] = measured or rule(rows, able)
+        return way
+
+    def obey(self, times: ProductTimes) -> None:
+        """Choose by measured times from now on: before any graph is captured."""
+        self._times = times
+        self._chosen.clear()
+
+    @contextmanager
+    def by(self, name: str) -> Iterator[None]:
+        """Have one way serve inside, whatever the choice is: for trials."""
+        self._trial = name
+        try:
+            yield
+        finally:
+            self._trial = None
+
+    @property
+    def source(self) -> str:
+        """The word that the choice is made by: kept times, or the rule."""
+        return "rule, not measured" if self._times is None else self._times.source
+
+    def changes(self) -> dict[int, str]:
+        """Number of rows -> the way that serves from there on."""
+        names = [self.way_for(count) for count in ROW_COUNTS]
+        starts = [1, *(count + 1 for count in ROW_COUNTS)]
+        return {starts[cell]: name for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]}
+
+    def describe(self) -> str:
+        """Which way serves how many rows, and by whose word."""
+        ranges = ", ".join(f"{name} from {rows}" for rows, name in self.changes().items())
+        return f"{ranges} rows on ({self.source})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,86 +11,96 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.launch import FixedLauncher
-from headway.models.config import Activation
+from headway.core.contract.spec import DTYPE_NAMES
 from headway.models.fused.dequantize_kernels import dequantize_rows, quantize_rows
 from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut, tensors_of, weight_bytes
-from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED, ProductTimes, rule
+from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED, ProductKind
+from headway.models.fused.quantized_cuts import CHANGES, MOST_ROWS, changed
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, Rope
-from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
+from headway.models.operations import Norm
+from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight, form_name
 
 BLOCK = 128
 """Rows and columns of the blocks that `torch._scaled_mm` takes."""
 
 
-class QuantizedWays:
-    """Products of x in half precision over quantised weights: `takes` tells of those that one launch of our kernel computes with
-    what comes before and after them; `product` computes any."""
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of computing a product: of a library, unless it has a kernel."""
 
-    def __init__(self, device: torch.device, times: ProductTimes | None = None, cut: CutRule = quantized_cut) -> None:
-        """times: what chooses; None: a rule."""
-        self._device, self._times = device, times
+    name: str
+    kernel: QuantizedProducts | None = None
+    """Our kernel, with its cuts."""
+
+    @property
+    def norms(self) -> bool:
+        """Whether the norm before the product is a part of it."""
+        return self.kernel is not None or self.name == SCALED
+
+
+class QuantizedWays:
+    """Products of x in half precision over quantised weights, by ways that are chosen for each kind of product."""
+
+    def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
+        self._device = device
         self.kernel = QuantizedProducts(device, cut)
+        ways = [Way(KERNEL, self.kernel), Way(SCALED), Way(DEQUANTIZED)]
+        ways += [Way(f"{KERNEL} {name}", QuantizedProducts(device, changed(change))) for name, change in CHANGES.items()]
+        self.ways = {way.name: way for way in ways}
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._scaled = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
         self._blocks = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+        self._kinds: dict[Hashable, ProductKind] = {}
+        self._kind_of: dict[tuple[Linear, torch.dtype, bool], ProductKind] = {}
 
-    def able(self, x: Tensor, linear: Linear) -> tuple[str, ...]:
-        """Ways that compute this product; none, where the weight is not quantised."""
-        weight = linear.weight
-        if isinstance(weight, Tensor):
-            return ()
-        kernel = (KERNEL,) if self.kernel.takes(x, linear) else ()
-        return (*kernel, *((SCALED,) if self._can_scale(x, weight) else ()), DEQUANTIZED)
+    def kind(self, linear: Linear, dtype: torch.dtype, gated: bool = False) -> ProductKind | None:
+        """The kind that a layer's product belongs to; None: its weight is not quantised.
 
-    def way(self, x: Tensor, linear: Linear) -> str | None:
-        """What serves products of so many rows; None: the weight is not quantised, or there are no rows."""
-        able = self.able(x, linear)
-        if not able or not x.shape[0]:
+        dtype: of x. gated: the product is of a gate and of what it multiplies, and the kernel computes that too.
+        """
+        if isinstance(linear.weight, Tensor):
             return None
-        measured = None if self._times is None else self._times.fastest(x.shape[0], able)
-        return measured or rule(x.shape[0], able)
+        place = linear, dtype, gated
+        kind = self._kind_of.get(place)
+        if kind is None:
+            weight, (rows, columns) = linear.weight, linear.weight.shape
+            words = [form_name(weight), f"{rows}x{columns}", *(["gated"] if gated else []), DTYPE_NAMES[dtype]]
+            name = " ".join(words if linear.bias is None else [*words, "with a bias"])
+            kind = self._kinds.get(name)
+            if kind is None:
+                kind = self._kinds[name] = ProductKind(name, self._able(weight, dtype), gated)
+            self._kind_of[place] = kind
+        return kind
 
-    def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
-        """Whether our kernel serves the product, with its heads rotated where they are given."""
-        return self.way(x, linear) == KERNEL and self.kernel.takes(x, linear, heads)
+    def _able(self, weight: QuantizedWeight, dtype: torch.dtype) -> dict[str, int | None]:
+        """Ways that compute this product, and up to how many rows each may serve."""
+        libraries = [SCALED, DEQUANTIZED] if self._can_scale(dtype, weight) else [DEQUANTIZED]
+        if not self.kernel.reads(dtype, weight):
+            return dict.fromkeys(libraries)
+        changes = [f"{KERNEL} {name}" for name in CHANGES]
+        return {KERNEL: None, **dict.fromkeys(changes, MOST_ROWS), **dict.fromkeys(libraries)}
 
-    def __call__(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None = None,
-        gated: bool = False,
-        activation: Activation | None = None,
-        add_to: Tensor | None = None,
-        rotated: tuple[Heads, Rope] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """One launch of our kernel; see `FewRows`, whose arguments these are."""
-        return self.kernel(x, linear, norm, gated, activation, add_to, rotated, out)
+    def way(self, x: Tensor, linear: Linear, gated: bool = False) -> Way | None:
+        """What serves products of so many rows; None: the weight is not quantised, or there are no rows."""
+        kind = self.kind(linear, x.dtype, gated)
+        return None if kind is None or not x.shape[0] else self.ways[kind.way_for(x.shape[0])]
 
-    def product(
-        self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None, way: str | None = None
-    ) -> Tensor:
-        """The product of x [rows, in_features] by `way` or the chosen one, normed first where `normed_in` says so."""
-        way = way or self.way(x, linear)
-        if way == KERNEL:
-            return self.kernel(x, linear, norm, out=out)
-        if way == SCALED:
+    def product(self, x: Tensor, linear: Linear, way: Way | None, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """The product of x [rows, in_features] by a way, normed first where that norms; None: by the layer itself."""
+        if way is None:
+            assert norm is None
+            return linear(x, out)
+        if way.kernel is not None:
+            return way.kernel(x, linear, norm, out=out)
+        if way.name == SCALED:
             y = self._scaled_mm(x, linear, norm)
             return y if out is None else out.copy_(y)
         assert norm is None
-        if way is None:
-            return linear(x, out)
-        assert not isinstance(linear.weight, Tensor)
         weight = linear.weight
+        assert not isinstance(weight, Tensor)
         x = x.index_select(1, weight.order) if isinstance(weight, Int4Weight) and weight.order is not None else x
         dense = self.dequantized(weight, x.dtype).t()
         return torch.mm(x, dense, out=out) if linear.bias is None else torch.addmm(linear.bias, x, dense, out=out)
-
-    def normed_in(self, x: Tensor, linear: Linear) -> bool:
-        """Whether `product` norms x itself."""
-        return self.way(x, linear) in (KERNEL, SCALED)
 
     def dequantized(self, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         """The weight in half precision [N, K], its columns in their own order: one launch, or some of torch's for rare groups."""
@@ -128,9 +139,9 @@ class QuantizedWays:
             launcher = self._launchers[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
         return launcher
 
-    def _can_scale(self, x: Tensor, weight: QuantizedWeight) -> bool:
+    def _can_scale(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
         rows, columns = weight.shape
-        if not isinstance(weight, Float8Weight) or not self._scaled or x.dtype != torch.bfloat16 or rows % 16 or columns % 16:
+        if not isinstance(weight, Float8Weight) or not self._scaled or dtype != torch.bfloat16 or rows % 16 or columns % 16:
             return False
         if weight.block == (BLOCK, BLOCK):
             return self._blocks and rows % BLOCK == 0 and columns % BLOCK == 0

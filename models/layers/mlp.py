@@ -38,6 +38,11 @@ class MLP:
         """Products of the layer."""
         return [self.up_proj, self.down_proj]
 
+    @property
+    def gated_product(self) -> Linear | None:
+        """The product whose first half is activated and multiplies the second."""
+        return self.up_proj if self._gated else None
+
     def absorb_norms(self, ops: Operations) -> None:
         """Let the operations prepare the layer's norm and the product after the norm."""
         if self.norm is not None and self._gated:

@@ -118,6 +118,17 @@ class Float4Weight:
 QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight
 
 
+def form_name(weight: QuantizedWeight) -> str:
+    """What tells a form from others, in words."""
+    if isinstance(weight, Float8Weight):
+        by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, len(weight.values))
+        return f"fp8 {'rows' if by_row else f'{weight.block[0]}x{weight.block[1]}'}"
+    if isinstance(weight, Int4Weight):
+        words = f"int4 of {weight.group_size}{'' if weight.zeros is None else ' with zeros'}"
+        return words if weight.order is None else f"{words}, columns in another order"
+    return weight.kind
+
+
 def packed(codes: Tensor, group_size: int) -> Tensor:
     """Pack codes of 4 bits, uint8 [N, K], as `Int4Weight.packed` says: uint8 [N, K / 2]."""
     low, high = codes.view(len(codes), -1, 2, group_size // 2).unbind(2)

@@ -30,6 +30,8 @@ class TransformersModel:
     """An fp8 cache has scales of 1: transformers reads none from a checkpoint."""
     expert_kinds: tuple[()] = ()
     """None of its layers chooses among ways of computing experts: transformers has one."""
+    product_kinds: tuple[()] = ()
+    """Nor among ways of multiplying."""
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         """model: a causal language model of transformers (PreTrainedModel), in `dtype` on `device`.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Division
-from headway.models.weights import DummyWeights, Weights
+from headway.models.quantization.rounding import float8
+from headway.models.weights import DummyWeights, QuantizeOnLoading, Weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -235,3 +238,18 @@ def test_every_element_is_held_by_equally_many_ranks() -> None:
     for size in (2, 4, 6):
         held = [index for rank in range(size) for index in Division(rank, size).repeated(2).pick(range(2))]
         assert held == [index for index in range(2) for _ in range(size // 2)]
+
+
+def test_what_is_rounded_on_loading_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    for keeps, told in (
+        (True, "weights: rounded to fp8 on loading: 12.6 MB instead of 25.2 MB"),
+        (False, "weights: rounded to fp8 on loading, and expanded again to bfloat16: 25.2 MB as before"),
+    ):
+        drawn = DummyWeights(torch.bfloat16, torch.device("cpu"))
+        source = QuantizeOnLoading(drawn, float8, lambda weight, keeps=keeps: keeps)  # type: ignore[misc]
+        for _ in range(2):
+            assert isinstance(source.take_product({"a": 1024, "b": 1024}, 3072), Tensor) is not keeps
+        source.finish()
+        assert caplog.messages == [told]
+        caplog.clear()

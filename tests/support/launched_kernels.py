@@ -136,15 +136,15 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
         linear = Linear(weight, dtype=dtype)
         for count in rows:
             x = torch.empty(count, shape[1], dtype=dtype, device=GPU)
-            if not ways.kernel.takes(x, linear):
+            if not ways.kernel.reads(dtype, weight):
                 continue
-            ways(x, linear)
+            ways.kernel(x, linear)
             if not whole:
                 continue
-            ways(x, linear, norm, gated=True, activation="silu")
-            ways(x, linear, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
-            if ways.kernel.takes(x, linear, heads):
-                ways(x, linear, norm, rotated=(heads, (rope[0], rope[1])))
+            ways.kernel(x, linear, norm, gated=True, activation="silu")
+            ways.kernel(x, linear, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
+            if ways.kernel.turns(count, linear, heads):
+                ways.kernel(x, linear, norm, rotated=(heads, (rope[0], rope[1])))
         ways.dequantized(weight, dtype)
     for group in (128, shape[1]):
         ways.quantized(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.all_reduce import SIZES, AllReduce, AllReduceChoice
 from headway.core.system.folders import cache_folder
-from headway.core.system.json_files import read_json, write_json
+from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.kept import KeptTimes, read_kept
 from headway.tuning.table.identity import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -35,14 +34,10 @@ _TOLERANCE = 2.0**-6
 log = logging.getLogger("headway")
 
 
-class AllReduceFile(BaseModel):
+class AllReduceFile(KeptTimes):
     """The times of one number of ranks on one kind of GPU."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
     file_schema: str = SCHEMA
-    device: DeviceIdentity
-    origin: Origin
     ranks: int
     sizes: list[int]
     """Bytes of the tensors, in bfloat16."""
@@ -80,27 +75,18 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
 
 def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
     """The times that are kept for so many of these GPUs and this software; why they are not used is logged."""
-    path = _path(device, size)
-    if not os.path.exists(path):  # a folder that may not be read counts as empty
-        return None
-    try:
-        found = read_json(path, AllReduceFile, SCHEMA)
-    except ConfigError as error:
-        log.warning("all-reduce: measured times not used: %s", error)
-        return None
-    rows = [
-        ("device", found.device.name, device.name),
-        ("driver", found.device.driver, device.driver),
-        ("torch", found.device.torch, device.torch),
-        ("headway", found.device.libraries.get("headway"), device.libraries.get("headway")),
-        ("ranks", found.ranks, size),
-        ("sizes", found.sizes, list(SIZES)),
-        ("ways", sorted(found.us), sorted(WAYS)),
-    ]
-    other = [f"{what}: measured with {was}, here is {now}" for what, was, now in rows if was != now]
-    if other:
-        log.info("all-reduce: measured times not used: %s", "; ".join(other))
-    return None if other else found
+    return read_kept(
+        "all-reduce",
+        _path(device, size),
+        AllReduceFile,
+        SCHEMA,
+        device,
+        lambda found: [
+            ("ranks", found.ranks, size),
+            ("sizes", found.sizes, list(SIZES)),
+            ("ways", sorted(found.us), sorted(WAYS)),
+        ],
+    )
 
 
 def describe_kept(device: torch.device, size: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -15,20 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.folders import cache_folder
-from headway.core.system.json_files import read_json, write_json
+from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import Routing
 from headway.models.operations import Norm
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.kept import KeptTimes, read_kept
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from headway.tuning.table.identity import DeviceIdentity
 
@@ -46,14 +45,10 @@ _TOLERANCE = 5e-2
 log = logging.getLogger("headway")
 
 
-class ExpertsFile(BaseModel):
+class ExpertsFile(KeptTimes):
     """The times of one kind of layer on one device."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
-
     file_schema: str = SCHEMA
-    device: DeviceIdentity
-    origin: Origin
     layer: str
     """Configuration and dtype, in words."""
     tokens: list[int]
@@ -91,27 +86,18 @@ def _layer(kind: FusedExperts) -> str:
 
 def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:
     """The times at a path where they are of this device, software and layer; why not is logged."""
-    if not os.path.exists(path):  # a folder that may not be read counts as empty
-        return None
-    try:
-        found = read_json(path, ExpertsFile, SCHEMA)
-    except ConfigError as error:
-        log.warning("experts: measured times not used: %s", error)
-        return None
-    rows = [
-        ("device", found.device.name, device.name),
-        ("driver", found.device.driver, device.driver),
-        ("torch", found.device.torch, device.torch),
-        ("triton", found.device.libraries.get("triton"), device.libraries.get("triton")),
-        ("headway", found.device.libraries.get("headway"), device.libraries.get("headway")),
-        ("layer", found.layer, _layer(kind)),
-        ("tokens", found.tokens, list(TOKEN_COUNTS)),
-        ("methods", sorted(found.us), sorted(kind.methods)),
-    ]
-    other = [f"{what}: measured with {was}, here is {now}" for what, was, now in rows if was != now]
-    if other:
-        log.info("experts: measured times not used: %s", "; ".join(other))
-    return None if other else found
+    return read_kept(
+        "experts",
+        path,
+        ExpertsFile,
+        SCHEMA,
+        device,
+        lambda found: [
+            ("layer", found.layer, _layer(kind)),
+            ("tokens", found.tokens, list(TOKEN_COUNTS)),
+            ("methods", sorted(found.us), sorted(kind.methods)),
+        ],
+    )
 
 
 def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float, ahead: CompileAhead | None) -> ExpertsFile:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm, silu
 
 from headway.models.linear import Linear
 from headway.models.operations import TorchOperations
@@ -101,6 +102,23 @@ def test_what_the_kernel_cannot_read_is_expanded_for_each_product() -> None:
     weight = float8(torch.randn(32, 136, generator=torch.Generator().manual_seed(6)), (1, 8))
     x, ways = torch.randn(2, 136, generator=torch.Generator().manual_seed(7)).to(BF16), QuantizedWays(torch.device("cpu"))
     linear = Linear(weight, dtype=BF16, kept=True)
-    assert ways.way(x, linear) == "dequantize"
+    way = ways.way(x, linear)
+    assert way is not None
+    assert way.name == "dequantize"
     expected = x.double() @ weight.dequantized(torch.float64).t()
-    assert (ways.product(x, linear) - expected).norm() < 1e-2 * expected.norm()
+    assert (ways.product(x, linear, way) - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_every_way_of_a_gated_product_gives_it(rows: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight, x = int4(torch.randn(192, 1024, generator=generator), 128), torch.randn(rows, 1024, generator=generator).to(BF16)
+    linear, ops = Linear(weight, dtype=BF16, kept=True), Fused(*ropes(64))
+    (kind,) = ops.product_kinds([(linear, True), (Linear(torch.zeros(8, 8)), False)])
+    assert set(kind.able(rows)) > {"kernel", "kernel splits x2", "dequantize"}
+    gate, up = (rms_norm(x.double(), (1024,), eps=1e-6) @ weight.dequantized(torch.float64).t()).chunk(2, dim=1)
+    expected = silu(gate) * up
+    assert kind.compute is not None
+    for name in kind.able(rows):
+        with kind.by(name):
+            assert (kind.compute(x, linear) - expected).norm() < 2e-2 * expected.norm(), name

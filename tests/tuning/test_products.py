@@ -1,0 +1,156 @@
+"""The choice between ways of multiplying over a quantised weight: measured once, kept, and obeyed for each kind of product."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.models.fused.quantized_choice import ROW_COUNTS, ProductKind, ProductTimes
+from headway.models.linear import Linear
+from headway.tuning.measure.products import choose_products
+from headway.tuning.measure.timing import InterleavedTimer, Timing
+from quantized_weights import float8, int4
+
+WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
+
+
+@dataclass
+class Bench:
+    """Products by torch's operations that take as long as a table says, and are as wrong as it says."""
+
+    costs: dict[str, Callable[[int], float]]
+    off: dict[str, float] = field(default_factory=dict)
+    fails: frozenset[str] = frozenset()
+    spent: float = 0.0
+    runs: int = 0
+
+    def kind(self, layers: Sequence[Linear], name: str = "fp8 rows 32x64 float32", gated: bool = False) -> ProductKind:
+        kind = ProductKind(name, {way: 64 if " " in way else None for way in WAYS}, gated)
+        kind.examples = list(layers)
+
+        def compute(x: Tensor, linear: Linear) -> Tensor:
+            way = kind.way_for(len(x))
+            self.runs += 1
+            self.spent += self.costs[way](len(x))
+            if way in self.fails:
+                raise RuntimeError("out of something")
+            assert not isinstance(linear.weight, Tensor)
+            y = x @ linear.weight.dequantized(x.dtype).t()
+            if gated:
+                normed = torch.nn.functional.rms_norm(x, x.shape[1:], eps=1e-6)
+                gate, up = (normed @ linear.weight.dequantized(x.dtype).t()).chunk(2, dim=1)
+                y = torch.nn.functional.silu(gate) * up
+            return y * self.off.get(way, 1.0)
+
+        kind.compute = compute
+        return kind
+
+
+@dataclass(frozen=True)
+class TableTimer(InterleavedTimer):
+    """Tells what a bench says that calls take."""
+
+    bench: Bench = field(default_factory=lambda: Bench({}))
+
+    def time(
+        self, calls: Sequence[Callable[[], object]], device: torch.device, check: Callable[[], object] = lambda: None
+    ) -> list[Timing | Exception]:
+        found: list[Timing | Exception] = []
+        for call in calls:
+            before = self.bench.spent
+            call()
+            us = self.bench.spent - before
+            found.append(Timing(us, us, us))
+        return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    return tmp_path / "products"
+
+
+def layers(count: int = 2, form: Callable[[Tensor], object] = float8) -> list[Linear]:
+    drawn = [torch.randn(32, 64, generator=torch.Generator().manual_seed(number)) for number in range(count)]
+    return [Linear(form(weight), dtype=torch.float32, kept=True) for weight in drawn]  # type: ignore[arg-type]
+
+
+COSTS: dict[str, Callable[[int], float]] = {
+    "kernel": lambda rows: 10.0 + rows,
+    "kernel n64": lambda rows: 8.0 + rows,
+    "scaled_mm": lambda rows: 50.0,
+    "dequantize": lambda rows: 400.0,
+}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fastest_right_way_serves_each_number_of_rows(cache: Path, caplog: pytest.LogCaptureFixture, gated: bool) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    bench = Bench(COSTS, off={"kernel n64": 1.2})
+    kind = bench.kind(layers(), gated=gated)
+    choose_products([kind], 60.0, timer=TableTimer(bench=bench))
+    assert [kind.way_for(rows) for rows in (1, 32, 33, 5000)] == ["kernel", "kernel", "scaled_mm", "scaled_mm"]
+    assert "kernel n64 is left out from 1 rows on: ArithmeticError: its answer is off by 2.0e-01" in caplog.text
+    assert "products fp8 rows 32x64 float32: kernel from 1, scaled_mm from 33 rows on (measured " in caplog.text
+    (path,) = cache.glob("*.json")
+    kept = json.loads(path.read_text())
+    assert kept["us"]["kernel"][:3] == [11.0, 12.0, 14.0], "a layer's time, not that of all"
+    assert kept["us"]["kernel"][-1] is None, "what was far behind is not tried with more rows"
+
+
+def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> None:
+    bench = Bench(COSTS)
+    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    runs = bench.runs
+    again = bench.kind(layers())
+    choose_products([again], 0, timer=TableTimer(bench=bench))
+    assert bench.runs == runs
+    assert again.way_for(1) == "kernel n64"
+    assert again.way_for(64) == "scaled_mm"
+
+
+def test_kinds_are_measured_apart_and_times_of_other_software_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    slow = Bench({**COSTS, "kernel": lambda rows: 500.0, "kernel n64": lambda rows: 500.0}, fails=frozenset({"scaled_mm"}))
+    fast = Bench(COSTS)
+    kinds = [slow.kind(layers(form=lambda weight: int4(weight, 32)), "int4 of 32 32x64 float32"), fast.kind(layers())]
+    choose_products(kinds[:1], 60.0, timer=TableTimer(bench=slow))
+    choose_products(kinds[1:], 60.0, timer=TableTimer(bench=fast))
+    assert [kind.way_for(1) for kind in kinds] == ["dequantize", "kernel n64"]
+    assert "scaled_mm is left out from 1 rows on: RuntimeError: out of something" in caplog.text
+    path = next(path for path in cache.glob("*.json") if "fp8" in path.name)
+    kept = json.loads(path.read_text())
+    kept["device"]["torch"] = "1.0"
+    path.write_text(json.dumps(kept))
+    choose_products([kind := fast.kind(layers())], 0)
+    assert f"torch: measured with 1.0, here is {torch.__version__}" in caplog.text
+    assert kind.source == "rule, not measured"
+
+
+def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    bench = Bench(COSTS)
+    kind = bench.kind(layers())
+    choose_products([kind], 0.0)
+    assert bench.runs == 0
+    assert kind.changes() == {1: "kernel", 33: "scaled_mm"}
+    assert "kernel from 1, scaled_mm from 33 rows on (rule, not measured)" in caplog.text
+    plain = ProductKind("int4 of 128", {"kernel": None, "dequantize": None}, gated=False)
+    assert plain.changes() == {1: "kernel", 257: "dequantize"}
+    assert not cache.exists()
+
+
+def test_a_choice_holds_for_all_rows_that_are_cut_alike() -> None:
+    kind = ProductKind("any", {"kernel": None, "kernel n64": 64, "dequantize": None}, gated=False)
+    many = [1.0] * len(ROW_COUNTS)
+    kind.obey(
+        ProductTimes({"kernel": [2.0] * len(ROW_COUNTS), "kernel n64": many, "dequantize": [3.0] * len(ROW_COUNTS)}, "told")
+    )
+    assert [kind.way_for(rows) for rows in (1, 64, 65, 9000)] == ["kernel n64", "kernel n64", "kernel", "kernel"]

@@ -1,0 +1,230 @@
+"""Which way of multiplying over a quantised weight is fastest for how many rows: measured once on each device, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import ConfigError
+from headway.core.system.folders import cache_folder
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin
+from headway.models.fused.quantized_choice import KERNEL, ROW_COUNTS, SCALED, ProductTimes
+from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.graph_replay import captured
+from headway.tuning.measure.kept import KeptTimes, read_kept
+from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
+from headway.tuning.table.identity import DeviceIdentity
+
+if TYPE_CHECKING:
+    from headway.models.fused.quantized_choice import ProductKind
+    from headway.models.linear import Linear
+
+SCHEMA = "headway.products/1"
+_TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
+_LAYERS, _FEW_LAYERS = 16, 2
+"""Layers in the CUDA graph that is timed: of few rows, whose time is that of reading weights, and of more than _DECODED."""
+_DECODED = 128
+_COMPARED = 64
+"""First and last rows whose answers are compared."""
+_EXACT, _ROUNDED = 3e-2, 8e-2
+"""Error of a right answer relative to its norm: of x in half precision, and of x in floats of 8 bits."""
+_BEHIND = 3.0
+"""Times as slow as the fastest: our kernel, so far behind, takes no part for more rows, where it falls behind further."""
+log = logging.getLogger("headway")
+
+
+class ProductsFile(KeptTimes):
+    """The times of one kind of product on one device."""
+
+    file_schema: str = SCHEMA
+    product: str
+    """Form, shape and element type, in words."""
+    rows: list[int]
+    us: dict[str, list[float | None]]
+    """Way -> microseconds for each of `rows`; None: it does not take so many, failed, or was far behind with fewer."""
+
+
+def choose_products(
+    kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | None = None, timer: InterleavedTimer = _TURNS
+) -> None:
+    """Have each kind of product choose by measured times: those that are kept for this device, or new ones.
+
+    budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is kept a rule chooses, which
+    the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch.
+    """
+    missing = [kind for kind in kinds if not obey_kept(kind, kind.examples[0].device)]
+    if missing and budget > 0:
+        _measure(missing, budget, ahead, timer)
+    for kind in kinds:
+        log.info("products %s: %s", kind.name, kind.describe())
+
+
+def obey_kept(kind: ProductKind, device: torch.device) -> bool:
+    """Have a kind choose by the times that are kept for a device; False: there are none."""
+    identity = identify_device(device)
+    path = _path(identity, kind)
+    kept = read_kept(
+        "products",
+        path,
+        ProductsFile,
+        SCHEMA,
+        identity,
+        lambda found: [
+            ("product", found.product, kind.name),
+            ("rows", found.rows, list(ROW_COUNTS)),
+            ("ways", sorted(found.us), sorted(kind.ways)),
+        ],
+    )
+    if kept is not None:
+        kind.obey(ProductTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
+    return kept is not None
+
+
+def _path(device: DeviceIdentity, kind: ProductKind) -> Path:
+    name, product = (re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] for text in (device.name, kind.name))
+    key = hashlib.sha256(repr((device.name, kind.name)).encode()).hexdigest()[:8]
+    return cache_folder() / "products" / f"{name}-{product}-{key}.json"
+
+
+def _measure(kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | None, timer: InterleavedTimer) -> None:
+    """Time the ways of all kinds within a budget, each kind with an equal share of what is left, and keep the times."""
+    device, clock = kinds[0].examples[0].device, Budget(budget)
+    log.warning("products: measuring the ways of %d kinds over quantised weights, some seconds, once", len(kinds))
+    with on_device(device), torch.inference_mode():
+        samples = [SampleProduct(kind) for kind in kinds]
+        if ahead is not None:
+            with ahead():
+                for sample in samples:
+                    sample.compile()
+        clock.begin()
+        for place, sample in enumerate(samples):
+            left = clock.left or 0.0
+            share = Budget(left / (len(samples) - place))
+            _keep(sample.kind, _times(sample, share, timer))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # graphs and answers of many rows
+
+
+def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer) -> dict[str, list[float | None]]:
+    """Microseconds of each way for each of ROW_COUNTS."""
+    kind, out = sample.kind, set[str]()
+    us: dict[str, list[float | None]] = {name: [None] * len(ROW_COUNTS) for name in kind.ways}
+    for cell, rows in enumerate(ROW_COUNTS):
+        if (budget.left or 0.0) <= 0.0:
+            log.warning("products %s: the time did not suffice for %d rows and more, where a rule chooses", kind.name, rows)
+            break
+        calls: dict[str, Callable[[], object]] = {}
+        for name in kind.able(rows):
+            if name in out:
+                continue
+            try:
+                sample.check(name, rows)
+                calls[name] = sample.call(name, rows)
+            except Exception as raised:
+                why = f"{type(raised).__name__}: {raised}"
+                log.warning("products %s: %s is left out from %d rows on: %s", kind.name, name, rows, why)
+                out.add(name)
+        found = dict(zip(calls, timer.time(list(calls.values()), sample.device), strict=True))
+        for name, timing in found.items():
+            if isinstance(timing, Timing):
+                us[name][cell] = timing.median_us / len(sample.layers(rows))
+            else:
+                log.warning("products %s: %s with %d rows is left out: %s", kind.name, name, rows, timing)
+        known = {name: us_here for name, times in us.items() if (us_here := times[cell]) is not None}
+        slow = _BEHIND * min(known.values(), default=0.0)
+        out |= {name for name, us_here in known.items() if us_here > slow and name.startswith(KERNEL)}
+    return us
+
+
+def _keep(kind: ProductKind, us: dict[str, list[float | None]]) -> None:
+    """Obey times, and write them down."""
+    device = identify_device(kind.examples[0].device)
+    path = _path(device, kind)
+    found = ProductsFile(device=device, origin=Origin.here(), product=kind.name, rows=list(ROW_COUNTS), us=us)
+    kind.obey(ProductTimes(us, f"measured {device.date}, {path.name}"))
+    try:
+        write_json(found, path, "HEADWAY_CACHE")
+    except ConfigError as error:
+        log.warning("products: the times are not kept: %s", error)
+
+
+class SampleProduct:
+    """Random rows, and a model's own layers of one kind, one after the other: so weights come from memory as in a step."""
+
+    def __init__(self, kind: ProductKind) -> None:
+        self.kind, self.device = kind, kind.examples[0].device
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        self._x = torch.empty(0, 0)
+        self._expected: tuple[int, Tensor] | None = None
+
+    def layers(self, rows: int) -> list[Linear]:
+        """What is multiplied by in one call."""
+        return self.kind.examples[: _LAYERS if rows <= _DECODED else _FEW_LAYERS]
+
+    def x(self, rows: int) -> Tensor:
+        """Random rows [rows, in_features]; those of one number are kept."""
+        if len(self._x) != rows:
+            layer = self.kind.examples[0]
+            self._x = torch.empty(rows, layer.in_features, dtype=layer.dtype, device=self.device)
+            self._x.normal_(generator=self._generator)
+        return self._x
+
+    def run(self, name: str, x: Tensor, layer: Linear) -> Tensor:
+        """One step by one way."""
+        assert self.kind.compute is not None
+        with self.kind.by(name):
+            return self.kind.compute(x, layer)
+
+    def compile(self) -> None:
+        """Launch whatever is compiled, to be called where nothing is launched."""
+        for rows in ROW_COUNTS:
+            for name in self.kind.able(rows):
+                with suppress(Exception):  # the trial will meet it again, and name it
+                    self.run(name, self.x(rows), self.kind.examples[0])
+
+    def call(self, name: str, rows: int) -> Callable[[], object]:
+        """All layers by one way: on a GPU as a CUDA graph, as an engine runs its steps, so that the host is not timed."""
+        x, layers = self.x(rows), self.layers(rows)
+
+        def all_layers() -> None:
+            for layer in layers:
+                self.run(name, x, layer)
+
+        return captured(all_layers).replay if self.device.type == "cuda" else all_layers
+
+    def expected(self, rows: int) -> Tensor:
+        """The first and last rows of the answer, by torch's operations in float32."""
+        if self._expected is None or self._expected[0] != rows:
+            layer, x = self.kind.examples[0], _ends(self.x(rows)).float()
+            assert not isinstance(layer.weight, Tensor)
+            x = rms_norm(x, x.shape[1:], eps=1e-6) if self.kind.gated else x
+            y = x @ layer.weight.dequantized(torch.float32).t()
+            y = y if layer.bias is None else y + layer.bias
+            gate, up = y.chunk(2, dim=1) if self.kind.gated else (y, y)
+            self._expected = rows, silu(gate) * up if self.kind.gated else y
+        return self._expected[1]
+
+    def check(self, name: str, rows: int) -> None:
+        """Hold a way's answer to that of torch's operations.
+
+        :raises ArithmeticError: it is another; or whatever the way raises.
+        """
+        found, expected = _ends(self.run(name, self.x(rows), self.kind.examples[0])).float(), self.expected(rows)
+        error = float((found - expected).norm() / expected.norm())
+        if not error < (_ROUNDED if name == SCALED else _EXACT):
+            raise ArithmeticError(f"its answer is off by {error:.1e}")
+
+
+def _ends(rows: Tensor) -> Tensor:
+    return rows if len(rows) <= 2 * _COMPARED else torch.cat([rows[:_COMPARED], rows[-_COMPARED:]])
