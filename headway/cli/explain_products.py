@@ -78,12 +78,14 @@ def _on_cpu(products: Sequence[tuple[Linear, bool]]) -> list[dict[str, Any]]:
 def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> list[dict[str, Any]]:
     """Kept times choose, or the rule."""
     from headway.models.fused.quantized_ways import QuantizedWays
+    from headway.tuning.measure.device import identify_device
     from headway.tuning.measure.products import obey_kept
 
     ways = QuantizedWays(device)
     kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
+    identity = identify_device(device)
     for kind in kinds:
-        obey_kept(kind, device)
+        obey_kept(kind, identity)
     return [{"product": kind.name, "layers": count, "ways": kind.changes(), "by": kind.source} for kind, count in kinds.items()]
 
 

@@ -63,23 +63,25 @@ def choose_products(
     budget: seconds that may be measured, compiling not counted; 0: nothing is, and where nothing is kept a rule chooses, which
     the log says. ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
-    missing = [kind for kind in kinds if not obey_kept(kind, kind.examples[0].device)]
+    if not kinds:
+        return
+    identity = identify_device(kinds[0].examples[0].device)
+    missing = [kind for kind in kinds if not obey_kept(kind, identity)]
     if missing and budget > 0:
-        _measure(missing, budget, ahead, timer)
+        _measure(missing, identity, budget, ahead, timer)
     for kind in kinds:
         log.info("products %s: %s", kind.name, kind.describe())
 
 
-def obey_kept(kind: ProductKind, device: torch.device) -> bool:
+def obey_kept(kind: ProductKind, device: DeviceIdentity) -> bool:
     """Have a kind choose by the times that are kept for a device; False: there are none."""
-    identity = identify_device(device)
-    path = _path(identity, kind)
+    path = _path(device, kind)
     kept = read_kept(
         "products",
         path,
         ProductsFile,
         SCHEMA,
-        identity,
+        device,
         lambda found: [
             ("product", found.product, kind.name),
             ("rows", found.rows, list(ROW_COUNTS)),
@@ -97,7 +99,9 @@ def _path(device: DeviceIdentity, kind: ProductKind) -> Path:
     return cache_folder() / "products" / f"{name}-{product}-{key}.json"
 
 
-def _measure(kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | None, timer: InterleavedTimer) -> None:
+def _measure(
+    kinds: Sequence[ProductKind], identity: DeviceIdentity, budget: float, ahead: CompileAhead | None, timer: InterleavedTimer
+) -> None:
     """Time the ways of all kinds within a budget, each kind with an equal share of what is left, and keep the times."""
     device, clock = kinds[0].examples[0].device, Budget(budget)
     log.warning("products: measuring the ways of %d kinds over quantised weights, some seconds, once", len(kinds))
@@ -111,7 +115,7 @@ def _measure(kinds: Sequence[ProductKind], budget: float, ahead: CompileAhead | 
         for place, sample in enumerate(samples):
             left = clock.left or 0.0
             share = Budget(left / (len(samples) - place))
-            _keep(sample.kind, _times(sample, share, timer))
+            _keep(sample.kind, identity, _times(sample, share, timer))
     if device.type == "cuda":
         torch.cuda.empty_cache()  # graphs and answers of many rows
 
@@ -147,9 +151,8 @@ def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer) -> di
     return us
 
 
-def _keep(kind: ProductKind, us: dict[str, list[float | None]]) -> None:
+def _keep(kind: ProductKind, device: DeviceIdentity, us: dict[str, list[float | None]]) -> None:
     """Obey times, and write them down."""
-    device = identify_device(kind.examples[0].device)
     path = _path(device, kind)
     found = ProductsFile(device=device, origin=Origin.here(), product=kind.name, rows=list(ROW_COUNTS), us=us)
     kind.obey(ProductTimes(us, f"measured {device.date}, {path.name}"))
