@@ -45,3 +45,19 @@ def test_rows_keep_their_bits_in_invariant_products(form: str) -> None:
     operations = invariant_operations(TorchOperations(*ropes(16)), [linear], torch.device("cpu"))
     x = torch.randn(19, 256, generator=torch.Generator().manual_seed(4))
     assert torch.equal(operations.product(x, linear)[:3], operations.product(x[:3], linear))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_plain_layer_is_right_whether_its_weight_is_packed_or_not(dtype: torch.dtype) -> None:
+    """Large enough to be packed, where the CPU packs the type."""
+    generator = torch.Generator().manual_seed(5)
+    weight, x, bias, residual = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((520, 400), (7, 400), (520,), (7, 520))
+    )
+    exact, tolerance = x.double() @ weight.double().t(), 1e-6 if dtype == torch.float32 else 4e-3
+    for linear, expected in ((Linear(weight), exact), (Linear(weight, bias), exact + bias.double())):
+        out = torch.empty(7, 520, dtype=dtype)
+        assert linear(x, out) is out
+        assert (out - expected).norm() < tolerance * expected.norm()
+        whole = residual.double() + expected
+        assert (linear.add_to(residual.clone(), x) - whole).norm() < tolerance * whole.norm()
