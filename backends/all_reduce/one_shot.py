@@ -35,14 +35,19 @@ class OneShotAllReduce:
 
     name = "one_shot"
 
-    def __init__(self, rank: int, device: torch.device, addresses: Sequence[int], keeps: object) -> None:
-        """addresses: of every rank's shared memory, as this device reaches it, filled with NOTHING; keeps: what holds it."""
+    def __init__(
+        self, rank: int, device: torch.device, addresses: Sequence[int], keeps: object, side: torch.cuda.Stream | None = None
+    ) -> None:
+        """addresses: of every rank's shared memory, as this device reaches it, filled with NOTHING; keeps: what holds it.
+
+        side: a stream on which nothing else runs, so that `abort` gets through beside a launch that waits; a GPU needs one.
+        """
         self._rank, self._size, self._device, self._keeps = rank, len(addresses), device, keeps
         self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(3, dtype=torch.int32, device=device)
         self._ended = torch.zeros(1, dtype=torch.int32, device=device)
         self._launchers: dict[tuple[torch.dtype, bool], FixedLauncher] = {}
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._side = side
 
     def takes(self, x: Tensor) -> bool:
         """Whether it sums a tensor of this size and type."""

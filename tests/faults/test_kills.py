@@ -51,7 +51,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("budget", ["0", "1"], ids=["generate", "autotune"])
+@pytest.mark.parametrize("budget", ["0", pytest.param("1", marks=pytest.mark.soak)], ids=["generate", "autotune"])
 def test_a_killed_generate_leaves_whole_tables(sandbox: Sandbox, budget: str) -> None:
     model = str(save_tiny_model(sandbox.folder / "model"))
     command = ("generate", "--model", model, "--max-tokens", "8", "--ignore-eos", "--autotune-budget", budget, "the quick fox")

@@ -136,7 +136,11 @@ def test_same_tokens_as_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "layout", "prefix_caching"),
-    [("sdpa", "nhd", True), ("sdpa", "vllm_5d", False), pytest.param("sdpa.math", "hnd", True, marks=pytest.mark.soak)],
+    [
+        ("sdpa", "nhd", True),
+        pytest.param("sdpa", "vllm_5d", False, marks=pytest.mark.soak),
+        pytest.param("sdpa.math", "hnd", True, marks=pytest.mark.soak),
+    ],
 )
 def test_same_tokens_when_the_pool_is_so_small_that_sequences_are_preempted(
     model: LoadedModel,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention_layer import AttentionLayer
+from headway.backends.all_reduce.one_shot import OneShotAllReduce
 from headway.backends.sampling.draw import FusedSampling
 from headway.backends.sampling.part import FusedPart
 from headway.backends.sampling.top_k_top_p import TopKTopPSampler
@@ -125,6 +126,13 @@ def gate_outputs(dtype: torch.dtype) -> None:
         Gate("sigmoid", norms[8192], 8192),
     ):
         Fused(rotated, rotated).gate(x, by, gate)
+
+
+def sum_over_two_ranks(dtype: torch.dtype) -> None:
+    """A sum over ranks, alone and added to a residual stream."""
+    ranks, x = OneShotAllReduce(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
+    ranks(x)
+    ranks(x, torch.empty_like(x))
 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:

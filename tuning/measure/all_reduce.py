@@ -117,7 +117,8 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
     if _all(ranks, not reason):
         try:
             memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
-            made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory)
+            side = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
+            made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory, side)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
         if _all(ranks, made is not None):

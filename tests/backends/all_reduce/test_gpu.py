@@ -14,13 +14,16 @@ def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
     device = torch.device("cuda", 0)
     shared = [torch.full((shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
     addresses = [each.data_ptr() for each in shared]
-    ranks = [OneShotAllReduce(rank, device, addresses, each) for rank, each in enumerate(shared)]
+    ranks = [OneShotAllReduce(rank, device, addresses, each, torch.cuda.Stream()) for rank, each in enumerate(shared)]
     streams = [torch.cuda.Stream() for _ in ranks]
     for rank, part in zip(ranks, torch.zeros(2, 64, dtype=torch.bfloat16, device=device), strict=True):
         rank.abort()  # the first launch compiles, and would wait for a rank that cannot be launched meanwhile
         rank(part)
     torch.cuda.synchronize()
-    ranks = [OneShotAllReduce(rank, device, addresses, each.fill_(NOTHING - 2**16)) for rank, each in enumerate(shared)]
+    ranks = [
+        OneShotAllReduce(rank, device, addresses, each.fill_(NOTHING - 2**16), torch.cuda.Stream())
+        for rank, each in enumerate(shared)
+    ]
     for count in (64, 4096, 200_000, CAPACITY // 2, 32, 70_000, 8, 8):
         parts = list(torch.randn(2, count, device=device, dtype=torch.bfloat16))
         expected = sum(part.float() for part in parts)

@@ -72,7 +72,7 @@ def test_the_quick_kit_finds_most_of_a_sample() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["layout", pytest.param("protocol", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.soak) for kind in ("layout", "protocol")])
 def test_the_quick_kit_finds_mistakes_that_no_change_of_one_token_makes(kind: str) -> None:
     numbers = [number for number, (each, _) in enumerate(everything()) if each == kind]
     outcomes = list(score(numbers, quick=True, jobs=1))
