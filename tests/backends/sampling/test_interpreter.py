@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 FILES = tuple(Path(__file__).with_name(name) for name in ("test_draw.py", "test_part.py", "test_top_k_top_p.py"))
 
 
+@pytest.mark.slow
 def test_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES) > 6
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 FILES = (Path(__file__).with_name("test_interpreted_states.py"),)
 
 
+@pytest.mark.slow
 def test_state_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES) > 12
 
