@@ -62,7 +62,7 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
     if kept is not None:
         table = torch.tensor([[math.nan if us is None else us for us in kept.us[name]] for name in WAYS], device=ranks.device)
     table = ranks.broadcast(table)
-    source = "kept by rank 0" if kept is None else f"measured {kept.device.date}, {_path(device, ranks.size).name}"
+    source = "kept by rank 0" if kept is None else f"measured {kept.device.date}, {kept_path(device, ranks.size).name}"
     if budget > 0 and bool(table.isnan().all()):
         table, source = _measured(ranks), "measured now"
         if ranks.rank == 0:
@@ -77,7 +77,7 @@ def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
     """The times that are kept for so many of these GPUs and this software; why they are not used is logged."""
     return read_kept(
         "all-reduce",
-        _path(device, size),
+        kept_path(device, size),
         AllReduceFile,
         SCHEMA,
         device,
@@ -97,7 +97,7 @@ def describe_kept(device: torch.device, size: int) -> str:
     kept = kept_times(identity, size)
     if kept is None:
         return "not measured yet: the first start of so many ranks measures and keeps it"
-    return str(AllReduceChoice(kept.us, f"measured {kept.device.date}, {_path(identity, size).name}"))
+    return str(AllReduceChoice(kept.us, f"measured {kept.device.date}, {kept_path(identity, size).name}"))
 
 
 def _one_shot(ranks: TorchRanks) -> AllReduce | None:
@@ -195,7 +195,7 @@ def time_all_reduce(ranks: TorchRanks, way: AllReduce, x: Tensor, onto: Tensor |
 def _keep(device: DeviceIdentity, size: int, table: Tensor) -> None:
     found = AllReduceFile(device=device, origin=Origin.here(), ranks=size, sizes=list(SIZES), us=_by_name(table))
     try:
-        write_json(found, _path(device, size), "HEADWAY_CACHE")
+        write_json(found, kept_path(device, size), "HEADWAY_CACHE")
     except ConfigError as error:
         log.warning("all-reduce: the times are not kept: %s", error)
 
@@ -204,6 +204,7 @@ def _by_name(table: Tensor) -> dict[str, list[float | None]]:
     return {name: [None if math.isnan(us) else us for us in row] for name, row in zip(WAYS, table.tolist(), strict=True)}
 
 
-def _path(device: DeviceIdentity, size: int) -> Path:
+def kept_path(device: DeviceIdentity, size: int) -> Path:
+    """The file of the times of so many ranks on such GPUs."""
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
     return cache_folder() / "all_reduce" / f"{name}-{size}-ranks.json"
