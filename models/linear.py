@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -105,15 +106,11 @@ _SMALL = 2**17
 _PACK_ROWS = 16
 """Rows the packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""
 
-_probed: dict[torch.dtype, bool] = {}
 
-
+@cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies packed weights of this type fast, and right: float32, and the CPU's own bfloat16."""
-    known = _probed.get(dtype)
-    if known is None:
-        known = _probed[dtype] = (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
-    return known
+    return (dtype == torch.float32 or (dtype == torch.bfloat16 and _has_bfloat16())) and _packs(dtype)
 
 
 def _has_bfloat16() -> bool:

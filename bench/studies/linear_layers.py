@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.terminal import Terminal
 from headway.machine.threads import set_threads
 from headway.models.linear import Linear
@@ -29,24 +30,32 @@ _COPIES = 12
 
 
 def main() -> None:
-    """Print the table."""
-    threads, cpu, timer = set_threads(), torch.device("cpu"), Timer()
+    """Print a table for each element type."""
+    threads = set_threads()
+    for dtype in (torch.float32, torch.bfloat16):
+        Terminal().print(measure(dtype, threads))
+
+
+def measure(dtype: torch.dtype, threads: int) -> Table:
+    """Time every product in one element type."""
+    cpu, timer = torch.device("cpu"), Timer()
     table = Table(
-        title=f"float32 product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}", box=box.SIMPLE_HEAD
+        title=f"{DTYPE_NAMES[dtype]} product, ms (F.linear / packed), {threads} threads, torch {torch.__version__}",
+        box=box.SIMPLE_HEAD,
     )
     table.add_column("layer")
     for rows in ROWS:
         table.add_column(f"{rows} rows", justify="right")
     for name, (out_features, in_features) in track(SHAPES.items(), "timing", console=Terminal(stderr=True), transient=True):
-        weights = [torch.randn(out_features, in_features) for _ in range(_COPIES if out_features < 10000 else 1)]
+        weights = [torch.randn(out_features, in_features).to(dtype) for _ in range(_COPIES if out_features < 10000 else 1)]
         row = []
         for rows in ROWS:
-            x = torch.randn(rows, in_features)
+            x = torch.randn(rows, in_features).to(dtype)
             plain = timer.time(_in_turn([partial(linear, weight=w) for w in weights], x), cpu)
             packed = timer.time(_in_turn([Linear(w) for w in weights], x), cpu)
             row.append(f"{1e-3 * plain.median_us:.2f} / {1e-3 * packed.median_us:.2f}")
         table.add_row(name, *row)
-    Terminal().print(table)
+    return table
 
 
 def _in_turn(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[], Tensor]:

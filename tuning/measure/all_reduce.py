@@ -55,7 +55,8 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
     one_shot = _one_shot(ranks)
     if one_shot is None:
         return
-    ranks.sums = [one_shot, *ranks.sums]
+    ways = [one_shot, *ranks.sums]
+    ranks.sum_by(ways, None)
     device = identify_device(ranks.device)
     kept = kept_times(device, ranks.size) if ranks.rank == 0 else None
     table = torch.full((len(WAYS), len(SIZES)), math.nan, device=ranks.device)
@@ -68,7 +69,7 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
         if ranks.rank == 0:
             _keep(device, ranks.size, table)
     if not bool(table.isnan().all()):
-        ranks.times = AllReduceChoice(_by_name(table), source)
+        ranks.sum_by(ways, AllReduceChoice(_by_name(table), source))
     if ranks.rank == 0:
         log.info("all-reduce: %s", ranks.times or "one_shot where it takes the tensor, else nccl (not measured)")
 

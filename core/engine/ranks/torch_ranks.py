@@ -66,9 +66,9 @@ class TorchRanks:
         self._rank, self._size, self._device, self._progress = rank, size, device, progress
         self._group = _joined(store, rank, size, device)
         self.store, self.device = store, device
-        self.sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
-        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        self._sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
         self.times: AllReduceChoice | None = None
+        self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
 
     @property
     def rank(self) -> int:
@@ -83,10 +83,22 @@ class TorchRanks:
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks`; x is overwritten."""
         self._progress.call()
-        able = [each for each in self.sums if each.takes(x)]
-        if self.times is not None and len(able) > 1:
-            able = [self.times.fastest(x.nbytes, able)]
-        return able[0](x, onto)
+        kind = x.nbytes, x.dtype
+        way = self._chosen.get(kind)
+        if way is None:
+            able = [each for each in self._sums if each.takes(x)]
+            way = self._chosen[kind] = able[0] if self.times is None else self.times.fastest(x.nbytes, able)
+        return way(x, onto)
+
+    def sum_by(self, sums: Sequence[AllReduce], times: AllReduceChoice | None) -> None:
+        """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
+        self._sums, self.times = sums, times
+        self._chosen.clear()
+
+    @property
+    def sums(self) -> Sequence[AllReduce]:
+        """Ways of summing, the process group's last: the first that takes a tensor sums it, unless `times` know a faster one."""
+        return self._sums
 
     def all_gather(self, x: Tensor) -> Tensor:
         """See `Ranks`."""
@@ -107,7 +119,7 @@ class TorchRanks:
 
     def abort(self) -> None:
         """Have calls that wait for other ranks fail; any thread may do so."""
-        for each in self.sums:
+        for each in self._sums:
             each.abort()
 
 
