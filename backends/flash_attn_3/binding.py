@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from headway.core.contract.errors import BackendError
+from headway.backends.bound_operator import BoundOperator
 
 FORWARD: Final = "fwd"
 SCHEDULE: Final = "get_scheduler_metadata"
@@ -55,51 +55,6 @@ AT_REST: Final = {
 
 
 @dataclass(frozen=True)
-class BoundOperator:
-    """One operator and the place of each of its arguments."""
-
-    call: Any
-    """The overload: takes its arguments by position."""
-    place: dict[str, int]
-    """Name -> position, under the names of this backend."""
-    at_rest: tuple[Any, ...]
-    """A value for each position: the declared default, or the one that switches the argument off."""
-
-    @classmethod
-    def of(cls, overload: Any, needed: frozenset[str] = frozenset()) -> BoundOperator:
-        """Read the operator's schema.
-
-        :raises BackendError: an argument that is needed is missing, or one that must be given is not known.
-        """
-        place, at_rest, unknown = {}, [], []
-        for position, argument in enumerate(overload._schema.arguments):
-            name = OTHER_NAMES.get(argument.name, argument.name)
-            place[name] = position
-            if argument.has_default_value():
-                at_rest.append(argument.default_value)
-            else:
-                at_rest.append(AT_REST.get(name))
-                if name not in AT_REST and name not in GIVEN and argument.type.kind() != "OptionalType":
-                    unknown.append(argument.name)
-        missing = sorted(needed - set(place))
-        if missing:
-            raise BackendError(f"{overload.name()} has no argument {', '.join(missing)}")
-        if unknown:
-            raise BackendError(f"{overload.name()} wants {', '.join(unknown)}, which this backend does not know")
-        return cls(overload, place, tuple(at_rest))
-
-    def arguments(self, **given: Any) -> list[Any]:
-        """The list of all arguments, those not given at rest.
-
-        :raises KeyError: the operator has no such argument.
-        """
-        values = list(self.at_rest)
-        for name, value in given.items():
-            values[self.place[name]] = value
-        return values
-
-
-@dataclass(frozen=True)
 class Operators:
     """The operators of one library."""
 
@@ -116,8 +71,8 @@ class Operators:
         space = getattr(torch.ops, namespace)
         schedule = getattr(space, SCHEDULE, None)
         return cls(
-            BoundOperator.of(getattr(space, FORWARD).default, NEEDED),
-            BoundOperator.of(schedule.default, frozenset({"seqused_k", "page_size"})) if schedule is not None else None,
+            _bound(getattr(space, FORWARD).default, NEEDED),
+            None if schedule is None else _bound(schedule.default, frozenset({"seqused_k", "page_size"})),
         )
 
     @property
@@ -129,6 +84,10 @@ class Operators:
     def latent(self) -> bool:
         """Whether the forward operator takes the part of the query that meets the value's half of a latent key."""
         return "q_v" in self.forward.place
+
+
+def _bound(overload: Any, needed: frozenset[str]) -> BoundOperator:
+    return BoundOperator.of(overload, needed, GIVEN, AT_REST, OTHER_NAMES)
 
 
 def registered(before: frozenset[str] = frozenset()) -> list[str]:

@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from fake_flash_attn_3 import FlashAttn3
+from headway.backends import compiled_library
+from headway.backends.compiled_library import LibraryCandidate, LibrarySearch, ask
 from headway.backends.flash_attn_3 import child, library
 from headway.backends.flash_attn_3.binding import Operators, registered
-from headway.backends.flash_attn_3.library import VARIABLE, LibraryCandidate, candidates
+from headway.backends.flash_attn_3.library import SEARCH
 from headway.core.contract.support import YES, Support
 from headway.registry import Registry
+
+VARIABLE = SEARCH.variable
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +43,11 @@ def answers(monkeypatch: pytest.MonkeyPatch, *found: dict[str, str]) -> list[lis
     commands: list[list[str]] = []
     rest = list(found)
 
-    def ask(command: list[str]) -> dict[str, str]:
+    def answer(command: list[str]) -> dict[str, str]:
         commands.append(command)
         return rest.pop(0)
 
-    monkeypatch.setattr(library, "ask", ask)
+    monkeypatch.setattr(compiled_library, "ask", answer)
     return commands
 
 
@@ -66,13 +70,13 @@ def test_homes_are_found_without_an_import_the_preferred_first(monkeypatch: pyte
         "sgl_kernel/sm90/common_ops.abi3.so",
     )
     vllm, upstream, sgl, _ = place(monkeypatch, tmp_path, *files)
-    assert list(candidates()) == [
+    assert list(SEARCH.candidates()) == [
         LibraryCandidate("flash-attn-3", upstream),
         LibraryCandidate("vllm", vllm),
         LibraryCandidate("sgl-kernel", sgl),
     ]
     monkeypatch.setenv(VARIABLE, "/opt/own.so")
-    assert list(candidates()) == [LibraryCandidate(VARIABLE, Path("/opt/own.so"))]
+    assert list(SEARCH.candidates()) == [LibraryCandidate(VARIABLE, Path("/opt/own.so"))]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -89,7 +93,7 @@ def test_another_generation_of_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, h
 
 
 def test_where_nothing_is_found_the_places_are_named(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
-    monkeypatch.setattr(library, "candidates", list)
+    monkeypatch.setattr(LibrarySearch, "candidates", lambda search: [])
     found, support = library.find_library()
     assert found is None
     assert str(support) == (
@@ -162,23 +166,23 @@ def test_a_library_that_loads_in_the_child_alone_is_refused(monkeypatch: pytest.
 
 
 def test_a_child_that_crashes_is_a_reason() -> None:
-    found = library.ask([sys.executable, "-c", "import os, sys; print('undefined symbol', file=sys.stderr); os.abort()"])
+    found = ask([sys.executable, "-c", "import os, sys; print('undefined symbol', file=sys.stderr); os.abort()"])
     assert found == {
         "error": "crashes the process that loads it (was killed by SIGABRT: undefined symbol); it was built for another torch?"
     }
-    assert "exited with code 3" in library.ask([sys.executable, "-c", "raise SystemExit(3)"])["error"]
-    assert "cannot be tried" in library.ask(["/nowhere/python"])["error"]
+    assert "exited with code 3" in ask([sys.executable, "-c", "raise SystemExit(3)"])["error"]
+    assert "cannot be tried" in ask(["/nowhere/python"])["error"]
 
 
 def test_a_child_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "SECONDS", 0.2)
-    assert library.ask([sys.executable, "-c", "import time; time.sleep(60)"]) == {"error": "did not answer within 0.2 s"}
+    monkeypatch.setattr(compiled_library, "SECONDS", 0.2)
+    assert ask([sys.executable, "-c", "import time; time.sleep(60)"]) == {"error": "did not answer within 0.2 s"}
 
 
 def test_the_child_says_why_a_file_does_not_load(tmp_path: Path) -> None:
     path = tmp_path / "own.so"
     path.write_bytes(b"no library")
-    found = library.ask([sys.executable, "-P", "-m", library.CHILD, str(path)])
+    found = ask([sys.executable, "-P", "-m", SEARCH.child, str(path)])
     assert list(found) == ["error"]
     assert found["error"].startswith("does not load: ")
     assert "file too short" in found["error"] or "invalid ELF header" in found["error"]

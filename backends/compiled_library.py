@@ -1,0 +1,130 @@
+"""Compiled libraries of other packages: found without an import, tried in a process of their own, and the verdicts kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from headway.core.system.child import Child, ChildDied, python_command
+from headway.core.system.files import write_whole
+from headway.core.system.folders import cache_folder
+
+log = logging.getLogger("headway")
+SECONDS = 120
+"""For the trial, most of it for the import of torch and 150 MB of kernels from a cold disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A package that ships a library."""
+
+    name: str
+    package: str
+    """Top-level module."""
+    pattern: str
+    """Pattern of the compiled library's file, inside the package's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryCandidate:
+    """A compiled library that may be the one that is looked for."""
+
+    home: str
+    """Who brought it, for texts: a package or the environment variable."""
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LibrarySearch:
+    """Where one library is looked for, and what tries it."""
+
+    name: str
+    """For texts, and the file of verdicts in the cache folder."""
+    variable: str
+    """Environment variable with the path of a compiled library; where it is set no other place is looked at."""
+    homes: tuple[Home, ...]
+    """Packages that bring the library, in the order in which they are tried."""
+    child: str
+    """Module of the process that loads a library to try it."""
+
+    @property
+    def hint(self) -> str:
+        """What to do where none was found."""
+        return f"install {', '.join(home.name for home in self.homes)}, or set {self.variable} to a compiled library"
+
+    def candidates(self) -> Iterator[LibraryCandidate]:
+        """The libraries that are there, the preferred first."""
+        named = os.environ.get(self.variable)
+        if named:
+            yield LibraryCandidate(self.variable, Path(named).expanduser())
+            return
+        for home in self.homes:
+            for folder in _folders(home.package):
+                for path in sorted(folder.glob(home.pattern)):
+                    yield LibraryCandidate(home.name, path)
+
+    def verdict(self, candidate: LibraryCandidate) -> dict[str, str]:
+        """What the child says of a library: {"namespace": ...} or {"error": ...}. A good answer is kept on disk."""
+        try:
+            stat = candidate.path.stat()
+        except OSError as error:
+            return {"error": error.strerror or str(error)}
+        gpu = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "none"
+        place = f"{candidate.path.resolve()} "
+        key = f"{place}{stat.st_mtime_ns} {stat.st_size} torch {torch.__version__} GPU {gpu}"
+        known = self._read()
+        if key in known:
+            return {"namespace": known[key]}
+        found = ask(python_command(self.child, str(candidate.path)))
+        if "namespace" in found:
+            others = {other: name for other, name in known.items() if not other.startswith(place)}
+            self._write({**others, key: found["namespace"]})
+        return found
+
+    @property
+    def _answers(self) -> Path:
+        return cache_folder() / f"{self.name}.json"
+
+    def _read(self) -> dict[str, str]:
+        try:
+            known = json.loads(self._answers.read_text())
+        except (OSError, ValueError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+    def _write(self, known: dict[str, str]) -> None:
+        path = self._answers
+        try:
+            write_whole(path, json.dumps(known).encode())
+        except OSError as error:
+            why = f"{path} cannot be written ({error})"
+            log.warning("%s: its library is tried anew at every start, some seconds: %s", self.name, why)
+
+
+def _folders(package: str) -> list[Path]:
+    try:
+        found = find_spec(package)
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
+        return []
+    return [Path(folder) for folder in (found.submodule_search_locations or ())] if found else []
+
+
+def ask(command: Sequence[str]) -> dict[str, str]:
+    """Run the child; its death is an answer too."""
+    try:
+        with Child(command) as child:
+            return {str(name): str(text) for name, text in child.answer(SECONDS).items()}
+    except ChildDied as died:
+        if died.timed_out:
+            return {"error": f"did not answer within {SECONDS} s"}
+        how, last = died.how.removeprefix("the process "), died.last_line[:200] or "no message"
+        return {"error": f"crashes the process that loads it ({how}: {last}); it was built for another torch?"}
+    except OSError as error:
+        return {"error": f"cannot be tried: {error}"}
