@@ -31,9 +31,9 @@ class BoundOperator:
     ) -> BoundOperator:
         """Read the operator's schema.
 
-        needed: arguments that it must have. given: arguments that it is always given where it has them. at_rest: values that leave
-        out what an argument is for, where it declares no default; an optional one is left out by None. other_names: what a release
-        calls an argument -> what the caller calls it.
+        needed: arguments that it must have. given: arguments that it is always given where it has them. at_rest: values that
+        leave out what an argument is for, where it declares no default; an optional one is left out by None. other_names: what a
+        release calls an argument -> what the caller calls it.
 
         :raises BackendError: an argument that is needed is missing, or one that must be given is not known.
         """

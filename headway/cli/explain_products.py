@@ -86,7 +86,16 @@ def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> li
     identity = identify_device(device)
     for kind in kinds:
         obey_kept(kind, identity)
-    return [{"product": kind.name, "layers": count, "ways": kind.changes(), "by": kind.source} for kind, count in kinds.items()]
+    return [
+        {
+            "product": kind.name,
+            "layers": count,
+            "ways": kind.changes(),
+            "by": kind.source,
+            "refused": {way: support.brief for way, support in kind.refused.items()},
+        }
+        for kind, count in kinds.items()
+    ]
 
 
 def print_products(found: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -98,3 +107,13 @@ def print_products(found: Sequence[Mapping[str, Any]], console: Console) -> None
         ways = ", ".join(f"{way} from {rows}" for rows, way in row["ways"].items())
         console.print(Text(f"  {ways} rows on", "green"))
         console.print(Text(f"  by: {row['by']}", "dim"))
+        for why, names in _by_reason(row.get("refused", {})).items():
+            console.print(Text(f"  {', '.join(names)}: {why}", "dim"), soft_wrap=True)
+
+
+def _by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of the ways that share a reason."""
+    found: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        found.setdefault(why, []).append(name)
+    return found

@@ -15,10 +15,11 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
+from headway.models.fused.product_way import ProductWay
 from headway.models.fused.products import FewRows
 from headway.models.fused.quantized import QuantizedProducts
 from headway.models.fused.quantized_choice import ProductKind
-from headway.models.fused.quantized_ways import QuantizedWays, Way
+from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 from headway.models.fused.tiles import TiledProducts
 from headway.models.linear import Linear
@@ -60,7 +61,7 @@ class Fused:
         return launcher
 
     def _kernel(
-        self, x: Tensor, linear: Linear, way: Way | None, heads: Heads | None = None
+        self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None
     ) -> FewRows | QuantizedProducts | None:
         """What computes a product with all that comes before and after it in one launch, if anything does.
 
@@ -71,11 +72,12 @@ class Fused:
         turns = way.kernel is None or heads is None or way.kernel.turns(x.shape[0], linear, heads)
         return way.kernel if turns else None
 
-    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, way: Way | None, out: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, way: ProductWay | None, out: Tensor | None = None) -> Tensor:
         """A library's product of x, normed first: a launch more, unless another before the product has room for that."""
         if way is not None and way.norms:
-            return self._quantized.product(x, linear, way, out, norm)
-        return self._quantized.product(x if norm is None or norm.absorbed else self.norm(x, norm), linear, way, out)
+            return way(x, linear, out, norm)
+        x = x if norm is None or norm.absorbed else self.norm(x, norm)
+        return linear(x, out) if way is None else way(x, linear, out)
 
     def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
         """See Operations."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from headway.core.contract.support import Support
+from headway.models.fused.product_way import ProductWay
 from headway.models.linear import Linear
 
 ROW_COUNTS = tuple(2**n for n in range(14))
@@ -55,16 +57,14 @@ MORE_ROWS = 256
 class ProductKind:
     """Products over weights of one form and shape: their ways, and the one that serves each number of rows."""
 
-    def __init__(
-        self, name: str, ways: Mapping[str, int | None], gated: bool, compute: Callable[[Tensor, Linear], Tensor] | None = None
-    ) -> None:
-        """name: form, shape and whatever else tells kinds apart. ways: name -> rows up to which it may serve; None: any.
-
-        compute: the step of x [rows, in_features] and a layer of the kind by the chosen way: the product, or where it is gated
-        RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second.
-        """
-        self.name, self.gated, self.compute = name, gated, compute
-        self.ways = dict(ways)
+    def __init__(self, name: str, ways: Iterable[ProductWay], gated: bool, refused: Mapping[str, Support] | None = None) -> None:
+        """name: form, shape and whatever else tells kinds apart. ways: that compute it. refused: the other ways, and why not."""
+        self.name, self.gated = name, gated
+        self.ways = {way.name: way for way in ways}
+        self.refused = dict(refused or {})
+        self.compute: Callable[[Tensor, Linear], Tensor] | None = None
+        """The step of x [rows, in_features] and a layer of the kind by the chosen way: the product, or where it is gated
+        RMSNorm (weight 1, epsilon 1e-6), both products, and SiLU of the first times the second."""
         self.examples: list[Linear] = []
         """A model's layers of this kind, to measure with."""
         self._times: ProductTimes | None = None
@@ -73,7 +73,13 @@ class ProductKind:
 
     def able(self, rows: int) -> list[str]:
         """Names of the ways that may serve so many rows."""
-        return [name for name, most in self.ways.items() if most is None or rows <= most]
+        return [name for name, way in self.ways.items() if way.most_rows is None or rows <= way.most_rows]
+
+    def leave_out(self, name: str, why: Support) -> None:
+        """Have a way serve no longer."""
+        del self.ways[name]
+        self.refused[name] = why
+        self._chosen.clear()
 
     def way_for(self, rows: int) -> str:
         """Name of what computes products of so many rows."""
@@ -104,6 +110,10 @@ class ProductKind:
     def source(self) -> str:
         """The word that the choice is made by: kept times, or the rule."""
         return "rule, not measured" if self._times is None else self._times.source
+
+    def serving(self) -> dict[str, int]:
+        """Names of the ways that serve, and the least of ROW_COUNTS that each does."""
+        return {self.way_for(rows): rows for rows in reversed(ROW_COUNTS)}
 
     def changes(self) -> dict[int, str]:
         """Number of rows -> the way that serves from there on."""

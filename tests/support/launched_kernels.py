@@ -153,9 +153,9 @@ def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterabl
             ways.kernel(x, linear, add_to=torch.empty(count, shape[0], dtype=dtype, device=GPU))
             if ways.kernel.turns(count, linear, heads):
                 ways.kernel(x, linear, norm, rotated=(heads, (rope[0], rope[1])))
-        ways.dequantized(weight, dtype)
+        ways.dequantize.dequantized(weight, dtype)
     for group in (128, shape[1]):
-        ways.quantized(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
+        ways.rounding(torch.empty(5, shape[1], dtype=dtype, device=GPU), group, norm)
 
 
 def quantized_weights(shape: tuple[int, int]) -> Iterable[tuple[bool, QuantizedWeight]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.models.fused.product_way import ProductWay
 from headway.models.fused.quantized_choice import ROW_COUNTS, ProductKind, ProductTimes
 from headway.models.linear import Linear
 from headway.tuning.measure.products import choose_products
@@ -21,6 +22,44 @@ from quantized_weights import float8, int4
 WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
 
 
+class FakeWay(ProductWay):
+    """A name: what it computes, a bench does."""
+
+    def __init__(self, name: str, most_rows: int | None = None) -> None:
+        self.name, self.most_rows = name, most_rows
+
+
+class RoundingWay(FakeWay):
+    rounds = True
+
+
+class FakeLibrary(FakeWay):
+    """A library's way whose arrangements are counted."""
+
+    library = arranges = True
+
+    def __init__(self, num_bytes: int = 100, broken: bool = False) -> None:
+        super().__init__("library")
+        self.num_bytes, self.broken = num_bytes, broken
+        self.arranged: set[Linear] = set()
+        self.most = 0
+
+    def prepare(self, linear: Linear) -> int:
+        if self.broken:
+            raise MemoryError("no room")
+        self.arranged.add(linear)
+        self.most = max(self.most, len(self.arranged))
+        return self.num_bytes
+
+    def release(self, linear: Linear) -> None:
+        self.arranged.discard(linear)
+
+
+def ways(library: FakeLibrary | None = None) -> list[ProductWay]:
+    usual = [RoundingWay("scaled_mm") if name == "scaled_mm" else FakeWay(name, 64 if " " in name else None) for name in WAYS]
+    return usual if library is None else [*usual, library]
+
+
 @dataclass
 class Bench:
     """Products by torch's operations that take as long as a table says, and are as wrong as it says."""
@@ -28,11 +67,12 @@ class Bench:
     costs: dict[str, Callable[[int], float]]
     off: dict[str, float] = field(default_factory=dict)
     fails: frozenset[str] = frozenset()
+    library: FakeLibrary | None = None
     spent: float = 0.0
     runs: int = 0
 
     def kind(self, layers: Sequence[Linear], name: str = "fp8 rows 32x64 float32", gated: bool = False) -> ProductKind:
-        kind = ProductKind(name, {way: 64 if " " in way else None for way in WAYS}, gated)
+        kind = ProductKind(name, ways(self.library), gated)
         kind.examples = list(layers)
 
         def compute(x: Tensor, linear: Linear) -> Tensor:
@@ -142,15 +182,46 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert bench.runs == 0
     assert kind.changes() == {1: "kernel", 33: "scaled_mm"}
     assert "kernel from 1, scaled_mm from 33 rows on (rule, not measured)" in caplog.text
-    plain = ProductKind("int4 of 128", {"kernel": None, "dequantize": None}, gated=False)
+    plain = ProductKind("int4 of 128", [FakeWay("kernel"), FakeWay("dequantize")], gated=False)
     assert plain.changes() == {1: "kernel", 257: "dequantize"}
     assert not cache.exists()
 
 
 def test_a_choice_holds_for_all_rows_that_are_cut_alike() -> None:
-    kind = ProductKind("any", {"kernel": None, "kernel n64": 64, "dequantize": None}, gated=False)
+    kind = ProductKind("any", [FakeWay("kernel"), FakeWay("kernel n64", 64), FakeWay("dequantize")], gated=False)
     many = [1.0] * len(ROW_COUNTS)
     kind.obey(
         ProductTimes({"kernel": [2.0] * len(ROW_COUNTS), "kernel n64": many, "dequantize": [3.0] * len(ROW_COUNTS)}, "told")
     )
     assert [kind.way_for(rows) for rows in (1, 64, 65, 9000)] == ["kernel n64", "kernel n64", "kernel", "kernel"]
+
+
+def test_a_library_keeps_what_it_arranged_only_where_it_serves(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    for us, kept in ((1.0, 20), (900.0, 0)):
+        library = FakeLibrary()
+        bench = Bench({**COSTS, "library": lambda rows, us=us: us}, library=library)
+        kind = bench.kind(layers(20), f"fp8 rows {us}")
+        choose_products([kind], 60.0, timer=TableTimer(bench=bench))
+        assert library.most == max(kept, 16), "before the choice, of the layers alone that are measured"
+        assert len(library.arranged) == kept
+        assert ("library" in kind.serving()) == bool(kept)
+    assert "library keeps 0.0 MB of its own for 20 layers" in caplog.text
+
+
+def test_a_library_that_has_changed_since_serves_no_longer(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    costs: dict[str, Callable[[int], float]] = {**COSTS, "library": lambda rows: 1.0}
+    bench = Bench(costs, library=FakeLibrary())
+    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    for changed in (
+        Bench(costs, library=FakeLibrary(), off={"library": 1.5}),
+        Bench(costs, library=FakeLibrary(), fails=frozenset({"library"})),
+        Bench(costs, library=FakeLibrary(broken=True)),
+    ):
+        choose_products([kind := changed.kind(layers())], 0)
+        assert kind.way_for(1) == "kernel n64", "the next by the same times"
+        assert changed.library is not None
+        assert not changed.library.arranged
+        assert not kind.refused["library"]
+    for why in ("ArithmeticError: its answer is off by 5.0e-01", "RuntimeError: out of something", "MemoryError: no room"):
+        assert f"products fp8 rows 32x64 float32: library serves no longer: {why}" in caplog.text

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,12 @@ from torch.nn.functional import rms_norm, silu
 
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.support import Support
 from headway.core.system.folders import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.models.fused.quantized_choice import KERNEL, ROW_COUNTS, SCALED, ProductTimes
+from headway.models.fused.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
+from headway.models.quantization.forms import num_bytes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import KeptTimes, read_kept
@@ -29,6 +32,7 @@ from headway.tuning.table.identity import DeviceIdentity
 if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
     from headway.models.linear import Linear
+    from headway.models.quantization.forms import QuantizedWeight
 
 SCHEMA = "headway.products/1"
 _TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
@@ -41,6 +45,8 @@ _EXACT, _ROUNDED = 3e-2, 8e-2
 """Error of a right answer relative to its norm: of x in half precision, and of x in floats of 8 bits."""
 _BEHIND = 3.0
 """Times as slow as the fastest: our kernel, so far behind, takes no part for more rows, where it falls behind further."""
+_SHARE = 0.4
+"""Part of the free memory that the arrangements of one kind may take: the cache comes after them, and other kinds."""
 log = logging.getLogger("headway")
 
 
@@ -69,8 +75,60 @@ def choose_products(
     missing = [kind for kind in kinds if not obey_kept(kind, identity)]
     if missing and budget > 0:
         _measure(missing, identity, budget, ahead, timer)
+    with on_device(kinds[0].examples[0].device), torch.inference_mode():
+        for kind in kinds:
+            settle(kind)
     for kind in kinds:
         log.info("products %s: %s", kind.name, kind.describe())
+
+
+def settle(kind: ProductKind) -> None:
+    """Have all layers arranged for the libraries that serve; one without room, or with a wrong answer, serves no longer.
+
+    So a library that has changed since times were kept is met here, and not in an answer of the model.
+    """
+    while True:
+        serving = {name: rows for name, rows in kind.serving().items() if kind.ways[name].library}
+        for name, rows in serving.items():
+            why = _unfit(kind, name, rows)
+            if why is not None:
+                log.warning("products %s: %s serves no longer: %s", kind.name, name, why)
+                kind.leave_out(name, Support.no("its trial at the start", "room and a right answer", why))
+                break
+        else:
+            return
+
+
+def _unfit(kind: ProductKind, name: str, rows: int) -> str | None:
+    """Arrange a kind's layers for a way and hold its answer to ours; why it cannot serve, with the layers' arrangements gone."""
+    way = kind.ways[name]
+    try:
+        if way.arranges:
+            needed, room = sum(num_bytes(_quantized(layer)) for layer in kind.examples), _room(kind.examples[0].device)
+            if needed > _SHARE * room:
+                raise MemoryError(f"it needs {needed / 1e9:.1f} GB of its own, and of {room / 1e9:.1f} GB may take {_SHARE:.0%}")
+        taken = sum(way.prepare(layer) for layer in kind.examples)
+        SampleProduct(kind).check(name, rows)
+    except Exception as raised:
+        for layer in kind.examples:
+            way.release(layer)
+        return f"{type(raised).__name__}: {raised}"
+    if taken:
+        log.info("products %s: %s keeps %.1f MB of its own for %d layers", kind.name, name, taken / 1e6, len(kind.examples))
+    return None
+
+
+def _quantized(layer: Linear) -> QuantizedWeight:
+    assert not isinstance(layer.weight, Tensor)
+    return layer.weight
+
+
+def _room(device: torch.device) -> float:
+    """Bytes that are free on a GPU, those included that torch holds and does not use."""
+    if device.type != "cuda":
+        return math.inf
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
 
 
 def obey_kept(kind: ProductKind, device: DeviceIdentity) -> bool:
@@ -115,7 +173,9 @@ def _measure(
         for place, sample in enumerate(samples):
             left = clock.left or 0.0
             share = Budget(left / (len(samples) - place))
-            _keep(sample.kind, identity, _times(sample, share, timer))
+            with sample.arranged():
+                times = _times(sample, share, timer)
+            _keep(sample.kind, identity, times)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # graphs and answers of many rows
 
@@ -189,10 +249,27 @@ class SampleProduct:
         with self.kind.by(name):
             return self.kind.compute(x, layer)
 
+    @contextmanager
+    def arranged(self) -> Iterator[None]:
+        """Have the layers arranged inside for every way that arranges; for one that cannot, its trial will say why."""
+        ways = [way for way in self.kind.ways.values() if way.arranges]
+        try:
+            for way in ways:
+                with suppress(Exception):
+                    taken = sum(way.prepare(layer) for layer in self.layers(1))
+                    log.info("products %s: %s is tried with %.1f MB of its own", self.kind.name, way.name, taken / 1e6)
+            yield
+        finally:
+            for way in ways:
+                for layer in self.kind.examples:
+                    way.release(layer)
+
     def compile(self) -> None:
         """Launch whatever is compiled, to be called where nothing is launched."""
         for rows in ROW_COUNTS:
             for name in self.kind.able(rows):
+                if self.kind.ways[name].arranges:  # by a launch
+                    continue
                 with suppress(Exception):  # the trial will meet it again, and name it
                     self.run(name, self.x(rows), self.kind.examples[0])
 
@@ -225,7 +302,7 @@ class SampleProduct:
         """
         found, expected = _ends(self.run(name, self.x(rows), self.kind.examples[0])).float(), self.expected(rows)
         error = float((found - expected).norm() / expected.norm())
-        if not error < (_ROUNDED if name == SCALED else _EXACT):
+        if not error < (_ROUNDED if self.kind.ways[name].rounds else _EXACT):
             raise ArithmeticError(f"its answer is off by {error:.1e}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
-from quantized_weights import FORMS, moved
+from quantized_weights import FORMS, int4, moved
 
 pytestmark = pytest.mark.gpu
 
@@ -51,17 +52,56 @@ def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: 
     assert kind is not None
     assert ("scaled_mm" in kind.ways) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
     for way in kind.able(rows):
-        y = ways.product(x, linear, ways.ways[way])
+        ways.ways[way].prepare(linear)
+        y = ways.ways[way](x, linear)
         error = float((y.cpu().double() - expected).norm() / expected.norm())
-        assert error < (COARSE if way == "scaled_mm" else 6e-3), (way, error)
+        assert error < (COARSE if ways.ways[way].rounds else 6e-3), (way, error)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = ways.product(x, linear, ways.ways[way])
+            captured = ways.ways[way](x, linear)
         for _ in range(3):
             captured.zero_()
             graph.replay()
             assert torch.equal(captured, y), way
+
+
+LIBRARY_FORMS = {
+    **FORMS,
+    "int4 of 32": partial(int4, group=32),
+    "int4 of a row": partial(int4, group=2048),
+    "int4 of a row with zeros": partial(int4, group=2048, zeros=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", LIBRARY_FORMS)
+@pytest.mark.parametrize("way", ["marlin", "cutlass"])
+def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype) -> None:
+    from headway.backends.vllm_library.library import find_library
+    from headway.models.fused.quantized_ways import QuantizedWays
+
+    if not find_library():
+        pytest.skip(f"vLLM's library: {find_library().brief}")
+    generator = torch.Generator().manual_seed(12)
+    weight = LIBRARY_FORMS[form](torch.randn(1024, 2048, generator=generator))
+    bias = torch.randn(1024, generator=generator).to(dtype)
+    linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype), QuantizedWays(torch.device("cuda"))
+    kind = ways.kind(linear, dtype)
+    assert kind is not None
+    expected_here = {"marlin": form != "int8" and (form, dtype) != ("mxfp4", torch.float16), "cutlass": "fp8" in form}
+    assert (way in kind.ways) == expected_here[way], str(kind.refused.get(way))
+    if way not in kind.ways:
+        return
+    ways.ways[way].prepare(linear)
+    for rows in (1, 3, 16, 65):
+        x = torch.randn(rows, 2048, generator=generator).to(dtype)
+        expected = x.double() @ weight.dequantized(torch.float64).t() + bias.double()
+        out = torch.empty(rows, 1024, dtype=dtype, device="cuda")
+        for y in (ways.ways[way](x.cuda(), linear), ways.ways[way](x.cuda(), linear, out)):
+            error = float((y.cpu().double() - expected).norm() / expected.norm())
+            assert error < (COARSE if ways.ways[way].rounds else 6e-3), (rows, error)
+        assert y.data_ptr() == out.data_ptr()
 
 
 @pytest.mark.parametrize("group", [128, 1024])
@@ -69,7 +109,7 @@ def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
     from headway.models.fused.quantized_ways import QuantizedWays
 
     x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
-    y, scales = QuantizedWays(torch.device("cuda")).quantized(x, group, Norm(weight, 1e-6))
+    y, scales = QuantizedWays(torch.device("cuda")).rounding(x, group, Norm(weight, 1e-6))
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
     back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
     assert (back - normed).norm() < 0.035 * normed.norm()

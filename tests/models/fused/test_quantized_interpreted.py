@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
+from fake_vllm_library import FakeVllmLibrary
+from headway.backends.vllm_library import library
 from headway.models.linear import Linear
-from headway.models.operations import TorchOperations
+from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS, float8, int4
 
@@ -79,7 +81,7 @@ def test_any_cut_gives_the_product_and_rows_do_not_know_each_other(cut: Quantize
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_is_dequantised_as_its_form_says(form: str) -> None:
     weight = FORMS[form](torch.randn(40, 384, generator=torch.Generator().manual_seed(4)))
-    dense = QuantizedWays(torch.device("cpu")).dequantized(weight, torch.float16).float()
+    dense = QuantizedWays(torch.device("cpu")).dequantize.dequantized(weight, torch.float16).float()
     expected, order = weight.dequantized(torch.float32), getattr(weight, "order", None)
     expected = expected if order is None else expected[:, order.long()]
     torch.testing.assert_close(dense, expected.half().float(), rtol=1e-3, atol=0)
@@ -91,7 +93,7 @@ def test_x_gets_eight_bits_under_scales_of_its_own(group: int) -> None:
     drawn = torch.randn(5, 384, generator=torch.Generator().manual_seed(5)).to(torch.float8_e4m3fn).float()
     drawn[:, ::128] = 448
     factors = 2.0 ** -torch.arange(5 * 384 // group).view(5, -1)
-    y, scales = QuantizedWays(torch.device("cpu")).quantized((drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
+    y, scales = QuantizedWays(torch.device("cpu")).rounding((drawn * factors.repeat_interleave(group, 1)).to(BF16), group, None)
     assert y.shape == (8, 384)
     assert scales.stride() == (1, 8)
     assert torch.equal(scales[:5], factors)
@@ -106,7 +108,7 @@ def test_what_the_kernel_cannot_read_is_expanded_for_each_product() -> None:
     assert way is not None
     assert way.name == "dequantize"
     expected = x.double() @ weight.dequantized(torch.float64).t()
-    assert (ways.product(x, linear, way) - expected).norm() < 1e-2 * expected.norm()
+    assert (way(x, linear) - expected).norm() < 1e-2 * expected.norm()
 
 
 @pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -122,3 +124,25 @@ def test_every_way_of_a_gated_product_gives_it(rows: int) -> None:
     for name in kind.able(rows):
         with kind.by(name):
             assert (kind.compute(x, linear) - expected).norm() < 2e-2 * expected.norm(), name
+
+
+@pytest.mark.parametrize(("form", "rows"), [("fp8 rows", 3), ("fp8 blocks", 5)])
+def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pytest.MonkeyPatch, form: str, rows: int) -> None:
+    fake = FakeVllmLibrary()
+    monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
+    library.find_library.cache_clear()
+    weight = FORMS[form](torch.randn(256, 384, generator=torch.Generator().manual_seed(9)))
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(10)).to(BF16)
+    x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(11)).to(BF16)
+    linear, ways = Linear(weight, bias, dtype=BF16, kept=True), QuantizedWays(torch.device("cpu"))
+    kind = ways.kind(linear, BF16)
+    assert kind is not None
+    assert {"cutlass", "marlin", "kernel"} < set(kind.ways)
+    assert str(kind.refused["scaled_mm"]).startswith("no: compute capability: needs ")
+    assert kind.way_for(rows) == "kernel", "a library serves where times say so"
+    expected = 2 * rms_norm(x.double(), (384,), eps=1e-6) @ weight.dequantized(torch.float64).t() + bias.double()
+    out, norm = torch.empty(rows, 256, dtype=BF16), Norm(torch.full((384,), 2.0).to(BF16), 1e-6)
+    y = ways.ways["cutlass"](x, linear, out, norm)
+    assert (y - expected).norm() < 6e-2 * expected.norm()
+    assert y.data_ptr() == out.data_ptr()
+    library.find_library.cache_clear()
