@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -30,7 +31,7 @@ from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
 from headway.models.fused.products import FewRows
 from headway.models.fused.quantized import QuantizedCut, QuantizedProducts, quantized_cut, weight_bytes
-from headway.models.fused.quantized_choice import DEQUANTIZED, KERNEL, SCALED
+from headway.models.fused.quantized_choice import KERNEL
 from headway.models.fused.quantized_cuts import changed
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.linear import Linear
@@ -121,8 +122,8 @@ class Study:
     ranked: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     """The cuts of a swept form and number of rows, the fastest first."""
 
-    def us(self, layers: ProductLayers, x: Tensor, step: Step, way: str, cut: str = "") -> float | None:
-        """Microseconds of a step whose answer is right; None of another, and when time is up."""
+    def us(self, layers: ProductLayers, x: Tensor, step: Step, way: str, cut: str = "", rounds: bool = False) -> float | None:
+        """Microseconds of a step whose answer is right; None of another, and when time is up. rounds: x to 8 bits."""
         if time.perf_counter() > self.deadline:
             self.late += 1
             return None
@@ -132,7 +133,7 @@ class Study:
             expected = x.float() @ layers.dense.t()
             error = float((step(x, layers.linears[0]).float() - expected).norm() / expected.norm())
             del expected
-            if error >= (_ROUNDED if way == SCALED else _EXACT):
+            if error >= (_ROUNDED if rounds else _EXACT):
                 cell.reason = f"off by {error:.1e}"
                 return None
 
@@ -208,11 +209,15 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
     yield ["  the rule's cut", *(_cell(kernel[count].get(THE_RULES)) for count in rows)]
     kind = ways.kind(layers.linears[0], BF16)
     assert kind is not None
-    for way in (SCALED, DEQUANTIZED):
-        if way in kind.ways:
-            step = partial(ways.product, way=ways.ways[way])
-            inputs = (torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows)
-            yield [f"  {way}", *(_cell(study.us(layers, x, step, way)) for x in inputs)]
+    for way in (way for way in kind.ways.values() if way.kernel is None):
+        with suppress(Exception):  # the first step meets it again, and names it
+            for linear in layers.linears:
+                way.prepare(linear)
+        inputs = (torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows)
+        yield [f"  {way.name}", *(_cell(study.us(layers, x, way, way.name, rounds=way.rounds)) for x in inputs)]
+        for linear in layers.linears:
+            way.release(linear)
+    yield from ([f"  {name}: {why.brief}"[:160]] for name, why in kind.refused.items())
 
 
 def measure_dense(study: Study, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:

@@ -59,7 +59,24 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
         "machine": asdict(machine),
         "backends": _diagnosed(registry.backends, registry.availability, registry.backend, machine),
         "state_backends": _diagnosed(registry.state_backends, registry.state_availability, registry.state_backend, machine),
+        "libraries": [_vllm_library(machine)],
         "failures": failures,
+    }
+
+
+def _vllm_library(machine: Machine) -> dict[str, Any]:
+    """Whether products over quantised weights have vLLM's library to choose from."""
+    from headway.backends.vllm_library.library import find_library
+    from headway.machine.doctor import Advice, advise_vllm_library
+
+    support = find_library()
+    return {
+        "name": "vllm",
+        "summary": "products over quantised weights: marlin, cutlass",
+        "available": bool(support),
+        "origin": "",
+        "reasons": [reason._asdict() for reason in support.reasons],
+        "advice": asdict(Advice("") if support else advise_vllm_library(support, machine)),
     }
 
 
@@ -95,6 +112,7 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
     lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
     lines += [Text(), Text("attention backends", "bold"), *_rows(findings["backends"], width)]
     lines += [Text(), Text("backends of layers with a state", "bold"), *_rows(findings["state_backends"], width)]
+    lines += [Text(), Text("libraries of products", "bold"), *_rows(findings["libraries"], width)]
     for failure in findings["failures"]:
         lines += _entry("plugin", _short(failure["error"]), width, Text("failed".ljust(_STATE), "bold red"))
     return lines

@@ -59,6 +59,9 @@ FA3_WHEELS: Final = {"2.11": "0.24.0", "2.14": "0.33.0"}
 """torch -> the release of vLLM that was built for it and CUDA 13. Its wheel holds FlashAttention 3 as one file that needs only
 torch."""
 
+STABLE_WHEEL: Final = "0.33.0"
+"""Release of vLLM whose `_C_stable_libtorch` is built for CUDA 13 and torch's stable interface, for any other torch."""
+
 TORCH_BUILDS: Final = ((580, "13.0", "cu130"), (525, "12.6", "cu126"))
 """Oldest driver (its first number), CUDA version, and torch's wheel index for it; the newest first."""
 
@@ -192,6 +195,28 @@ def _compiled(name: str, package: Package, machine: Machine, again: str, force: 
     )
 
 
+def advise_vllm_library(support: Support, machine: Machine) -> Advice:
+    """Advise how to get vLLM's library of products over quantised weights, which products do without."""
+    hints = "; ".join(reason.hint for reason in support.reasons if reason.hint)
+    blocked = _gpu_in_the_way(Package("vllm", capability=(8, 0)), machine)
+    if blocked is not None:
+        return blocked
+    if (machine.torch_cuda or "").startswith("13.") and machine.installer == "python -m pip" and machine.arch == "x86_64":
+        release = FA3_WHEELS.get(".".join(machine.torch.split("+")[0].split(".")[:2]), STABLE_WHEEL)
+        text = "take it out of vLLM's wheel, which need not be installed"
+        return Advice(text, _from_wheel("vllm", release, "vllm/_C_stable_libtorch.abi3.so", "HEADWAY_VLLM_LIBRARY"))
+    return Advice("no wheel of vLLM with this library is known for this machine", note=hints)
+
+
+def _from_wheel(folder: str, release: str, file: str, variable: str) -> tuple[str, ...]:
+    """Commands that take one file out of a wheel of vLLM, and name it in an environment variable."""
+    return (
+        f"python -m pip download --no-deps --dest {folder} vllm=={release}",
+        f"python -m zipfile -e {folder}/vllm-{release}-*.whl {folder}",
+        f"export {variable}=$PWD/{folder}/{file}{_AGAIN}",
+    )
+
+
 def _flash_attn_3(machine: Machine, found: str) -> Advice:
     """Advise to take FlashAttention 3, which has no wheel of its own, out of vLLM's wheel without installing that.
 
@@ -204,13 +229,8 @@ def _flash_attn_3(machine: Machine, found: str) -> Advice:
         return Advice(
             f"no wheel with FlashAttention 3 for torch {torch} and CUDA {machine.torch_cuda} is known; {source}", note=found
         )
-    folder = "fa3"
     return Advice(
         f"take it out of vLLM's wheel for torch {torch}, which need not be installed",
-        (
-            f"{machine.installer} download --no-deps --dest {folder} vllm=={release}",
-            f"python -m zipfile -e {folder}/vllm-{release}-*.whl {folder}",
-            f"export HEADWAY_FA3_LIBRARY=$PWD/{folder}/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so{_AGAIN}",
-        ),
+        _from_wheel("fa3", release, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "HEADWAY_FA3_LIBRARY"),
         f"or {source}",
     )

@@ -16,7 +16,7 @@ from headway.cli.doctor import command_lines, diagnose, screen
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.support import Support
 from headway.machine.description import Gpu, Machine, examine, parse_gpus
-from headway.machine.doctor import PACKAGES, Advice, advise, build_jobs, library, wheel_tag
+from headway.machine.doctor import PACKAGES, Advice, advise, advise_vllm_library, build_jobs, library, wheel_tag
 from headway.registry import create_registry, hookimpl
 
 H200 = Machine(
@@ -220,13 +220,26 @@ class Libraries:
         return [BackendInfo(f"of_{name.replace('-', '_')}", "for a test", load, name, api_version=2) for name in PACKAGES]
 
 
+def test_vllms_library_is_taken_out_of_a_wheel() -> None:
+    missing = Support.no("vLLM's library", "a compiled library that holds it", "none", "install vllm")
+    assert advise_vllm_library(missing, H200).commands == (
+        "python -m pip download --no-deps --dest vllm vllm==0.24.0",
+        "python -m zipfile -e vllm/vllm-0.24.0-*.whl vllm",
+        "export HEADWAY_VLLM_LIBRARY=$PWD/vllm/vllm/_C_stable_libtorch.abi3.so && headway doctor",
+    )
+    assert "vllm==0.33.0" in advise_vllm_library(missing, dataclasses.replace(H200, torch="2.12.1+cu130")).commands[0]
+    assert not advise_vllm_library(missing, LAPTOP).commands
+    old = advise_vllm_library(missing, dataclasses.replace(H200, torch_cuda="12.6"))
+    assert (old.commands, old.note) == ((), "install vllm")
+
+
 @pytest.mark.parametrize("machine", [H200, LAPTOP], ids=["h200", "laptop"])
 def test_the_report_fits_80_columns(machine: Machine) -> None:
     registry = create_registry([Libraries()], load_entry_points=False)
     lines = [line.plain for line in screen(diagnose(registry, machine), machine, 80)]
     assert max(map(len, lines)) <= 80, max(lines, key=len)
     text = "\n".join(lines)
-    assert len(lines) <= 15 + 7 * len(registry.backends)
+    assert len(lines) <= 15 + 7 * (len(registry.backends) + 1), "the library of products is told like a backend"
     for name in registry.backends:
         assert name in text
     assert ("pip install" in text) == bool(machine.gpus)
@@ -265,12 +278,12 @@ def test_doctor_runs_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "attention backends" in shown.output
     assert "ready    the baseline: batched products of torch" in shown.output.partition("backends of layers with a state")[2]
     answer = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)
-    assert answer.keys() == {"headway", "machine", "backends", "state_backends", "failures"}
+    assert answer.keys() == {"headway", "machine", "backends", "state_backends", "libraries", "failures"}
     rows = {row["name"]: row for row in answer["backends"]}
     assert rows["sdpa"]["available"]
     states = {row["name"]: row for row in answer["state_backends"]}
     assert states["torch"]["available"]
-    for row in (*rows.values(), *states.values()):
+    for row in (*rows.values(), *states.values(), *answer["libraries"]):
         assert row["available"] != bool(row["advice"]["text"])
         assert row["available"] != bool(row["reasons"])
 
