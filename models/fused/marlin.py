@@ -69,7 +69,11 @@ class Marlin(ProductWay):
         weight, dtype = linear.weight, linear.dtype
         assert not isinstance(weight, Tensor)
         repack, (rows, columns) = self._operators[_REPACK], weight.shape
-        given = {"size_k": columns, "size_n": rows, "num_bits": 8 if isinstance(weight, Float8Weight) else 4}
+        given: dict[str, int | Tensor] = {
+            "size_k": columns,
+            "size_n": rows,
+            "num_bits": 8 if isinstance(weight, Float8Weight) else 4,
+        }
         if "perm" in repack.place:  # columns lie in the order of their groups already
             given["perm"] = torch.empty(0, dtype=torch.int32, device=self._device)
         return MarlinWeight(

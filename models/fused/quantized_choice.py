@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from headway.core.contract.support import Support
-from headway.models.fused.product_way import ProductWay
 from headway.models.linear import Linear
 
 ROW_COUNTS = tuple(2**n for n in range(14))
@@ -54,10 +54,35 @@ MORE_ROWS = 256
 """Likewise where only `dequantize` does. On an H200, 4 bits 28672 x 4096: 209 us to 202 at 256 rows."""
 
 
+class MeasuredWay:
+    """A way of computing products, as far as a choice must know it; see `ProductWay`."""
+
+    name: str
+    """Times are kept by it."""
+    rounds: ClassVar[bool] = False
+    """Whether x is rounded to floats of 8 bits, which makes a coarser product."""
+    library: ClassVar[bool] = False
+    """Whether a library that is found computes it, which may change from one start to the next: each start tries it."""
+    arranges: ClassVar[bool] = False
+    """Whether it reads an arrangement of its own, which is made of a layer once and takes memory beside the layer's weight."""
+    most_rows: int | None = None
+    """Rows up to which it may serve; None: any."""
+
+    def prepare(self, linear: Linear) -> int:
+        """Make the arrangement of a layer, where there is none; bytes that it takes.
+
+        :raises ArithmeticError: the weight's scales have no place in it.
+        """
+        return 0
+
+    def release(self, linear: Linear) -> None:
+        """Drop the arrangement of a layer, if there is one."""
+
+
 class ProductKind:
     """Products over weights of one form and shape: their ways, and the one that serves each number of rows."""
 
-    def __init__(self, name: str, ways: Iterable[ProductWay], gated: bool, refused: Mapping[str, Support] | None = None) -> None:
+    def __init__(self, name: str, ways: Iterable[MeasuredWay], gated: bool, refused: Mapping[str, Support] | None = None) -> None:
         """name: form, shape and whatever else tells kinds apart. ways: that compute it. refused: the other ways, and why not."""
         self.name, self.gated = name, gated
         self.ways = {way.name: way for way in ways}

@@ -87,4 +87,4 @@ class QuantizedWays:
     def way(self, x: Tensor, linear: Linear, gated: bool = False) -> ProductWay | None:
         """What serves products of so many rows; None: the weight is not quantised, or there are no rows."""
         kind = self.kind(linear, x.dtype, gated)
-        return None if kind is None or not x.shape[0] else kind.ways[kind.way_for(x.shape[0])]
+        return None if kind is None or not x.shape[0] else self.ways[kind.way_for(x.shape[0])]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fake_vllm_library import FakeVllmLibrary
+from fake_vllm_library import RELEASES, FakeVllmLibrary
 from headway.backends import compiled_library
 from headway.backends.vllm_library import child, library
 from headway.backends.vllm_library.library import SEARCH, bind, find_library
+from headway.backends.vllm_library.scalar_types import INT4
 from headway.core.contract.support import YES
 
 
@@ -86,3 +87,14 @@ def test_the_child_says_what_is_wrong_with_a_file(monkeypatch: pytest.MonkeyPatc
     assert child.examine(str(path))["error"].startswith("does not load: ")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     assert "registers no operator" in child.examine(str(path))["error"]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_child_calls_what_it_loads(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    fake, trial = FakeVllmLibrary(release), child.trial
+    monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(child, "trial", lambda device: trial(torch.device("cpu")))
+    assert child.examine("/opt/own.so") == {"namespace": "_C"}
+    monkeypatch.setattr(child, "INT4_LESS_8", INT4)
+    assert child.examine("/opt/own.so")["error"].startswith("computes something else")

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.models.fused.product_way import ProductWay
-from headway.models.fused.quantized_choice import ROW_COUNTS, ProductKind, ProductTimes
+from headway.models.fused.quantized_choice import ROW_COUNTS, MeasuredWay, ProductKind, ProductTimes
 from headway.models.linear import Linear
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
@@ -22,7 +21,7 @@ from quantized_weights import float8, int4
 WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
 
 
-class FakeWay(ProductWay):
+class FakeWay(MeasuredWay):
     """A name: what it computes, a bench does."""
 
     def __init__(self, name: str, most_rows: int | None = None) -> None:
@@ -55,7 +54,7 @@ class FakeLibrary(FakeWay):
         self.arranged.discard(linear)
 
 
-def ways(library: FakeLibrary | None = None) -> list[ProductWay]:
+def ways(library: FakeLibrary | None = None) -> list[MeasuredWay]:
     usual = [RoundingWay("scaled_mm") if name == "scaled_mm" else FakeWay(name, 64 if " " in name else None) for name in WAYS]
     return usual if library is None else [*usual, library]
 

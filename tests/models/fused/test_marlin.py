@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fake_vllm_library import RELEASES, FakeVllmLibrary
 from headway.backends.vllm_library import library
+from headway.backends.vllm_library.scalar_types import FLOAT4, FLOAT8, INT4, INT4_LESS_8
 from headway.core.contract.support import Support
 from headway.models.fused.marlin import Marlin
-from headway.models.fused.marlin_layout import FLOAT4, FLOAT8, INT4, INT4_LESS_8
 from headway.models.linear import Linear
 from headway.models.quantization.forms import QuantizedWeight
 from quantized_weights import float8, int4, int8, mxfp4
