@@ -87,16 +87,18 @@ def settle(kind: ProductKind) -> None:
 
     So a library that has changed since times were kept is met here, and not in an answer of the model.
     """
+    fit = set[str]()
     while True:
-        serving = {name: rows for name, rows in kind.serving().items() if kind.ways[name].library}
-        for name, rows in serving.items():
-            why = _unfit(kind, name, rows)
-            if why is not None:
-                log.warning("products %s: %s serves no longer: %s", kind.name, name, why)
-                kind.leave_out(name, Support.no("its trial at the start", "room and a right answer", why))
-                break
-        else:
+        untried = [item for item in kind.serving().items() if kind.ways[item[0]].library and item[0] not in fit]
+        if not untried:
             return
+        name, rows = untried[0]
+        why = _unfit(kind, name, rows)
+        if why is None:
+            fit.add(name)
+            continue
+        log.warning("products %s: %s serves no longer: %s", kind.name, name, why)
+        kind.leave_out(name, Support.no("its trial at the start", "room and a right answer", why))
 
 
 def _unfit(kind: ProductKind, name: str, rows: int) -> str | None:
