@@ -15,9 +15,8 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
-from headway.models.fused.product_way import ProductWay
+from headway.models.fused.product_way import FusedProducts, ProductWay
 from headway.models.fused.products import FewRows
-from headway.models.fused.quantized import QuantizedProducts
 from headway.models.fused.quantized_choice import ProductKind
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.fused.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
@@ -60,9 +59,7 @@ class Fused:
             launcher = self._launchers[key] = make()
         return launcher
 
-    def _kernel(
-        self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None
-    ) -> FewRows | QuantizedProducts | None:
+    def _kernel(self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None) -> FusedProducts | None:
         """What computes a product with all that comes before and after it in one launch, if anything does.
 
         way: `QuantizedWays.way`, which is asked once for a product.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +14,34 @@ from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
 
 if TYPE_CHECKING:
-    from headway.models.fused.quantized import QuantizedProducts
+    from headway.models.config import Activation
+    from headway.models.operations import Heads, Rope
+
+
+class FusedProducts(Protocol):
+    """Kernels that compute what comes before and after a product, too."""
+
+    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
+        """Whether the heads of a product are rotated, too."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None = None,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `FewRows`, whose arguments these are."""
 
 
 class ProductWay(MeasuredWay):
     """One way of computing products of x in half precision over quantised weights."""
 
-    kernel: QuantizedProducts | None = None
+    kernel: FusedProducts | None = None
     """Our kernel, which computes what comes before and after the product too."""
     norms: ClassVar[bool] = False
     """Whether the norm before the product is a part of it."""

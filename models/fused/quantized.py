@@ -120,6 +120,26 @@ class _Variant:
     """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
 
 
+class InOrder:
+    """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
+
+    def __init__(self) -> None:
+        self._norms: dict[Linear, tuple[Tensor, Tensor]] = {}
+        """A layer's norm weight as it is, and in order: a layer has one, gathered once."""
+
+    def __call__(self, x: Tensor, norm: Norm | None, linear: Linear) -> tuple[Tensor, Tensor | None]:
+        """Return both as they are where columns have the order of the inputs; else one launch for x."""
+        weight, plain = linear.weight, None if norm is None else norm.weight
+        if not isinstance(weight, Int4Weight) or weight.order is None:
+            return x, plain
+        if plain is None:
+            return x.index_select(1, weight.order), None
+        known = self._norms.get(linear)
+        if known is None or known[0] is not plain:
+            known = self._norms[linear] = plain, plain.index_select(0, weight.order)
+        return x.index_select(1, weight.order), known[1]
+
+
 class QuantizedProducts:
     """Products of x in half precision over quantised weights, with what comes before and after them, a launch each.
 
@@ -131,6 +151,8 @@ class QuantizedProducts:
         self._device, self._cut = device, cut
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._in_order = InOrder()
+        self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
         self._launchers: dict[_Variant, FixedLauncher] = {}
         self._arrivals: dict[tuple[str, int], Tensor] = {}
         """Counters by what they count and their number, zero between launches; never freed: captured graphs keep addresses."""
@@ -145,10 +167,7 @@ class QuantizedProducts:
 
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
-        assert not isinstance(linear.weight, Tensor)
-        described = weight_bytes(linear.weight)
-        assert described is not None
-        cut = self._cut(described, rows, linear.out_features, False, self._multiprocessors)
+        cut = self._cut(self._read(linear)[0], rows, linear.out_features, False, self._multiprocessors)
         return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
 
     def __call__(
@@ -163,10 +182,8 @@ class QuantizedProducts:
         out: Tensor | None = None,
     ) -> Tensor:
         """See `FewRows`, whose arguments these are."""
-        weight, (rows, in_features) = linear.weight, x.shape
-        assert not isinstance(weight, Tensor)
-        described = weight_bytes(weight)
-        assert described is not None
+        rows, in_features = x.shape
+        described, tensors = self._read(linear)
         out_features = linear.out_features // 2 if gated else linear.out_features
         y = add_to if add_to is not None else out
         if y is None:
@@ -180,20 +197,27 @@ class QuantizedProducts:
         if launch is None:
             launch = self._launchers[variant] = self._launcher(variant)
         grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
-        norm_weight = x if norm is None else norm.weight
-        if isinstance(weight, Int4Weight) and weight.order is not None:
-            x = x.index_select(1, weight.order)
-            norm_weight = norm_weight if norm is None else norm_weight.index_select(0, weight.order)
+        x, norm_weight = self._in_order(x, norm, linear)
         first = [
             x,
-            *tensors_of(weight),
-            norm_weight,
+            *tensors,
+            x if norm_weight is None else norm_weight,
             x if linear.bias is None else linear.bias,
             y,
             *self._workspace(grid, cut, gated),
         ]
         launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), rows)
         return y
+
+    def _read(self, linear: Linear) -> tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]:
+        """What the kernel reads of a layer, described once."""
+        known = self._layers.get(linear)
+        if known is None:
+            assert not isinstance(linear.weight, Tensor)
+            described = weight_bytes(linear.weight)
+            assert described is not None
+            known = self._layers[linear] = described, tensors_of(linear.weight)
+        return known
 
     def _workspace(self, grid: tuple[int, int, int], cut: QuantizedCut, gated: bool) -> tuple[Tensor, Tensor]:
         """Room for the sums of programs that share one, and counters of their arrivals."""

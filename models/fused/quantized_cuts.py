@@ -13,10 +13,9 @@ Change = Callable[[QuantizedCut], QuantizedCut]
 MOST_ROWS: Final = 64
 """Rows up to which changes are measured: beyond, kernels multiply more than they read."""
 CHANGES: Final[Mapping[str, Change]] = {
-    "n16": lambda cut: replace(cut, block_n=16),
     "n64": lambda cut: replace(cut, block_n=64),
+    "n128": lambda cut: replace(cut, block_n=128),
     "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
-    "splits x4": lambda cut: replace(cut, splits=4 * cut.splits),
 }
 
 

@@ -7,13 +7,15 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from headway.backends.nvrtc.compiler import find_compiler
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
+from headway.models.fused.cuda_products import CudaCutRule, CudaProducts, computes, few_rows_cut, shared_rows_cut
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
 from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut
-from headway.models.fused.quantized_choice import KERNEL, ProductKind
+from headway.models.fused.quantized_choice import FEW, KERNEL, SHARED, ProductKind
 from headway.models.fused.quantized_cuts import CHANGES, MOST_ROWS, changed
 from headway.models.fused.torch_ways import Dequantize, RowRounding, ScaledMM
 from headway.models.linear import Linear
@@ -41,6 +43,29 @@ class KernelWay(ProductWay):
         return self._kernel(x, linear, norm, out=out)
 
 
+class CudaWay(ProductWay):
+    """Kernels of ours in CUDA C++, which NVRTC compiles."""
+
+    norms = True
+
+    def __init__(self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int) -> None:
+        self.name, self.most_rows = name, most_rows
+        self.kernel = self._kernel = CudaProducts(device, cut)
+        self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
+        """fp8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
+        least = (9, 0) if self.name == SHARED else (8, 0)
+        support = computes(dtype, weight)
+        if self._capability < least:
+            support &= Support.no("compute capability", "{}.{} or newer".format(*least), "{}.{}".format(*self._capability))
+        return support & find_compiler()[1]
+
+    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """One launch; with `shared_rows` one before it for a norm."""
+        return self._kernel(x, linear, norm, out=out)
+
+
 class QuantizedWays:
     """Products of x in half precision over quantised weights, by ways that are chosen for each kind of product."""
 
@@ -53,6 +78,8 @@ class QuantizedWays:
             for way in (
                 KernelWay(KERNEL, self.kernel, None),
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
+                CudaWay(FEW, device, few_rows_cut, 16),
+                CudaWay(SHARED, device, shared_rows_cut, 64),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),

@@ -1,0 +1,263 @@
+// Products of up to 16 rows over quantised weights: the time is that of reading the weight's bytes.
+//
+// A block of threads computes tiles of PART_ROWS rows of the weight, one after the other. Its warps lie side by side along K: each
+// multiplies its own slices of every row, and their sums meet in shared memory when a tile ends. A warp's slices run through a ring
+// of STAGES steps in shared memory; the copies of later steps, and of the next tile, are under way meanwhile. No warp waits for
+// another until the sums meet.
+//
+// Bytes of the weight are asked for before the kernel waits for the one before it (programmatic dependent launch).
+
+#include "product.cuh"
+
+namespace fused {
+
+constexpr int STEP_BYTES = SLICE_BYTES + HALVES * MOST_ROWS * 128;
+constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
+constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
+constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
+constexpr int THREADS = WARPS * 32;
+constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + THREADS - 1) / THREADS;  // of a thread
+
+// The weight of a head's norm, float32 or in half precision.
+__device__ __forceinline__ float norm_at(const void* norm, int k) {
+#if HEAD_NORM_FLOAT
+  return static_cast<const float*>(norm)[k];
+#else
+  return from_half(static_cast<const u16*>(norm)[k]);
+#endif
+}
+
+__device__ __forceinline__ float sum_of_squares(const Quad& x) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += low_of(x.part[i]) * low_of(x.part[i]) + high_of(x.part[i]) * high_of(x.part[i]);
+  return sum;
+}
+
+struct Place {  // of a step: the tile, and the number of the slice among the warp's
+  int tile, step;
+  __device__ __forceinline__ void advance() {
+    if (++step == STEPS) {
+      step = 0;
+      tile += gridDim.x;
+    }
+  }
+};
+
+// squares: sums of x's, of the rows that the thread reads; kept where first.
+__device__ __forceinline__ void multiply_step(
+    const Pointers& p, float (&sums)[TILES][BLOCKS][4], float (&squares)[BLOCKS], bool first, u32 from, int slice, int lane) {
+  Quad x[2][HALVES][BLOCKS];
+#pragma unroll
+  for (int words = 0; words < 2; ++words) {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        Quad& columns = x[words][half][block];
+        columns = load_columns(from + SLICE_BYTES, 0, block, half, words, lane);
+        if (NORM && first) squares[block] += sum_of_squares(columns);
+        if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
+      }
+    }
+  }
+#pragma unroll
+  for (int part = 0; part < TILES; ++part) {
+    const Codes codes(from, part, lane);
+    float products[2][BLOCKS][4] = {};  // two, so that one need not wait for the other
+#pragma unroll
+    for (int words = 0; words < 2; ++words) {
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        u32 a[2][4];
+        half ? unpack_words<1>(a, codes, words) : unpack_words<0>(a, codes, words);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+          const Quad& columns = x[words][half][block];
+          multiply_add(products[0][block], a[0], columns.part[0], columns.part[1]);
+          multiply_add(products[1][block], a[1], columns.part[2], columns.part[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) products[0][block][i] += products[1][block][i];
+      add_scaled(sums[part][block], products[0][block], from, part, lane);
+    }
+  }
+}
+
+// 1 / sqrt(mean of squares + eps) of a row of x. squares: of each warp's columns [WARPS, MOST_ROWS].
+__device__ __forceinline__ float norm_factor(const float* squares, int m, float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) sum += squares[warp * MOST_ROWS + m];
+  return rsqrtf(sum / K + eps);
+}
+
+__device__ __forceinline__ float sum_of_warps(const float* sums, int row, int m) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) sum += sums[(warp * MOST_ROWS + m) * SUM_ROW + row];
+  return sum;
+}
+
+__device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS], int tile, int rows) {
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int o = i * THREADS + threadIdx.x, n = tile * WARP_OUT + o % WARP_OUT, m = o / WARP_OUT;
+    residual[i] = ADD && n < N && m < rows ? from_half(p.y[static_cast<u64>(m) * N + n]) : 0.0f;
+  }
+}
+
+__device__ __forceinline__ void store_tile(
+    const Pointers& p, const float* sums, const float* squares, float eps, const float (&residual)[OUTPUTS], int tile, int rows) {
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int o = i * THREADS + threadIdx.x, row = o % WARP_OUT, n = tile * WARP_OUT + row, m = o / WARP_OUT;
+    if (n >= N || m >= rows) continue;
+    const float up = GATED ? sum_of_warps(sums, WARP_OUT + row, m) : 0.0f;
+    const float y = finish(p, sum_of_warps(sums, row, m), up, n, NORM ? norm_factor(squares, m, eps) : 1.0f);
+    p.y[static_cast<u64>(m) * N + n] = to_half(ADD ? y + residual[i] : y);
+  }
+}
+
+#if HEADS > 0
+// Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int.
+__device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int tile, int rows, float eps) {
+  constexpr int half = HEAD_DIM / 2;
+  const int begin = tile * WARP_OUT, end = min(begin + WARP_OUT, N);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int head = begin / HEAD_DIM; head < HEADS + KV_HEADS && head * HEAD_DIM < end; ++head) {
+    const int count = min(end, (head + 1) * HEAD_DIM) - max(begin, head * HEAD_DIM);
+    __syncthreads();  // all of this tile is stored; the next line releases it
+    if (threadIdx.x == 0) {
+      __threadfence();
+      *shared = add_arrivals(p.arrivals + head, count);
+    }
+    __syncthreads();
+    if (*shared + count < HEAD_DIM) continue;
+    if (threadIdx.x == 0) p.arrivals[head] = 0;
+    for (int m = warp; m < rows; m += WARPS) {
+      u16* y = p.y + static_cast<u64>(m) * N + head * HEAD_DIM;
+      float low[(half + 31) / 32], high[(half + 31) / 32], squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < (half + 31) / 32; ++i) {
+        const int h = i * 32 + lane;
+        low[i] = h < half ? from_half(load_stored(y + h)) : 0.0f;
+        high[i] = h < half ? from_half(load_stored(y + half + h)) : 0.0f;
+        squares += low[i] * low[i] + high[i] * high[i];
+      }
+      float scale = 1.0f;
+      if (QK_NORM) {
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) squares += __shfl_xor_sync(0xffffffff, squares, distance);
+        scale = rsqrtf(squares / HEAD_DIM + eps);
+      }
+      const void* norm = head < HEADS ? p.q_norm : p.k_norm;
+#pragma unroll
+      for (int i = 0; i < (half + 31) / 32; ++i) {
+        const int h = i * 32 + lane;
+        if (h >= half) continue;
+        const float cos = p.cos[m * half + h], sin = p.sin[m * half + h];
+        const float a = QK_NORM ? low[i] * scale * norm_at(norm, h) : low[i];
+        const float b = QK_NORM ? high[i] * scale * norm_at(norm, half + h) : high[i];
+        y[h] = to_half(a * cos - b * sin);
+        y[half + h] = to_half(b * cos + a * sin);
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace fused
+
+// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks.
+extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
+    const fused::Pointers p, const float eps, const float head_eps, const int rows, const int tiles) {
+  using namespace fused;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ float all_squares[WARPS * MOST_ROWS];
+  __shared__ int arrived;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u64 policy = read_once();
+  const u32 ring = shared_address(shared) + warp * (STAGES * STEP_BYTES);
+  float* const all_sums = reinterpret_cast<float*>(shared + WARPS * STAGES * STEP_BYTES);
+
+  launch_dependents();
+  Place ahead = {static_cast<int>(blockIdx.x), 0};
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    const int slice = ahead.step * WARPS + warp;
+    if (ahead.tile < tiles && slice < SLICES) {
+      copy_weights(p, ring + stage * STEP_BYTES, ahead.tile * WARP_OUT, slice, lane, policy);
+    }
+    ahead.advance();
+  }
+  wait_for_earlier();
+  Place place = {static_cast<int>(blockIdx.x), 0};
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    const int slice = place.step * WARPS + warp;
+    if (place.tile < tiles && slice < SLICES) {
+      copy_inputs<32>(p, ring + stage * STEP_BYTES + SLICE_BYTES, slice, 0, lane, rows);
+    }
+    copies_commit();
+    place.advance();
+  }
+
+  u32 stage = 0, free_stage = STAGES - 1;
+  int buffer = 0;
+  float squares[BLOCKS] = {};
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    float residual[OUTPUTS];
+    load_residual(p, residual, tile, rows);
+    float sums[TILES][BLOCKS][4] = {};
+#pragma unroll 1
+    for (int step = 0; step < STEPS; ++step) {
+      copies_wait<STAGES - 2>();
+      __syncwarp();
+      const int slice = step * WARPS + warp, next = ahead.step * WARPS + warp;
+      if (SLICES % WARPS == 0 || slice < SLICES) {
+        multiply_step(p, sums, squares, tile == blockIdx.x, ring + stage * STEP_BYTES, slice, lane);
+      }
+      __syncwarp();
+      if (ahead.tile < tiles && (SLICES % WARPS == 0 || next < SLICES)) {
+        copy_weights(p, ring + free_stage * STEP_BYTES, ahead.tile * WARP_OUT, next, lane, policy);
+        copy_inputs<32>(p, ring + free_stage * STEP_BYTES + SLICE_BYTES, next, 0, lane, rows);
+      }
+      copies_commit();
+      ahead.advance();
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
+    }
+    float* const mine = all_sums + buffer * SUMS + warp * MOST_ROWS * SUM_ROW;
+#pragma unroll
+    for (int part = 0; part < TILES; ++part) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
+          if (column < MOST_ROWS) mine[column * SUM_ROW + row] = sums[part][block][i];
+        }
+      }
+    }
+    if (NORM && tile == blockIdx.x) {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block) {
+        squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 1);
+        squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 2);
+        const int m = block * 8 + lane / 4;
+        if (lane % 4 == 0 && m < MOST_ROWS) all_squares[warp * MOST_ROWS + m] = squares[block];
+      }
+    }
+    __syncthreads();  // nobody stores into the other buffer before all are here again
+    store_tile(p, all_sums + buffer * SUMS, all_squares, eps, residual, tile, rows);
+#if HEADS > 0
+    turn_heads(p, &arrived, tile, rows, head_eps);
+#endif
+    buffer ^= 1;
+  }
+}

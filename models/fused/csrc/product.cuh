@@ -1,0 +1,244 @@
+// What one warp does of a product over a quantised weight: TILES parts of 16 rows of W, a slice of 64 bytes of each row at a time,
+// against as many columns of x.
+//
+// The matrix units take W as their first operand [16, 16] and x^T [16, 8] as the second. A sum over K may have any order: what a
+// thread gives of a row are 16 bytes that lie together, which it has copied itself, and of x the columns that belong to them.
+#pragma once
+
+#include "unpack.cuh"
+
+namespace fused {
+
+constexpr int SLICE = 64;
+constexpr int SLICES = ROW / SLICE;
+constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y that a warp computes; GATED: from twice as many of W
+constexpr int BLOCKS = MOST_ROWS <= 8 ? 1 : MOST_ROWS / 8;
+constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups of a slice
+constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
+constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale for 16 rows and more
+constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
+constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // codes are scaled, not sums
+
+constexpr int PART_ROWS = 16 * TILES;
+constexpr int CODE_BYTES = TILES * 1024;
+constexpr int SCALE_BYTES = BY_ROW ? 0 : BY_BLOCK ? (TILES * 4 + 15) / 16 * 16 : GROUPS * PART_ROWS * SCALE_SIZE;
+constexpr int ZERO_BYTES = ZEROS ? GROUPS * PART_ROWS : 0;
+constexpr int SLICE_BYTES = CODE_BYTES + SCALE_BYTES + ZERO_BYTES;  // of the weight, in shared memory
+constexpr int WINDOW = 64;                                          // columns of x that lie together there, 128 bytes of a row
+
+struct Pointers {
+  const u16* x;        // [rows, K]
+  const u8* weight;    // [N, ROW]; GATED: [2 N, ROW], gate over up
+  const u8* scales;    // BY_ROW: float32 [rows of W]; BY_BLOCK: float32 [rows of W / SCALE_ROWS, K / ..]; else [K / .., rows of W]
+  const u8* zeros;     // uint8, as the last
+  const void* norm;    // [K], of the RMSNorm that x passes first
+  const u16* bias;     // [rows of W]
+  u16* y;              // [rows, N], written; ADD: added to
+  const float* cos;    // [rows, HEAD_DIM / 2]
+  const float* sin;
+  const void* q_norm;  // [HEAD_DIM]
+  const void* k_norm;
+  int* arrivals;       // [HEADS + KV_HEADS], zero between launches
+};
+
+// Where in W the 16 rows of a part begin. out: the warp's first row of y. Warps may reach beyond N, but no part does.
+__device__ __forceinline__ int first_row(int out, int part) {
+  constexpr int parts = GATED ? TILES / 2 : TILES;
+  const int row = min(out + part % parts * 16, N - 16);
+  return part < parts ? row : N + row;
+}
+
+// The first of the 16 columns of x that belong to 16 bytes of a row.
+__device__ __forceinline__ int column_of(int byte, int half) {
+  if (HALVES == 1) return byte;
+  return byte / HALF * (2 * HALF) + half * HALF + byte % HALF;
+}
+
+// The first of the columns of a window of a slice, of which there are HALVES.
+__device__ __forceinline__ int window_column(int slice, int window) {
+  if (HALVES == 1 || HALF >= SLICE) return column_of(slice * SLICE, window);
+  return slice * (HALVES * SLICE) + window * WINDOW;
+}
+
+// Where 8 columns of x lie in a window's rows, of which MOST_ROWS lie behind one another: the threads of a warp that read two
+// neighbouring rows at once find them in different banks.
+__device__ __forceinline__ u32 chunk_at(int window, int m, int chunk) {
+  return (window * MOST_ROWS + m) * 128 + (chunk ^ (m & 1)) * 16;
+}
+
+// Ask for a slice of W, with its scales and zeros.
+__device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, int out, int slice, int lane, u64 policy) {
+  const u64 at = static_cast<u64>(slice) * SLICE + lane % 4 * 16;
+#pragma unroll
+  for (int part = 0; part < TILES; ++part) {
+    const u8* row = p.weight + static_cast<u64>(first_row(out, part) + lane / 4) * ROW + at;
+    copy_16_once(to + part * 1024 + lane * 16, row, policy);
+    copy_16_once(to + part * 1024 + 512 + lane * 16, row + 8ull * ROW, policy);
+  }
+  if constexpr (BY_BLOCK) {
+    if (lane < TILES) {
+      const int place = first_row(out, lane) / SCALE_ROWS * (ROW / SCALE_SPAN) + slice * SLICE / SCALE_SPAN;
+      copy_4(to + CODE_BYTES + lane * 4, p.scales + 4ull * place);
+    }
+  } else if constexpr (BY_GROUP) {
+    constexpr int rows = GATED ? 2 * N : N;
+    const int group = slice * SLICE / SCALE_SPAN;
+#pragma unroll
+    for (int c = lane; c < GROUPS * TILES * SCALE_SIZE; c += 32) {
+      const u64 place = static_cast<u64>(group + c / (TILES * SCALE_SIZE)) * rows + first_row(out, c / SCALE_SIZE % TILES);
+      copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, 16);
+    }
+    if (ZEROS) {
+#pragma unroll
+      for (int c = lane; c < GROUPS * TILES; c += 32) {
+        const u64 place = static_cast<u64>(group + c / TILES) * rows + first_row(out, c % TILES);
+        copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, 16);
+      }
+    }
+  }
+}
+
+// Ask for the columns of x of a slice, the rows from `rows` on as zeros. thread: of `threads` that share the work.
+template <int threads>
+__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice, int first_window, int thread, int rows) {
+#pragma unroll
+  for (int i = 0; i < (HALVES * MOST_ROWS * 8 + threads - 1) / threads; ++i) {
+    const int c = i * threads + thread, window = c / (MOST_ROWS * 8), m = c / 8 % MOST_ROWS;
+    if (HALVES * MOST_ROWS * 8 % threads && c >= HALVES * MOST_ROWS * 8) return;
+    const u32 bytes = MOST_ROWS == 1 || m < rows ? 16 : 0;
+    const u16* from = p.x + static_cast<u64>(bytes ? m : 0) * K + window_column(slice, window) + c % 8 * 8;
+    copy_16(to + chunk_at(first_window + window, m, c % 8), from, bytes);
+  }
+}
+
+// --- multiplying ---
+
+// 8 columns of a row of x: those of the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
+__device__ __forceinline__ Quad load_columns(u32 x, int first_window, int block, int half, int words, int lane) {
+  if (MOST_ROWS == 1 && lane >= 4) return {};
+  int window = half, chunk = lane % 4 * 2;
+  if (HALVES == 2 && HALF < SLICE) {
+    const int column = column_of(lane % 4 * 16, half);
+    window = column / WINDOW, chunk = column % WINDOW / 8;
+  }
+  return load_quad(x + chunk_at(first_window + window, MOST_ROWS == 1 ? 0 : block * 8 + lane / 4, chunk + words));
+}
+
+__device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int column) {
+#if NORM_FLOAT
+  const float* weight = static_cast<const float*>(norm) + column;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = to_pair(low_of(x.part[i]) * weight[2 * i], high_of(x.part[i]) * weight[2 * i + 1]);
+#else
+  const Quad weight = load_constant_quad(static_cast<const u16*>(norm) + column);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = multiply_pair(x.part[i], weight.part[i]);
+#endif
+}
+
+__device__ __forceinline__ float float_scale(u32 from) {
+#if SCALE_SIZE == 4
+  return load_shared<float>(from);
+#elif SCALE_FLOAT16
+  return from_float16(load_shared<u16>(from));
+#else
+  return from_bfloat16(load_shared<u16>(from));
+#endif
+}
+
+// The scale of a row, in both halves of a pair.
+__device__ __forceinline__ u32 pair_scale(u32 from) {
+#if WEIGHT == MXFP4
+  return scale_of(load_shared<u8>(from));
+#else
+  const float scale = float_scale(from);
+  return to_pair(scale, scale);
+#endif
+}
+
+// A thread's codes of one part: 16 bytes of a row, and of the row 8 below it, with what the rows need besides.
+struct Codes {
+  Quad row[2];
+  u32 offset[2];
+  u32 scale[2];
+
+  __device__ __forceinline__ Codes(u32 from, int part, int lane) {
+    const int group = SHORT ? lane % 4 * 16 / SCALE_SPAN : 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      row[i] = load_quad(from + part * 1024 + 512 * i + lane * 16);
+      const int place = group * PART_ROWS + part * 16 + lane / 4 + 8 * i;
+#if WEIGHT == INT4
+      offset[i] = offset_of(ZEROS ? load_shared<u8>(from + CODE_BYTES + SCALE_BYTES + place) : 8);
+#endif
+      if (SHORT) scale[i] = pair_scale(from + CODE_BYTES + place * SCALE_SIZE);
+    }
+  }
+
+  // The first operand, from one word of each row.
+  template <int half>
+  __device__ __forceinline__ void unpack(u32 (&a)[4], int word) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#if WEIGHT == FP8
+      a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
+#else
+      const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
+      a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
+      if (WEIGHT == INT4 && SHORT) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+#endif
+    }
+  }
+};
+
+// Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
+template <int half>
+__device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
+  codes.unpack<half>(a[0], 2 * words);
+  codes.unpack<half>(a[1], 2 * words + 1);
+}
+
+__device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&products)[4], u32 from, int part, int lane) {
+  float scale[2] = {1.0f, 1.0f};
+  if constexpr (BY_BLOCK) {
+    scale[0] = scale[1] = load_shared<float>(from + CODE_BYTES + part * 4);
+  } else if constexpr (BY_GROUP && !SHORT) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale[i] = float_scale(from + CODE_BYTES + (part * 16 + lane / 4 + 8 * i) * SCALE_SIZE);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] += products[i] * scale[i / 2];
+}
+
+__device__ __forceinline__ float activate(float x) {
+#if ACTIVATION == 1  // SiLU
+  return x / (1.0f + __expf(-x));
+#elif ACTIVATION == 2  // GELU, exact
+  return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+#elif ACTIVATION == 3  // GELU by tanh: (1 + tanh(u)) / 2 = sigmoid(2 u)
+  return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+#elif ACTIVATION == 4  // ReLU
+  return fmaxf(x, 0.0f);
+#elif ACTIVATION == 5  // its square
+  return x > 0.0f ? x * x : 0.0f;
+#else
+  return x;
+#endif
+}
+
+// From sums of row n of W, GATED also of row N + n, to what y gets. factor: of the norm.
+__device__ __forceinline__ float finish(const Pointers& p, float sum, float up, int n, float factor) {
+  if (BY_ROW) sum *= reinterpret_cast<const float*>(p.scales)[n];
+  float y = sum * factor;
+  if (BIAS) y += from_half(p.bias[n]);
+  y = activate(y);
+  if (GATED) {
+    if (BY_ROW) up *= reinterpret_cast<const float*>(p.scales)[N + n];
+    up *= factor;
+    if (BIAS) up += from_half(p.bias[N + n]);
+    y *= up;
+  }
+  return y;
+}
+
+}  // namespace fused

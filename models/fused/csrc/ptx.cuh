@@ -1,0 +1,130 @@
+// The instructions that C++ has no name for (PTX ISA 7.0 for compute capability 8.0, 7.8 for what begins with 9.0). One function
+// for each, and nothing else.
+#pragma once
+
+namespace fused {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// --- copies to shared memory, by one thread, in groups ---
+
+// What is read once need not stay in the L2 cache.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy_16_once(u32 to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
+}
+
+// bytes: 16, or 0: zeros are written, and nothing is read.
+__device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy_4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until all but the last `most` groups have arrived.
+template <int most>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(most) : "memory");
+}
+
+// --- shared memory ---
+
+struct Quad {
+  u32 part[4];
+};
+
+__device__ __forceinline__ Quad load_quad(u32 from) {
+  Quad quad;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(quad.part[0]), "=r"(quad.part[1]), "=r"(quad.part[2]), "=r"(quad.part[3])
+               : "r"(from)
+               : "memory");
+  return quad;
+}
+
+template <typename T>
+__device__ __forceinline__ T load_shared(u32 from) {
+  T value;
+  if constexpr (sizeof(T) == 4) {
+    u32 bits;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(from) : "memory");
+    value = __builtin_bit_cast(T, bits);
+  } else if constexpr (sizeof(T) == 2) {
+    u16 bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
+    value = __builtin_bit_cast(T, bits);
+  } else {
+    u16 bits;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
+    value = static_cast<T>(bits);
+  }
+  return value;
+}
+
+// --- global memory ---
+
+__device__ __forceinline__ Quad load_constant_quad(const void* from) {
+  Quad quad;
+  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(quad.part[0]), "=r"(quad.part[1]), "=r"(quad.part[2]), "=r"(quad.part[3])
+      : "l"(from));
+  return quad;
+}
+
+// Not out of this multiprocessor's own cache, which need not have what others stored.
+__device__ __forceinline__ u16 load_stored(const u16* from) {
+  u16 value;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int add_arrivals(int* to, int count) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(count) : "memory");
+  return before;
+}
+
+// --- programmatic dependent launch ---
+
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// --- bits ---
+
+__device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selector) {
+  u32 out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(low), "r"(high), "r"(selector));
+  return out;
+}
+
+// (a & mask) | c
+__device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 c) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(a), "r"(mask), "r"(c));
+  return out;
+}
+
+}  // namespace fused

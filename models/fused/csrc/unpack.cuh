@@ -1,0 +1,67 @@
+// What the codes of a weight stand for, exactly, in half precision: two at a time, those of the bytes 2 pair and 2 pair + 1 of a
+// word, and of codes of 4 bits those in the lower or the upper half of these bytes.
+#pragma once
+
+#include "half.cuh"
+
+#define FP8 0
+#define INT4 1
+#define MXFP4 2
+
+namespace fused {
+
+constexpr int HALVES = WEIGHT == FP8 ? 1 : 2;  // codes of a byte
+
+// The code of each byte of a word of codes of 4 bits.
+template <int half>
+__device__ __forceinline__ u32 nibbles(u32 word) {
+  return (half ? word >> 4 : word) & 0x0f0f0f0f;
+}
+
+#if WEIGHT == FP8
+// Floats e4m3 without NaN: moved to their place, the exponent is too small by 120 (float16: 8), which one multiplication mends.
+template <int pair>
+__device__ __forceinline__ u32 codes(u32 word) {
+  const u32 high = permute(word, 0, pair ? 0x3424 : 0x1404);
+#if HALF_TYPE == 1
+  return multiply_pair(and_or(high, 0x80008000, (high >> 1) & 0x3f803f80), 0x5c005c00);
+#else
+  return multiply_pair(and_or(high, 0x80008000, (high >> 4) & 0x07f007f0), 0x7b807b80);
+#endif
+}
+#elif WEIGHT == INT4
+// Whole numbers: the last bits of 128 in bfloat16, of 1,024 in float16. offset: minus that, and minus the zero.
+template <int pair>
+__device__ __forceinline__ u32 codes(u32 bytes, u32 offset) {
+#if HALF_TYPE == 1
+  return fma_pair(permute(bytes, 0x64646464, pair ? 0x4342 : 0x4140), ONES, offset);
+#else
+  return fma_pair(permute(bytes, 0x43434343, pair ? 0x4342 : 0x4140), ONES, offset);
+#endif
+}
+
+__device__ __forceinline__ u32 offset_of(u32 zero) {
+#if HALF_TYPE == 1
+  const u32 bits = 0xe400 + zero;
+#else
+  const u32 bits = 0xc300 + zero;
+#endif
+  return bits << 16 | bits;
+}
+#else
+// Floats e2m1 in bfloat16, times a scale: the exponent is too small by 126, which the scale brings, too, unless some scale is so
+// large that it then would have no place (WIDE).
+template <int pair>
+__device__ __forceinline__ u32 codes(u32 bytes, u32 scale) {
+  const u32 low = permute(bytes, 0, pair ? 0x4342 : 0x4140), small = and_or(low << 12, 0x80008000, low << 6 & 0x01c001c0);
+  return multiply_pair(WIDE ? multiply_pair(small, 0x7e807e80) : small, scale);
+}
+
+// 2 ** (exponent - 127), or 2 ** 126 times that, for exponents up to 128. The least has no place but among the subnormals.
+__device__ __forceinline__ u32 scale_of(u32 exponent) {
+  const u32 bits = !WIDE ? (exponent + 126) << 7 : exponent ? exponent << 7 : 0x40;
+  return bits << 16 | bits;
+}
+#endif
+
+}  // namespace fused

@@ -1,0 +1,352 @@
+"""Products of few rows over quantised weights by CUDA C++ of our own: which it computes, how it is cut, and its launch.
+
+Triton cannot say that a thread multiplies the very bytes that it has copied, which is most of what csrc/product.cuh is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from struct import Struct
+
+import numpy
+import torch
+import triton
+from torch import Tensor
+
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
+from headway.backends.nvrtc.launch import Kernel, Launch
+from headway.backends.nvrtc.store import load
+from headway.backends.triton.launch import FixedLauncher
+from headway.core.contract.support import YES, Support
+from headway.models.config import Activation
+from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
+from headway.models.fused.step_kernels import norm_rows
+from headway.models.linear import Linear
+from headway.models.operations import Heads, Norm, Rope
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name
+
+CSRC = Path(__file__).parent / "csrc"
+MOST_ROWS = 64
+"""Rows up to which the kernels compute."""
+_FEW_ROWS = 16
+"""Rows up to which few_rows.cu does."""
+_SLICE = 64
+"""Bytes of a row that one warp multiplies at a time."""
+_PART = 16
+"""Rows of the weight that the matrix units take."""
+_KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2}
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
+_HALVES = {torch.bfloat16: 0, torch.float16: 1}
+_POINTERS = Struct("=12Q")
+"""struct Pointers of product.cuh."""
+_NARROW_EXPONENT = 128
+"""The largest of MXFP4's exponents whose scale, times what is missing from the codes' exponents, is a bfloat16."""
+_SHARED = 113 * 1024
+"""Bytes of shared memory of a block of threads beside which another finds room."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaCut:
+    """How one product is cut; see the kernels' constants."""
+
+    tiles: int
+    """Sixteens of the weight's rows that a warp holds."""
+    warps: int
+    stages: int
+    splits: int = 0
+    """Blocks of threads that share a sum over K, in shared_rows.cu; 0: few_rows.cu, whose warps do."""
+    per_multiprocessor: int = 1
+    """Blocks of threads of few_rows.cu."""
+
+
+CudaCutRule = Callable[[WeightBytes, int, int, bool, int], CudaCut]
+"""(weight, rows, out_features, gated, multiprocessors) -> cut"""
+
+
+def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+    """Cut a product of up to 16 rows, whose warps share a sum over K: tiles of few rows are alike for all multiprocessors."""
+    parts, most = out_features // _PART, _most_rows(rows)
+    wide = not gated and -(-parts // 4) / multiprocessors > _FULL
+    tiles = 2 if gated or parts > 2 * _FULL * multiprocessors else 1
+    if most == 1:
+        return CudaCut(tiles, 16, 4)
+    if wide and -(-parts // 4) <= multiprocessors:
+        return CudaCut(4, 4, 4)
+    return CudaCut(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
+
+
+def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+    """Cut a product of up to 64 rows, whose blocks of threads share a sum over K: so many that two fill a multiprocessor."""
+    most, warps, tiles = _most_rows(rows), 4, 2
+    step = 2 * max(most, 8) * 128 + warps * tiles * 1024 * (1 if weight.half else 2) * 17 // 16
+    blocks = -(-out_features // (warps * _PART * tiles // (2 if gated else 1)))
+    steps = weight.row // _SLICE * (2 if weight.half else 1) // 2
+    splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= 3 * multiprocessors and steps >= 4 * count))
+    return CudaCut(tiles, warps, max(2, min(_SHARED // step, 5)), splits)
+
+
+_FULL = 0.9
+"""Share of the multiprocessors that must have work."""
+
+
+def _most_rows(rows: int) -> int:
+    return 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """A weight as the kernel reads it."""
+
+    described: WeightBytes
+    codes: Tensor
+    scales: Tensor
+    """float32 [N] or [N / rows, K / columns]; of groups [K / group_size, N]"""
+    zeros: Tensor | None = None
+    """uint8 [K / group_size, N]"""
+    wide: bool = False
+    """Whether a scale is larger than the kernel's first way of unpacking MXFP4 has place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """All that a kernel is compiled for."""
+
+    dtype: torch.dtype
+    weight: WeightBytes
+    scale_dtype: torch.dtype
+    wide: bool
+    cut: CudaCut
+    most_rows: int
+    in_features: int
+    out_features: int
+    norm: torch.dtype | None
+    gated: bool
+    activation: Activation | None
+    add: bool
+    bias: bool
+    heads: tuple[int, int, int] | None
+    """num_heads, num_kv_heads and head_dim, where they are to be rotated."""
+    head_norm: torch.dtype | None
+
+    @property
+    def constants(self) -> dict[str, str | int]:
+        """Macros of few_rows.cu."""
+        weight, cut = self.weight, self.cut
+        num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
+        return {
+            "WEIGHT": _KINDS[weight.kind],
+            "HALF_TYPE": _HALVES[self.dtype],
+            "N": self.out_features,
+            "K": self.in_features,
+            "ROW": weight.row,
+            "HALF": weight.half or 1,
+            "SCALE_SPAN": weight.scale_span,
+            "SCALE_ROWS": weight.scale_rows,
+            "SCALE_SIZE": self.scale_dtype.itemsize,
+            "SCALE_FLOAT16": int(self.scale_dtype == torch.float16),
+            "ZEROS": int(weight.zeros),
+            "WIDE": int(self.wide),
+            "TILES": cut.tiles,
+            "WARPS": cut.warps,
+            "STAGES": cut.stages,
+            "SPLITS": cut.splits,
+            "RESIDENT": 2 if self.most_rows <= _FEW_ROWS and self.shared_bytes <= _SHARED else 1,
+            "MOST_ROWS": self.most_rows,
+            "NORM": int(self.norm is not None),
+            "NORM_FLOAT": int(self.norm == torch.float32),
+            "GATED": int(self.gated),
+            "ACTIVATION": _ACTIVATIONS[self.activation],
+            "ADD": int(self.add),
+            "BIAS": int(self.bias),
+            "HEADS": num_heads,
+            "KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "QK_NORM": int(self.head_norm is not None),
+            "HEAD_NORM_FLOAT": int(self.head_norm == torch.float32),
+        }
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, as few_rows.cu adds it up."""
+        weight, cut = self.weight, self.cut
+        halves, rows = 2 if weight.half else 1, 16 * cut.tiles
+        groups = max(1, _SLICE // weight.scale_span)
+        by_row = weight.scale_span >= weight.row and weight.scale_rows == 1
+        scales = groups * rows * self.scale_dtype.itemsize
+        if by_row or weight.scale_rows > 1:
+            scales = 0 if by_row else -(-cut.tiles * 4 // 16) * 16
+        codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
+        window = self.most_rows * 128
+        if cut.splits:
+            step = 2 * window + cut.warps * 2 // halves * codes
+            return max(cut.stages * step, self.most_rows * (cut.warps * rows + 4) * 4)
+        return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
+
+
+class _Launcher:
+    """One compiled kernel with its arguments, which a launch copies."""
+
+    def __init__(self, variant: _Variant, device: torch.device, multiprocessors: int) -> None:
+        cut, rows = variant.cut, 16 * variant.cut.tiles // (2 if variant.gated else 1)
+        name = "shared_rows" if cut.splits else "few_rows"
+        self.kernel: Kernel = load(Variant(CSRC, f"{name}.cu", tuple(variant.constants.items())), name, device)
+        self.kernel.allow_shared(variant.shared_bytes)
+        if cut.splits:
+            self.tiles = -(-variant.out_features // (rows * cut.warps))
+            grid, cluster = (self.tiles, cut.splits, 1), (1, cut.splits, 1)
+        else:
+            self.tiles = -(-variant.out_features // rows)
+            grid, cluster = (min(self.tiles, multiprocessors * cut.per_multiprocessor), 1, 1), (1, 1, 1)
+        early = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.launch = Launch(grid, 32 * cut.warps, variant.shared_bytes, overlaps=early, cluster=cluster)
+        self.arguments = Arguments(
+            bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
+        )
+
+
+class CudaProducts:
+    """Products of up to MOST_ROWS rows in half precision over quantised weights, with what comes before and after, a launch each.
+
+    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up to 1,
+    8, 16, 32 or 64, and the shape; a row's result does not depend on the other rows. One thread at a time.
+    """
+
+    def __init__(self, device: torch.device, cut: CudaCutRule) -> None:
+        self._device, self._cut = device, cut
+        cuda = device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._arranged: dict[Linear, _Arranged] = {}
+        self._launchers: dict[_Variant, _Launcher] = {}
+        self._norms: dict[int, FixedLauncher] = {}
+        self._in_order = InOrder()
+        self._arrivals: dict[int, Tensor] = {}
+        """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
+
+    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
+        """Whether the kernel rotates the heads of a product that it reads, too."""
+        cut = self._cut(self._read(linear).described, rows, linear.out_features, False, self._multiprocessors)
+        return not cut.splits and heads.head_dim % _PART == 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None = None,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `FewRows`, whose arguments these are."""
+        rows, in_features = x.shape
+        out_features = linear.out_features // 2 if gated else linear.out_features
+        weight = self._read(linear)
+        y = add_to if add_to is not None else out
+        if y is None:
+            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        heads = None if rotated is None else rotated[0]
+        cut = self._cut(weight.described, rows, out_features, gated, self._multiprocessors)
+        variant = _Variant(
+            x.dtype,
+            weight.described,
+            weight.scales.dtype,
+            weight.wide,
+            cut,
+            _most_rows(rows),
+            in_features,
+            out_features,
+            None if norm is None or cut.splits else norm.weight.dtype,
+            gated,
+            activation,
+            add_to is not None,
+            linear.bias is not None,
+            None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
+            None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
+        )
+        launcher = self._launchers.get(variant)
+        if launcher is None:
+            launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
+        if norm is not None and cut.splits:
+            x, norm = self._normed(x, norm), None
+        x, norm_weight = self._in_order(x, norm, linear)
+        if x.data_ptr() % 16:  # copies are of 16 bytes
+            x = x.clone()
+        first = [x, weight.codes, weight.scales, weight.zeros, norm_weight, linear.bias, y, *self._rotation(rotated)]
+        eps = 0.0 if norm is None else norm.eps
+        head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
+        pointers = _POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
+        launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
+        launcher.kernel(launcher.launch, launcher.arguments)
+        return y
+
+    def _read(self, linear: Linear) -> _Arranged:
+        """What the kernels read of a layer, arranged once."""
+        weight = self._arranged.get(linear)
+        if weight is None:
+            weight = self._arranged[linear] = arranged(linear)
+        return weight
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        """RMSNorm in a launch before: blocks that share x's columns do not see whole rows."""
+        size, y = x.shape[1], torch.empty_like(x)
+        launch = self._norms.get(size)
+        if launch is None:
+            block = triton.next_power_of_2(size)
+            constants = {"SIZE": size, "BLOCK": block, "LAYER": False, "ADD": False}
+            launch = self._norms[size] = FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, **constants)
+        launch((x.shape[0], 1, 1), x, norm.weight, norm.weight, y, y, norm.eps)
+        return y
+
+    def _rotation(self, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | None, ...]:
+        """cos, sin, the weights of q's and k's norm, and counters."""
+        if rotated is None:
+            return (None,) * 5
+        heads, rope = rotated
+        count = heads.num_heads + heads.num_kv_heads
+        arrivals = self._arrivals.get(count)
+        if arrivals is None:
+            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        q_norm, k_norm = heads.q_norm, heads.k_norm
+        return (*rope, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, arrivals)
+
+
+def computes(dtype: torch.dtype, weight: QuantizedWeight) -> Support:
+    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x."""
+    described, (rows, columns) = weight_bytes(weight), weight.shape
+    if described is None or described.kind not in _KINDS or dtype not in _HALVES:
+        return Support.no(form_name(weight), "fp8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+    support, span = YES, described.scale_span
+    if rows % (2 * _PART) or described.row % (2 * _SLICE if described.kind == "fp8" else _SLICE):
+        support &= Support.no("shape", "multiples of 32 x 128", f"{rows} x {columns}")
+    whole = span % _SLICE == 0 or (_SLICE % span == 0 and span % 16 == 0) or span >= described.row
+    if not whole or (1 < described.scale_rows < rows and described.scale_rows % _PART):
+        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
+    if described.kind == "mxfp4" and dtype != torch.bfloat16:
+        support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
+    return support
+
+
+def arranged(linear: Linear) -> _Arranged:
+    """The weight of a layer as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
+    weight = linear.weight
+    assert not isinstance(weight, Tensor)
+    described = weight_bytes(weight)
+    assert described is not None
+    if isinstance(weight, Float8Weight):
+        scales = weight.scales
+        if described.scale_span >= described.row:  # one for a row, or for some: for each row, to be multiplied at the end
+            scales = scales.view(-1).repeat_interleave(described.scale_rows)[: weight.shape[0]].contiguous()
+            described = replace(described, scale_rows=1)
+        elif described.scale_rows == 1:
+            scales = scales.t().contiguous()
+        return _Arranged(described, weight.values, scales)
+    if isinstance(weight, Float4Weight):
+        wide = int(weight.exponents.max()) > _NARROW_EXPONENT
+        return _Arranged(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
+    assert isinstance(weight, Int4Weight)
+    zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
+    return _Arranged(described, weight.packed, weight.scales.t().contiguous(), zeros)
