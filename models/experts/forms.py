@@ -7,6 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from headway.models.experts.weights import ExpertWeights
 from headway.models.quantization.forms import Float4Weight, Int4Weight, QuantizedWeight, form_name
 
 
@@ -31,6 +32,7 @@ def reads_form(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and not ordered
 
 
-def form_of(weight: Tensor | QuantizedWeight) -> str:
-    """A form in words; "" of a plain weight."""
-    return "" if isinstance(weight, Tensor) else form_name(weight)
+def forms_of(weights: ExpertWeights) -> tuple[str, str]:
+    """Name the forms of a layer's two weights; "" of a plain one."""
+    gate_up, down = weights.gate_up, weights.down
+    return "" if isinstance(gate_up, Tensor) else form_name(gate_up), "" if isinstance(down, Tensor) else form_name(down)
