@@ -12,6 +12,7 @@ from headway.models.experts.dequantized import Dequantized, scratch_bytes
 from headway.models.experts.methods import (
     INVARIANT,
     QUANTIZED_INVARIANT,
+    QUANTIZED_ROW_CUTS,
     QUANTIZED_TILINGS,
     TILINGS,
     GroupedMM,
@@ -48,8 +49,9 @@ class FusedExperts:
             tiling = QUANTIZED_INVARIANT if quantized else INVARIANT
             ways: list[Method] = [TileMethod(tiling, config, router, device, always=True)]
         else:
-            tilings = QUANTIZED_TILINGS if quantized else TILINGS
-            ways = [RowMethod(config, router, device), *(TileMethod(tiling, config, router, device) for tiling in tilings)]
+            tilings, cuts = (QUANTIZED_TILINGS, QUANTIZED_ROW_CUTS) if quantized else (TILINGS, QUANTIZED_ROW_CUTS[:1])
+            ways = [RowMethod(config, router, device, quantized_cut=cut) for cut in cuts]
+            ways += [TileMethod(tiling, config, router, device) for tiling in tilings]
             ways += _by_expanding(config, router, device) if quantized else [GroupedMM(config, router, device)]
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None

@@ -15,6 +15,7 @@ from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.launchers import Launchers, activation
 from headway.models.experts.quantized_products import (
+    QuantizedRowCut,
     described,
     form_constants,
     launch_down_rows,
@@ -69,13 +70,24 @@ class RowCut:
     down_warps: int = 4
 
 
+QUANTIZED_ROW_CUTS = QuantizedRowCut(), QuantizedRowCut(4, 4, 4, 12, 4)
+"""The same over quantised weights. The first serves where nothing was measured."""
+
+
 class RowMethod:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
-    name = "triton.rows"
-
-    def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        router: Router,
+        device: torch.device,
+        cut: RowCut | None = None,
+        quantized_cut: QuantizedRowCut = QUANTIZED_ROW_CUTS[0],
+    ) -> None:
         """cut: None: what suits the width of an expert."""
+        self.name = "triton.rows" if quantized_cut.warps == 1 else f"triton.rows.{quantized_cut.warps}warps"
+        self._quantized_cut = quantized_cut
         whole = config.intermediate_size % 256 == 0
         self._cut = cut or (RowCut() if whole else RowCut(down_chunk=128, down_depth=24, down_warps=8))
         self._config, self._router, self._launchers = config, router, Launchers(device)
@@ -95,11 +107,15 @@ class RowMethod:
         if isinstance(weights.gate_up, Tensor):
             self._gate_up(routed, weights.gate_up, weights.gate_up_bias, between)
         else:
-            launch_gate_up_rows(self._launchers, config, routed, weights.gate_up, weights.gate_up_bias, between)
+            launch_gate_up_rows(
+                self._launchers, config, self._quantized_cut, routed, weights.gate_up, weights.gate_up_bias, between
+            )
         if isinstance(weights.down, Tensor):
             self._down(between, routed, weights.down, weights.down_bias, residual)
         else:
-            launch_down_rows(self._launchers, config, between, routed, weights.down, weights.down_bias, residual)
+            launch_down_rows(
+                self._launchers, config, self._quantized_cut, between, routed, weights.down, weights.down_bias, residual
+            )
 
     def _gate_up(self, routed: Routed, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
         config, cut, hidden = self._config, self._cut, routed.x.shape[1]

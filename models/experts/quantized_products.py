@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,21 @@ from headway.models.quantization.forms import QuantizedWeight
 
 _SPAN = 16
 """Bytes of a slice: what a thread loads at once."""
-_THREADS = 128
-"""Threads of a program of few tokens: each loads a slice of a chunk."""
-_GATE_DEPTH, _DOWN_DEPTH = 4, 12
-"""Chunks that it asks for ahead: of the gate and the other half each, and of the down product."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRowCut:
+    """How the products of single tokens are cut. A warp reads slices of one row side by side, and rows one after the other."""
+
+    gate_rows: int = 2
+    """Rows of the gate, and of the other half, that a program of one pair holds."""
+    gate_depth: int = 2
+    """Chunks of these that are asked for ahead."""
+    down_rows: int = 1
+    """Rows of the down product that a program of one token holds, in all of its experts."""
+    down_depth: int = 8
+    warps: int = 1
+    """With one, threads hand each other x by shuffles; more wait for each other, and have fewer registers to fill each."""
 
 
 def described(weight: QuantizedWeight) -> WeightBytes:
@@ -48,16 +60,22 @@ def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def launch_gate_up_rows(
-    launchers: Launchers, config: ExpertsConfig, routed: Routed, weight: QuantizedWeight, bias: Tensor | None, y: Tensor
+    launchers: Launchers,
+    config: ExpertsConfig,
+    cut: QuantizedRowCut,
+    routed: Routed,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    y: Tensor,
 ) -> None:
     """Compute the gated product of each pair. y: [num_tokens * num_slots, intermediate_size], written."""
     x, form = routed.x, described(weight)
     block_g = slices_of_a_chunk(form.row)
-    block_n = _THREADS // block_g
+    block_n = cut.gate_rows * (32 // block_g)
     sizes = {"HIDDEN": x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots}
-    how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": min(_GATE_DEPTH, _chunks(form.row, block_g))}
+    how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": min(cut.gate_depth, _chunks(form.row, block_g))}
     how |= {**activation(config), "BIAS": bias is not None}
-    launch = launchers.get(gate_up_quantized_rows, _THREADS // 32, **sizes, **how, **form_constants(form, x.dtype))
+    launch = launchers.get(gate_up_quantized_rows, cut.warps, **sizes, **how, **form_constants(form, x.dtype))
     grid = len(y), triton.cdiv(config.intermediate_size, block_n), 1
     launch(grid, x, *tensors_of(weight), x if bias is None else bias, routed.experts, y)
 
@@ -65,6 +83,7 @@ def launch_gate_up_rows(
 def launch_down_rows(
     launchers: Launchers,
     config: ExpertsConfig,
+    cut: QuantizedRowCut,
     x: Tensor,
     routed: Routed,
     weight: QuantizedWeight,
@@ -74,11 +93,11 @@ def launch_down_rows(
     """Add what the experts of each token give. x: of the product before; residual: [num_tokens, hidden_size]."""
     (num_tokens, hidden), form = residual.shape, described(weight)
     block_g = slices_of_a_chunk(form.row)
-    block_n = _THREADS // block_g
+    block_n = cut.down_rows * (32 // block_g)
     sizes = {"HIDDEN": hidden, "INNER": config.intermediate_size, "SLOTS": config.num_slots}
-    depth = min(_DOWN_DEPTH, config.num_slots * _chunks(form.row, block_g))
+    depth = min(cut.down_depth, config.num_slots * _chunks(form.row, block_g))
     how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth, "BIAS": bias is not None}
-    launch = launchers.get(down_quantized_rows, _THREADS // 32, **sizes, **how, **form_constants(form, x.dtype))
+    launch = launchers.get(down_quantized_rows, cut.warps, **sizes, **how, **form_constants(form, x.dtype))
     given = x if bias is None else bias, routed.experts, routed.weights
     launch((num_tokens, triton.cdiv(hidden, block_n), 1), x, *tensors_of(weight), *given, residual)
 

@@ -41,7 +41,7 @@ def check(form: str, config: ExpertsConfig, num_tokens: int, method: str, dtype:
     residual = x.to(dtype)
     way.add(residual, way.route(residual, layer.norm_of(dtype), weights), weights)
     error = (residual.double() - layer.reference(x)).norm() / layer.reference(x).norm()
-    assert error < {torch.float16: 4e-3, BF16: 1.5e-2}[dtype], error
+    assert error < {torch.float16: 4e-3, BF16: 2.5e-2}[dtype], error
 
 
 EVERYDAY = [("fp8 blocks", PLAIN, 2, "rows"), ("mxfp4", GPT_OSS, 1, "rows"), ("mxfp4", GPT_OSS, 5, "tiles")]
