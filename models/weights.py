@@ -205,8 +205,10 @@ class Weights:
                     self._counted.kept += self._counted.stored - before
                     return whole
         rows = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=self.dtype, device=self.device)
-        for target, part in zip(rows.split([part.shape[0] for part in parts]), parts, strict=True):
-            target.copy_(self._expanded(part))
+        row = 0
+        for part in parts:
+            rows[row : row + part.shape[0]] = self._expanded(part)
+            row += part.shape[0]
         return rows
 
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -326,6 +327,7 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
     return (num_pairs + touched * (block_m - 1)) // block_m
 
 
+_quantized_tiling = partial(ExpertTiling, swapped=True)
 TILINGS = (
     ExpertTiling(16, 64, 128, 4, 4),
     ExpertTiling(16, 32, 128, 4, 5),
@@ -342,24 +344,21 @@ TILINGS = (
     ExpertTiling(128, 256, 64, 8, 3),
 )
 """Tilings of grouped products. The first of each number of rows serves where nothing was measured."""
-QUANTIZED_TILINGS = tuple(
-    ExpertTiling(*sizes, swapped=True, whole=whole)
-    for *sizes, whole in (
-        (16, 64, 128, 4, 4, True),
-        (16, 64, 256, 4, 3, True),
-        (16, 32, 256, 4, 3, True),
-        (32, 64, 128, 4, 4, True),
-        (64, 64, 128, 4, 4, True),
-        (16, 64, 128, 4, 4, False),
-        (16, 128, 128, 4, 3, False),
-        (32, 64, 128, 4, 4, False),
-        (64, 64, 128, 4, 3, False),
-        (64, 128, 64, 4, 4, False),
-        (64, 128, 128, 8, 3, False),
-        (128, 128, 64, 8, 4, False),
-        (128, 128, 128, 8, 3, False),
-        (128, 64, 128, 4, 3, False),
-    )
+QUANTIZED_TILINGS = (
+    _quantized_tiling(16, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(16, 64, 256, 4, 3, whole=True),
+    _quantized_tiling(16, 32, 256, 4, 3, whole=True),
+    _quantized_tiling(32, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(64, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(16, 64, 128, 4, 4),
+    _quantized_tiling(16, 128, 128, 4, 3),
+    _quantized_tiling(32, 64, 128, 4, 4),
+    _quantized_tiling(64, 64, 128, 4, 3),
+    _quantized_tiling(64, 128, 64, 4, 4),
+    _quantized_tiling(64, 128, 128, 8, 3),
+    _quantized_tiling(128, 128, 64, 8, 4),
+    _quantized_tiling(128, 128, 128, 8, 3),
+    _quantized_tiling(128, 64, 128, 4, 3),
 )
 """The same over quantised weights; `block_k` columns of them."""
 INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), ExpertTiling(64, 64, 128, 4, 3, swapped=True)

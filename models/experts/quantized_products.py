@@ -73,7 +73,12 @@ def launch_gate_up_rows(
     block_g = slices_of_a_chunk(form.row)
     block_n = cut.gate_rows * (32 // block_g)
     sizes = {"HIDDEN": x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots}
-    how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": min(cut.gate_depth, _chunks(form.row, block_g))}
+    how: dict[str, Any] = {
+        "BLOCK_N": block_n,
+        "BLOCK_G": block_g,
+        "SPAN": _SPAN,
+        "DEPTH": min(cut.gate_depth, _chunks(form.row, block_g)),
+    }
     how |= {**activation(config), "BIAS": bias is not None}
     launch = launchers.get(gate_up_quantized_rows, cut.warps, **sizes, **how, **form_constants(form, x.dtype))
     grid = len(y), triton.cdiv(config.intermediate_size, block_n), 1
@@ -118,4 +123,4 @@ def slices_of_a_chunk(row: int) -> int:
 
 
 def _chunks(row: int, block_g: int) -> int:
-    return triton.cdiv(row // _SPAN, block_g)
+    return -(-row // (_SPAN * block_g))

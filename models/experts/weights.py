@@ -132,7 +132,7 @@ def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: i
     parts = _expanded(shared, weights).chunk(halves)
     pieces = parts[0].new_zeros(cut.own.num_shared, halves, inner, hidden)
     for half, part in enumerate(parts):
-        for piece, given in zip(pieces[:, half], part.split(inner), strict=True):
+        for piece, given in zip(pieces[:, half], torch.split(part, inner), strict=True):
             piece[: len(given)] = given
     return torch.cat([_expanded(routed, weights), pieces.view(-1, hidden)])
 
@@ -148,7 +148,7 @@ def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden:
             if len(whole) == len(pieces):
                 return merged([routed, *whole])
     filled = torch.nn.functional.pad(_expanded(shared, weights), (0, -size % inner))
-    return torch.cat([_expanded(routed, weights), *filled.split(inner, dim=1)])
+    return torch.cat([_expanded(routed, weights), *torch.split(filled, inner, dim=1)])
 
 
 def _expanded(rows: Rows, weights: WeightSource) -> Tensor:
