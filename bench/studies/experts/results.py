@@ -48,7 +48,7 @@ class ExpertsReport(ResultFile):
     """UTC, ISO 8601."""
     dtype: str
     form: str = "plain"
-    """Of the experts' weights."""
+    """The form of the experts' weights."""
     device: DeviceInfo
     read_gbps: float
     """Measured rate of reading, 1e9 bytes a second."""
