@@ -112,6 +112,8 @@ def span_of_a_tile(form: WeightBytes, columns: int) -> int:
     num_bytes = columns // 2 if form.half else columns
     if form.half and num_bytes % form.scale_span == 0:
         return num_bytes
+    if num_bytes <= form.scale_span == form.row:  # the end of the last piece is masked
+        return num_bytes
     return math.gcd(num_bytes, form.scale_span)
 
 
