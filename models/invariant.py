@@ -12,6 +12,7 @@ from torch.nn.functional import gelu, pad, relu
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.forms import forms_of
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
@@ -96,7 +97,8 @@ class InvariantOperations:
             return PlainLayer(PlainExperts(config, weights), norm, self, self._activate["silu"])
         from headway.models.experts.fused import FusedExperts
 
-        return FusedExperts(config, weights.router.dtype, weights.router.device, batch_invariant=True).layer(weights, norm)
+        kind = FusedExperts(config, weights.router.dtype, weights.router.device, batch_invariant=True, forms=forms_of(weights))
+        return kind.layer(weights, norm)
 
     def _tiles(self, x: Tensor) -> Sequence[Tensor]:
         """x: [rows, ...]. At least one tile, for a step may sample no row at all; copies, which begin at aligned addresses."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headway.models.quantization.forms import Float4Weight, QuantizedWeight
+from headway.models.quantization.forms import QuantizedWeight, device_of
 from headway.models.quantization.products import Product, packed_product, packs
 
 
@@ -50,7 +50,7 @@ class Linear:
         if isinstance(weight, Tensor):
             self.dtype, self.device = weight.dtype, weight.device
         else:
-            self.device = (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
+            self.device = device_of(weight)
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             weight = self._on_device(weight, kept or self.device.type != "cpu")

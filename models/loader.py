@@ -21,13 +21,15 @@ from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.experts.forms import reads_experts
 from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.quantization.config import Quantization, read_quantization
 from headway.models.quantization.rounding import ON_LOADING
-from headway.models.weights import DummyWeights, QuantizeOnLoading, Weights, WeightSource
+from headway.models.rounded_weights import QuantizeOnLoading
+from headway.models.weights import DummyWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel
@@ -135,15 +137,16 @@ def _weights(
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
-    keeps = partial(reads_as_it_is, dtype=dtype, device=device)
+    keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
         if stored is not None:
-            return QuantizeOnLoading(drawn, stored.rules[0].format.quantized, keeps)
-        return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], keeps)
-    weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps)
-    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps)
+            form = stored.rules[0].format
+            return QuantizeOnLoading(drawn, form.quantized, *keeps, experts_alone=form.of_experts)
+        return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], *keeps)
+    weights = Weights(folder, dtype, device, config.names.aliases, stored, *keeps)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], *keeps)
 
 
 def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", quantization: str | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 from headway.models.quantization.config import Quantization
-from headway.models.quantization.forms import QuantizedWeight, merged, num_bytes
+from headway.models.quantization.forms import QuantizedWeight, dequantized_stack, merged, num_bytes
 from headway.models.quantization.module import QuantizedModule, StoredFormat
 from headway.models.tensor_files import NEEDED, PLAIN, TensorFiles
 
@@ -44,6 +44,18 @@ class WeightSource(Protocol):
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Weights [size, in_features] of products of one input as one, which may be quantised. sizes: name -> out_features."""
 
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """The same of the experts of a layer, whose rows follow one another. A form of it is what kernels of experts read."""
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
+        """A tensor of all experts of a layer: a plain one of this shape, a quantised one as rows [experts * out, in_features].
+
+        shape: experts, out_features, in_features, or (transposed) experts, in_features, out_features.
+        """
+
+    def expand(self, weight: QuantizedWeight) -> Tensor:
+        """Expand what `take_experts` or `take_stacked` returned after all, [rows, in_features]."""
+
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """One tensor, converted to the target's dtype, into memory that is there already.
 
@@ -57,10 +69,39 @@ class WeightSource(Protocol):
         """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
 
 
+class PlainSource:
+    """What a source whose tensors are all plain has in common with any other."""
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """See WeightSource."""
+        raise NotImplementedError
+
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
+        """See WeightSource."""
+        raise NotImplementedError
+
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
+        """See WeightSource."""
+        return self.take_merged(sizes, in_features)
+
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
+        """See WeightSource."""
+        return self.take_merged(sizes, in_features)
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor:
+        """See WeightSource."""
+        return self.take(name, shape)
+
+    def expand(self, weight: QuantizedWeight) -> Tensor:
+        """See WeightSource."""
+        raise AssertionError("a plain source gives no quantised weight")
+
+
 class Weights:
     """The tensors of a model folder, by checkpoint name, converted to one dtype and device as they are taken.
 
-    A quantised one is expanded, tensor by tensor, whatever takes it; `take_product` alone returns it as it is, if that is wanted.
+    A quantised one is expanded, tensor by tensor, whatever takes it; `take_product`, `take_experts` and `take_stacked` alone
+    return it as it is, if that is wanted.
     """
 
     def __init__(
@@ -71,16 +112,17 @@ class Weights:
         aliases: tuple[tuple[str, str], ...] = (),
         quantization: Quantization | None = None,
         keeps: Callable[[QuantizedWeight], bool] = lambda weight: False,
+        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
     ) -> None:
         """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
 
-        keeps: tells of which forms products get a quantised weight as it is.
+        keeps: tells of which forms products get a quantised weight as it is. keeps_experts: the same of experts.
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.dtype, self.device = folder, dtype, device
         self._files = TensorFiles(folder, device, aliases)
-        self._quantization, self._keeps = quantization, keeps
+        self._quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
         self._counted = Expansion()
 
     def __contains__(self, name: str) -> bool:
@@ -115,6 +157,40 @@ class Weights:
 
         :raises ModelError: as `take_merged`.
         """
+        return self._rows(sizes, in_features, self._keeps)
+
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """Read the weights of all experts as `take_product` does those of products.
+
+        :raises ModelError: as `take_merged`.
+        """
+        return self._rows(sizes, in_features, self._keeps_experts)
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
+        """Read a tensor of all experts, in the form in which the checkpoint has it, if that is to be kept.
+
+        :raises ModelError: as `take`.
+        """
+        axes = axes_of(shape)
+        found = self._quantized(name, axes)
+        if found is None:
+            return self.take(name, shape)
+        before = self._counted.stored
+        weight = self._weight(*found)
+        if isinstance(weight, Tensor) or not self._keeps_experts(weight):
+            return self._expanded(weight, axes)
+        self._counted.kept += self._counted.stored - before
+        return weight
+
+    def expand(self, weight: QuantizedWeight) -> Tensor:
+        """Expand a weight that was kept, and count it so."""
+        self._counted.kept -= num_bytes(weight)
+        return self._expanded(weight)
+
+    def _rows(
+        self, sizes: Mapping[str, int | Axis], in_features: int | Axis, keeps: Callable[[QuantizedWeight], bool]
+    ) -> Tensor | QuantizedWeight:
+        """Weights of one input as one: in their form, where all have one that is kept."""
         modules = [self._quantized(name, axes_of((size, in_features))) for name, size in sizes.items()]
         known = [each for each in modules if each is not None]
         if len(known) < len(modules):
@@ -122,13 +198,18 @@ class Weights:
         before = self._counted.stored
         parts = [self._weight(*each) for each in known]
         forms = [part for part in parts if not isinstance(part, Tensor)]
-        if len(forms) == len(parts):
+        if len(forms) == len(parts) and keeps(forms[0]):
             with contextlib.suppress(ModelError):  # they do not merge
                 whole = merged(forms)
-                if self._keeps(whole):
+                if keeps(whole):
                     self._counted.kept += self._counted.stored - before
                     return whole
-        return torch.cat([self._expanded(part) for part in parts])
+        rows = torch.empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=self.dtype, device=self.device)
+        row = 0
+        for part in parts:
+            rows[row : row + part.shape[0]] = self._expanded(part)
+            row += part.shape[0]
+        return rows
 
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Read one tensor into a part of another that was allocated for several. shape: None: the target's.
@@ -165,7 +246,7 @@ class Weights:
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
         found = self._quantized(name, axes)
         if found is not None:
-            return self._expanded(self._weight(*found))
+            return self._expanded(self._weight(*found), axes)
         told = "and config.json has no quantization_config that says how"
         if self._quantization is not None:
             told = f"and not in {self._quantization.label}, as {self._quantization.place} says"
@@ -202,7 +283,7 @@ class Weights:
         self._counted.stored += module.num_bytes
         if wider == axes:
             return weight
-        whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
+        whole = self._dense(weight, wider)
         for place, (axis, wide) in enumerate(zip(axes, wider, strict=True)):
             if axis != wide:
                 whole = whole.index_select(place, torch.tensor(axis.places_in(wide), device=whole.device))
@@ -213,10 +294,17 @@ class Weights:
         module = name.removesuffix(".bias")
         return module != name and self._quantized(module, ()) is not None and self._files.is_zero(name)
 
-    def _expanded(self, weight: Tensor | QuantizedWeight) -> Tensor:
-        whole = weight if isinstance(weight, Tensor) else weight.dequantized(self.dtype)
+    def _expanded(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...] = ()) -> Tensor:
+        whole = self._dense(weight, axes)
         self._counted.expanded += whole.nbytes
         return whole
+
+    def _dense(self, weight: Tensor | QuantizedWeight, axes: tuple[Axis, ...]) -> Tensor:
+        """The weight in the model's dtype; axes: three of a stack, [experts, in_features, out_features]."""
+        if isinstance(weight, Tensor):
+            return weight
+        stacked = len(axes) == 3
+        return dequantized_stack(weight, axes[0].size, self.dtype).mT if stacked else weight.dequantized(self.dtype)
 
 
 _PACKED = (".qweight", ".weight_packed", "_blocks")
@@ -235,14 +323,15 @@ class Expansion:
 
     def told(self, dtype: torch.dtype) -> str:
         """The line of the log."""
-        parts = [f"kept as they are: {_size(self.kept)}"] if self.kept else []
+        parts = [f"kept as they are: {shown_size(self.kept)}"] if self.kept else []
         if self.expanded:
-            size, stored = _size(self.expanded), _size(self.stored - self.kept)
+            size, stored = shown_size(self.expanded), shown_size(self.stored - self.kept)
             parts.append(f"expanded to {str(dtype).removeprefix('torch.')}: {size} instead of {stored}")
         return f"{', '.join(self.labels)}, {', '.join(parts)}"
 
 
-def _size(count: int) -> str:
+def shown_size(count: int) -> str:
+    """Bytes in words."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
@@ -250,7 +339,7 @@ STD = 0.02
 """Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
 
 
-class DummyWeights:
+class DummyWeights(PlainSource):
     """A checkpoint that holds whatever is asked for: normal weights from a fixed seed, norms of one.
 
     Equal on every start on one kind of device, because tensors are drawn in the order in which they are taken.
@@ -285,10 +374,6 @@ class DummyWeights:
         rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
         return self.take(next(iter(sizes)), (rows, *rest))
 
-    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
-        """Draw all rows at once."""
-        return self.take_merged(sizes, in_features)
-
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Draw one tensor in place."""
         target.copy_(self.take(name, tuple(target.shape) if shape is None else shape))
@@ -299,47 +384,3 @@ class DummyWeights:
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing can be left over."""
-
-
-class QuantizeOnLoading:
-    """A source whose weights of products get fewer bits; embeddings, the head, routers and experts stay as they are."""
-
-    def __init__(
-        self,
-        inner: WeightSource,
-        quantize: Callable[[Tensor], QuantizedWeight | Tensor],
-        keeps: Callable[[QuantizedWeight], bool],
-    ) -> None:
-        """keeps: as of `Weights`; another form is expanded again, rounded."""
-        self._inner, self._quantize, self._keeps = inner, quantize, keeps
-        self.dtype, self.device = inner.dtype, inner.device
-        self.take, self.take_merged, self.take_into = inner.take, inner.take_merged, inner.take_into
-        self.take_number = inner.take_number
-        self._plain = self._bytes = 0
-        """Bytes of the weights that were rounded, before and after."""
-        self._forms: dict[str, None] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._inner
-
-    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
-        """See WeightSource."""
-        plain = self._inner.take_product(sizes, in_features)
-        weight = self._quantize(plain) if isinstance(plain, Tensor) else plain
-        if isinstance(weight, Tensor):
-            return weight
-        kept = weight if self._keeps(weight) else weight.dequantized(self.dtype)
-        if isinstance(plain, Tensor):
-            self._forms[weight.kind] = None
-            self._plain += plain.nbytes
-            self._bytes += kept.nbytes if isinstance(kept, Tensor) else num_bytes(kept)
-        return kept
-
-    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
-        """See WeightSource; the log says what was rounded."""
-        self._inner.finish(ignored, modules)
-        if self._forms:
-            size, was = _size(self._bytes), _size(self._plain)
-            expanded = "" if self._bytes < self._plain else f", and expanded again to {str(self.dtype).removeprefix('torch.')}"
-            became = f"{size} instead of {was}" if not expanded else f"{size} as before"
-            log.info("weights: rounded to %s on loading%s: %s", ", ".join(self._forms), expanded, became)

@@ -29,7 +29,7 @@ bench/results/h200/experts-vllm.json (70.2 and 108.6 of 128 by 16 and 64 tokens,
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of products are kept; embedding, router, norms and experts stay in the model's element type."""
+    """How the matrices of products and experts are kept; embedding, head, routers and norms stay in the model's element type."""
 
     name: str
     bits: float | None
@@ -39,6 +39,18 @@ class WeightFormat:
     (docs/kernels.md)."""
     option: str | None = ""
     """What gives a plain checkpoint this format; None: it takes another checkpoint."""
+    of_experts: tuple[float | None, float] | None = None
+    """The bits and the rate of experts' weights, where they have others; None: those above. No rate of experts was measured."""
+
+    @property
+    def expert_bits(self) -> float | None:
+        """Bits of an expert's weight, as `bits`."""
+        return self.bits if self.of_experts is None else self.of_experts[0]
+
+    @property
+    def expert_rate(self) -> float:
+        """The rate at which experts read, as `rate`."""
+        return self.rate if self.of_experts is None else self.of_experts[1]
 
 
 WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
@@ -47,9 +59,10 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
         WeightFormat("model", None),
         WeightFormat("fp8", 8, 0.55, "--quantization fp8"),
         WeightFormat("int4", 4 + 16 / 128, 0.42, None),
+        WeightFormat("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.42)),
     )
 }
-"""model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale."""
+"""model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale. mxfp4: of experts alone."""
 
 
 def weight_format(name: str) -> WeightFormat:
@@ -136,6 +149,12 @@ class RankCosts:
         """Bytes of a weight of a product other than experts'."""
         return self.itemsize if self.weights.bits is None else self.weights.bits / 8
 
+    @property
+    def bytes_per_expert_weight(self) -> float:
+        """Bytes of a weight of a routed expert."""
+        bits = self.weights.expert_bits
+        return self.itemsize if bits is None else bits / 8
+
     @cached_property
     def weight_bytes(self) -> float:
         """Bytes of the weights that the rank holds."""
@@ -143,7 +162,7 @@ class RankCosts:
         experts = 0.0
         if self.experts is not None:
             experts = self.experts.config.num_held * self.experts.params * self.experts.count
-        return params * self.bytes_per_weight + experts * self.itemsize + self.plain_bytes
+        return params * self.bytes_per_weight + experts * self.bytes_per_expert_weight + self.plain_bytes
 
     @property
     def cache_row_bytes(self) -> int:

@@ -240,12 +240,16 @@ def sources(search: FleetSearch) -> list[str]:
     lines.append(f"{products} (docs/plan.md){guess}")
     if any(plan.layout.size > 1 for plan in search.full_load):
         lines.append(f"sums over ranks: measured elsewhere, on {gpu.all_reduce.source}")
-    formats = {plan.layout.weights.name: plan.layout.weights.rate for plan in search.full_load}
-    lines += [
-        f"weights in {name}: products read their bytes at {rate:g} of the rate of 16 bits, measured on an H200"
-        for name, rate in sorted(formats.items())
-        if rate < 1
-    ]
+    formats = {plan.layout.weights.name: plan.layout.weights for plan in search.full_load}
+    for name, form in sorted(formats.items()):
+        if form.rate < 1:
+            lines.append(
+                f"weights in {name}: products read their bytes at {form.rate:g} of the rate of 16 bits, measured on an H200"
+            )
+        if form.expert_rate < 1:
+            lines.append(
+                f"weights in {name}: experts, if any, read their bytes at {form.expert_rate:g} of the rate of 16 bits, a guess"
+            )
     replicas = max((plan.replicas for plan in search.plans), default=1)
     if replicas > 1:
         lines.append("a fleet: all replicas are alike, and one of them was simulated with its share of the requests")

@@ -135,7 +135,8 @@ class StepPredictor:
         experts = self.costs.experts
         if experts is None:
             return 0.0
-        read = experts.touched(tokens) * experts.params * self.costs.itemsize / (self._read * self._reached.product_read)
+        rate = self._read * self._reached.product_read * self.costs.weights.expert_rate
+        read = experts.touched(tokens) * experts.params * self.costs.bytes_per_expert_weight / rate
         operations = 2 * tokens * experts.config.top_k * experts.params
         compute = operations / (self._matrix * self._reached.expert_matrix)
         return experts.count * (self._reached.expert_us + math.hypot(read, compute))

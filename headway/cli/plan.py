@@ -51,7 +51,9 @@ def plan(
     kv_cache_dtypes: Annotated[str, typer.Option(help="Types of the cache to try: auto, fp8_e4m3, int8_per_token_head.")] = (
         "auto,fp8_e4m3"
     ),
-    weights: Annotated[str, typer.Option(help="Formats of the weights to try: model (as they are), fp8, int4.")] = "model",
+    weights: Annotated[
+        str, typer.Option(help="Formats of the weights to try: model (as they are), fp8, int4, mxfp4 (experts alone).")
+    ] = "model",
     crossover_table: Annotated[
         list[Path] | None,
         typer.Option(help="Measured attention of this kind of GPU. Repeatable. Default: this machine's tables."),

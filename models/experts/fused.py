@@ -5,27 +5,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headway.core.contract.spec import DTYPE_NAMES
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rule
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.methods import INVARIANT, TILINGS, GroupedMM, Method, RowMethod, TileMethod
+from headway.models.experts.dequantized import Dequantized, scratch_bytes
+from headway.models.experts.methods import (
+    INVARIANT,
+    QUANTIZED_INVARIANT,
+    QUANTIZED_ROW_CUTS,
+    QUANTIZED_TILINGS,
+    TILINGS,
+    GroupedMM,
+    Method,
+    RowMethod,
+    TileMethod,
+)
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.operations import Norm
 
 
 class FusedExperts:
     """The experts of one kind of layer. No call synchronises or looks at values, so a CUDA graph can capture every call."""
 
-    def __init__(self, config: ExpertsConfig, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False) -> None:
-        """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number."""
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+        forms: tuple[str, str] = ("", ""),
+    ) -> None:
+        """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number.
+
+        forms: of the layers' two weights (`forms_of`).
+        """
         assert config.held is None, "the kernels read the weights of every expert"
         self.config, self.dtype, self.device = config, dtype, device
-        router = Router(config, device, batch_invariant)
+        self.forms = forms
+        router, quantized = Router(config, device, batch_invariant), forms != ("", "")
         if batch_invariant:
-            ways: list[Method] = [TileMethod(INVARIANT, config, router, device, always=True)]
+            tiling = QUANTIZED_INVARIANT if quantized else INVARIANT
+            ways: list[Method] = [TileMethod(tiling, config, router, device, always=True)]
         else:
-            ways = [RowMethod(config, router, device), *(TileMethod(tiling, config, router, device) for tiling in TILINGS)]
-            ways += [GroupedMM(config, router, device)]
+            tilings, cuts = (QUANTIZED_TILINGS, QUANTIZED_ROW_CUTS) if quantized else (TILINGS, QUANTIZED_ROW_CUTS[:1])
+            ways = [RowMethod(config, router, device, quantized_cut=cut) for cut in cuts]
+            ways += [TileMethod(tiling, config, router, device) for tiling in tilings]
+            ways += _by_expanding(config, router, device) if quantized else [GroupedMM(config, router, device)]
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None
         """The weights of one layer of this kind, to measure with."""
@@ -47,7 +74,15 @@ class FusedExperts:
         names = [self.method_for(count).name for count in TOKEN_COUNTS]
         changes = [cell for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]]
         ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]}" for cell in changes)
-        return f"{ranges} tokens on ({'not measured' if self._times is None else self._times.source})"
+        source = "not measured" if self._times is None else self._times.source
+        told = f"{ranges} tokens on ({source})"
+        if self.forms == ("", ""):
+            return told
+        first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)
+        told = f"{first if first == second else f'{first}, down {second}'}: {told}"
+        if self.example is not None and any(isinstance(self.method_for(count), Dequantized) for count in TOKEN_COUNTS):
+            told += f"; expanding a layer takes {scratch_bytes(self.example) / 1e9:.1f} GB, for its length"
+        return told
 
     def method_for(self, num_tokens: int) -> Method:
         """What computes so many tokens."""
@@ -66,6 +101,13 @@ class FusedExperts:
             method = self.method_for(len(x))
             method.add(onto, method.route(x, norm, weights), weights)
         return onto
+
+
+def _by_expanding(config: ExpertsConfig, router: Router, device: torch.device) -> list[Method]:
+    """Methods over plain weights that quantised ones may be expanded for."""
+    ways = QuantizedWays(device)
+    inner: list[Method] = [TileMethod(tiling, config, router, device) for tiling in TILINGS if tiling.block_m == 128]
+    return [Dequantized(method, config, ways) for method in (*inner, GroupedMM(config, router, device))]
 
 
 class FusedLayer:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +14,24 @@ from headway.backends.triton.launch import FixedLauncher, shared_memory
 from headway.core.contract.compiled import AHEAD
 from headway.models.experts.choice import nearest
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.launchers import Launchers, activation
+from headway.models.experts.quantized_products import (
+    QuantizedRowCut,
+    described,
+    form_constants,
+    launch_down_rows,
+    launch_gate_up_rows,
+    span_of_a_tile,
+)
+from headway.models.experts.quantized_tile_kernels import grouped_quantized_product
 from headway.models.experts.router import Routed, Router, dot_type
 from headway.models.experts.routing import ExpertOrder
 from headway.models.experts.row_kernels import down_rows, gate_up_rows
 from headway.models.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.quantized import WeightBytes, tensors_of
 from headway.models.operations import Norm
+from headway.models.quantization.forms import QuantizedWeight
 
 
 class Method(Protocol):
@@ -37,25 +49,6 @@ class Method(Protocol):
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """Add what the experts give to the residual stream [num_tokens, hidden_size], in place."""
-
-
-class _Launchers:
-    """Kernels by the constants that they are compiled with."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: dict[Hashable, FixedLauncher] = {}
-
-    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
-        key = kernel, num_warps, *constants.values()
-        launcher = self._known.get(key)
-        if launcher is None:
-            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
-        return launcher
-
-
-def _activation(config: ExpertsConfig) -> dict[str, float]:
-    return {"ALPHA": config.swiglu_alpha, "LIMIT": config.swiglu_limit or 0.0}
 
 
 MAX_ROWS = 16
@@ -78,16 +71,27 @@ class RowCut:
     down_warps: int = 4
 
 
+QUANTIZED_ROW_CUTS = QuantizedRowCut(), QuantizedRowCut(4, 4, 4, 12, 4)
+"""The same over quantised weights. The first serves where nothing was measured."""
+
+
 class RowMethod:
     """Each token by itself: three launches a layer. Right for any dtype; fast for one token, and a few."""
 
-    name = "triton.rows"
-
-    def __init__(self, config: ExpertsConfig, router: Router, device: torch.device, cut: RowCut | None = None) -> None:
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        router: Router,
+        device: torch.device,
+        cut: RowCut | None = None,
+        quantized_cut: QuantizedRowCut = QUANTIZED_ROW_CUTS[0],
+    ) -> None:
         """cut: None: what suits the width of an expert."""
+        self.name = "triton.rows" if quantized_cut.warps == 1 else f"triton.rows.{quantized_cut.warps}warps"
+        self._quantized_cut = quantized_cut
         whole = config.intermediate_size % 256 == 0
         self._cut = cut or (RowCut() if whole else RowCut(down_chunk=128, down_depth=24, down_warps=8))
-        self._config, self._router, self._launchers = config, router, _Launchers(device)
+        self._config, self._router, self._launchers = config, router, Launchers(device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
@@ -99,25 +103,41 @@ class RowMethod:
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
-        config, cut, (num_tokens, hidden) = self._config, self._cut, residual.shape
-        inner, slots = config.intermediate_size, config.num_slots
-        between = torch.empty((num_tokens * slots, inner), dtype=residual.dtype, device=residual.device)
-        sizes = {"HIDDEN": hidden, "INNER": inner, "SLOTS": slots}
-        biased = weights.gate_up_bias is not None
+        config, pairs = self._config, routed.experts.numel()
+        between = torch.empty((pairs, config.intermediate_size), dtype=residual.dtype, device=residual.device)
+        if isinstance(weights.gate_up, Tensor):
+            self._gate_up(routed, weights.gate_up, weights.gate_up_bias, between)
+        else:
+            launch_gate_up_rows(
+                self._launchers, config, self._quantized_cut, routed, weights.gate_up, weights.gate_up_bias, between
+            )
+        if isinstance(weights.down, Tensor):
+            self._down(between, routed, weights.down, weights.down_bias, residual)
+        else:
+            launch_down_rows(
+                self._launchers, config, self._quantized_cut, between, routed, weights.down, weights.down_bias, residual
+            )
+
+    def _gate_up(self, routed: Routed, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        config, cut, hidden = self._config, self._cut, routed.x.shape[1]
         block_k = min(triton.next_power_of_2(hidden), 1024)
         how = {"BLOCK_N": cut.gate_rows, "BLOCK_K": block_k, "DEPTH": min(4, triton.cdiv(hidden, block_k))}
-        how |= {**_activation(config), "BIAS": biased}
-        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **sizes, **how)
-        bias = routed.x if weights.gate_up_bias is None else weights.gate_up_bias
-        grid = num_tokens * slots, triton.cdiv(inner, cut.gate_rows), 1
-        launch(grid, routed.x, weights.gate_up, bias, routed.experts, between)
-        block_k = min(cut.down_chunk, triton.next_power_of_2(inner))
-        depth = min(cut.down_depth, slots * triton.cdiv(inner, block_k))
-        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "BIAS": biased}
-        launch = self._launchers.get(down_rows, cut.down_warps, **sizes, **how)
-        bias = routed.x if weights.down_bias is None else weights.down_bias
+        how |= {**activation(config), "BIAS": bias is not None}
+        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **self._sizes(hidden), **how)
+        grid = len(y), triton.cdiv(config.intermediate_size, cut.gate_rows), 1
+        launch(grid, routed.x, weight, routed.x if bias is None else bias, routed.experts, y)
+
+    def _down(self, x: Tensor, routed: Routed, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        config, cut, (num_tokens, hidden) = self._config, self._cut, residual.shape
+        block_k = min(cut.down_chunk, triton.next_power_of_2(config.intermediate_size))
+        depth = min(cut.down_depth, config.num_slots * triton.cdiv(config.intermediate_size, block_k))
+        how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "BIAS": bias is not None}
+        launch = self._launchers.get(down_rows, cut.down_warps, **self._sizes(hidden), **how)
         grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
-        launch(grid, between, weights.down, bias, routed.experts, routed.weights, residual)
+        launch(grid, x, weight, x if bias is None else bias, routed.experts, routed.weights, residual)
+
+    def _sizes(self, hidden: int) -> dict[str, int]:
+        return {"HIDDEN": hidden, "INNER": self._config.intermediate_size, "SLOTS": self._config.num_slots}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +165,7 @@ class TileMethod:
         """always: for any number of tokens, not only for those that such tiles may suit."""
         sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
         self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
-        self._tiling, self._config, self._router, self._launchers = tiling, config, router, _Launchers(device)
+        self._tiling, self._config, self._router, self._launchers = tiling, config, router, Launchers(device)
         self._always = always
         self._shared_memory = shared_memory(device)
         self._places = torch.arange(tiling.block_m * config.num_slots if tiling.whole else 0, dtype=torch.int32, device=device)
@@ -172,7 +192,14 @@ class TileMethod:
         add_all_slots(self._launchers, config, parts, None, routed, order.places, residual)
 
     def _multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Tensor, ends: Tensor, y: Tensor, first: bool
+        self,
+        x: Tensor,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        pairs: Tensor,
+        ends: Tensor,
+        y: Tensor,
+        first: bool,
     ) -> None:
         """first: the product of the experts' inputs, with the activation behind it."""
         tiling, config = self._tiling, self._config
@@ -180,35 +207,49 @@ class TileMethod:
         num_pairs, width = y.shape
         num_blocks = config.num_all if tiling.whole else most_blocks(num_pairs, config.num_all, tiling.block_m)
         block_n = tiling.block_n // 2 if gated and tiling.block_m > 64 else tiling.block_n
+        sizes = {
+            "N": width,
+            "K": x.shape[1],
+            "NUM_ALL": config.num_all,
+            "BLOCK_E": triton.next_power_of_2(config.num_all),
+            "SLOTS": config.num_slots,
+            "BLOCK_M": tiling.block_m,
+            "BLOCK_N": block_n,
+            "GROUP_M": tiling.group_m,
+            "GATHER": first,
+            "GATED": gated,
+            "SQUARED": first and not gated,
+            **activation(config),
+            "BIAS": bias is not None,
+            "WHOLE": tiling.whole,
+            "BLOCK_S": triton.next_power_of_2(config.num_slots),
+        }
+        if isinstance(weight, Tensor):
+            launch = self._plain(x, block_n, gated, sizes)
+            read: tuple[Tensor, ...] = (weight,)
+        else:
+            launch = self._quantized(x, described(weight), block_n, gated, sizes)
+            read = tensors_of(weight)
+        grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
+        count = num_pairs // config.num_slots if tiling.whole else num_blocks
+        launch(grid, x, *read, x if bias is None else bias, pairs, ends, y, count)
+
+    def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
+        tiling = self._tiling
         # The last stage needs no memory of its own; how many there are changes no sum.
         stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
         stages = min(tiling.stages, 1 + self._shared_memory // stage)
-        launch = self._launchers.get(
-            grouped_product,
-            tiling.warps,
-            N=width,
-            K=x.shape[1],
-            NUM_ALL=config.num_all,
-            BLOCK_E=triton.next_power_of_2(config.num_all),
-            SLOTS=config.num_slots,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=tiling.block_k * 2 // x.itemsize,
-            STAGES=stages,
-            GROUP_M=tiling.group_m,
-            GATHER=first,
-            GATED=gated,
-            SQUARED=first and not gated,
-            **_activation(config),
-            BIAS=bias is not None,
-            SWAPPED=tiling.swapped,
-            WHOLE=tiling.whole,
-            BLOCK_S=triton.next_power_of_2(config.num_slots),
-            DOT=dot_type(x.dtype),
-        )
-        grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
-        count = num_pairs // config.num_slots if tiling.whole else num_blocks
-        launch(grid, x, weight, x if bias is None else bias, pairs, ends, y, count)
+        how = {"BLOCK_K": tiling.block_k * 2 // x.itemsize, "STAGES": stages, "SWAPPED": tiling.swapped, "DOT": dot_type(x.dtype)}
+        return self._launchers.get(grouped_product, tiling.warps, **sizes, **how)
+
+    def _quantized(self, x: Tensor, form: WeightBytes, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
+        tiling = self._tiling
+        span = span_of_a_tile(form, tiling.block_k)
+        stage = span * (block_n * (2 if gated else 1) + 2 * tiling.block_m * (2 if form.half else 1))
+        unpacked = 2 * block_n * tiling.block_k  # on the way to the matrix units
+        stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
+        how = {"SPAN": span, "STAGES": stages, **form_constants(form, x.dtype)}
+        return self._launchers.get(grouped_quantized_product, tiling.warps, **sizes, **how)
 
 
 class GroupedMM:
@@ -217,7 +258,7 @@ class GroupedMM:
     name = "torch.grouped_mm"
 
     def __init__(self, config: ExpertsConfig, router: Router, device: torch.device) -> None:
-        self._config, self._router, self._launchers = config, router, _Launchers(device)
+        self._config, self._router, self._launchers = config, router, Launchers(device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
@@ -230,8 +271,9 @@ class GroupedMM:
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
-        config = self._config
-        hidden = residual.shape[1]
+        config, hidden = self._config, residual.shape[1]
+        assert isinstance(weights.gate_up, Tensor)
+        assert isinstance(weights.down, Tensor)
         order = self._router.order(routed)
         num_pairs = len(order.pairs)
         x = residual.new_empty((num_pairs, hidden))
@@ -249,7 +291,7 @@ class GroupedMM:
         between = both.new_empty((num_pairs, inner))
         sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
         biased = weights.gate_up_bias is not None
-        launch = self._launchers.get(activate_rows, 4, **sizes, **_activation(config), BIAS=biased)
+        launch = self._launchers.get(activate_rows, 4, **sizes, **activation(config), BIAS=biased)
         bias = both if weights.gate_up_bias is None else weights.gate_up_bias
         launch((num_pairs, triton.cdiv(inner, 1024), 1), both, bias, order.ends, between)
         return between
@@ -263,7 +305,7 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_all_slots(
-    launchers: _Launchers,
+    launchers: Launchers,
     config: ExpertsConfig,
     parts: Tensor,
     bias: Tensor | None,
@@ -285,6 +327,7 @@ def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:
     return (num_pairs + touched * (block_m - 1)) // block_m
 
 
+_quantized_tiling = partial(ExpertTiling, swapped=True)
 TILINGS = (
     ExpertTiling(16, 64, 128, 4, 4),
     ExpertTiling(16, 32, 128, 4, 5),
@@ -301,5 +344,22 @@ TILINGS = (
     ExpertTiling(128, 256, 64, 8, 3),
 )
 """Tilings of grouped products. The first of each number of rows serves where nothing was measured."""
-INVARIANT = ExpertTiling(64, 128, 64, 4, 4)
+QUANTIZED_TILINGS = (
+    _quantized_tiling(16, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(16, 64, 256, 4, 3, whole=True),
+    _quantized_tiling(16, 32, 256, 4, 3, whole=True),
+    _quantized_tiling(32, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(64, 64, 128, 4, 4, whole=True),
+    _quantized_tiling(16, 64, 128, 4, 4),
+    _quantized_tiling(16, 128, 128, 4, 3),
+    _quantized_tiling(32, 64, 128, 4, 4),
+    _quantized_tiling(64, 64, 128, 4, 3),
+    _quantized_tiling(64, 128, 64, 4, 4),
+    _quantized_tiling(64, 128, 128, 8, 3),
+    _quantized_tiling(128, 128, 64, 8, 4),
+    _quantized_tiling(128, 128, 128, 8, 3),
+    _quantized_tiling(128, 64, 128, 4, 3),
+)
+"""The same over quantised weights; `block_k` columns of them."""
+INVARIANT, QUANTIZED_INVARIANT = ExpertTiling(64, 128, 64, 4, 4), ExpertTiling(64, 64, 128, 4, 3, swapped=True)
 """What serves any number of tokens where a token's bits must not depend on it."""

@@ -9,7 +9,7 @@ from torch.nn.functional import relu, silu
 
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.routing import Routing, route, sort_by_expert
-from headway.models.experts.weights import ExpertWeights
+from headway.models.experts.weights import ExpertWeights, each_expert
 from headway.models.linear import Linear
 
 Product = Callable[[Tensor, Linear], Tensor]
@@ -28,11 +28,12 @@ class PlainExperts:
         router_bias = None if weights.router_bias is None else weights.router_bias.to(weights.router)
         self.router = Linear(weights.router, router_bias)
         gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
+        dtype, count = weights.router.dtype, config.num_held + config.num_shared
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
         self.gate_up, self.down = (
             {
-                number: Linear(weight, None if biases is None else biases[place])
-                for place, (number, weight) in enumerate(zip(held, stacked, strict=True))
+                number: Linear(weight, None if biases is None else biases[place], dtype=dtype, kept=True)
+                for place, (number, weight) in enumerate(zip(held, each_expert(stacked, count), strict=True))
             }
             for stacked, biases in ((weights.gate_up, gate_up_bias), (weights.down, down_bias))
         )

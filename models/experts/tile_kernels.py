@@ -49,39 +49,15 @@ def grouped_product(
     NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
-    if WHOLE:
-        expert = tl.program_id(0) // NUM_N
-        n = tl.program_id(0) % NUM_N * BLOCK_N + tl.arange(0, BLOCK_N)
-    else:
-        group = tl.program_id(0) // (GROUP_M * NUM_N)
-        side = tl.minimum(num_blocks - group * GROUP_M, GROUP_M)
-        block = group * GROUP_M + tl.program_id(0) % (GROUP_M * NUM_N) % side
-        n = tl.program_id(0) % (GROUP_M * NUM_N) // side * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if WHOLE:
-        row = _pairs_of(expert, pairs_ptr, num_blocks, SLOTS, BLOCK_M, BLOCK_S)
-        live = row >= 0
-        wanted = tl.max(row, 0) >= 0
-    else:
-        e = tl.arange(0, BLOCK_E)
-        ends = tl.load(ends_ptr + e, mask=e < NUM_ALL, other=0)
-        starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < NUM_ALL), other=0)
-        tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-        last = tl.cumsum(tiles, 0)
-        expert = tl.sum(((last <= block) & (e < NUM_ALL)).to(tl.int32), 0)
-        own = e == expert
-        row = tl.sum(tl.where(own, starts + (block - last + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
-        live = row < tl.sum(tl.where(own, ends, 0), 0)
-        wanted = expert < NUM_ALL
+    expert, column, row, live, wanted = find_tile(
+        pairs_ptr, ends_ptr, num_blocks, NUM_N, NUM_ALL, BLOCK_E, SLOTS, BLOCK_M, GROUP_M, WHOLE, BLOCK_S
+    )
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     if wanted:
-        if GATHER and WHOLE:
-            x_row = tl.where(live, row // SLOTS, 0)
-        elif GATHER:
-            x_row = tl.load(pairs_ptr + row, mask=live, other=0) // SLOTS
-        else:
-            x_row = tl.where(live, row, 0)
+        x_row = input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE)
         k = tl.arange(0, BLOCK_K)
         x_at = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
         WIDTH: tl.constexpr = 2 * N if GATED else N
@@ -103,24 +79,74 @@ def grouped_product(
             gate = _multiplied(x, weight, gate, SWAPPED, DOT)
             if GATED:
                 up = _multiplied(x, weight_up, up, SWAPPED, DOT)
-        if SWAPPED:
-            n_at = n[:, None]
-            y_at = y_ptr + row.to(tl.int64)[None, :] * N + n_at
-            kept = live[None, :] & (n_at < N)
-        else:
-            n_at = n[None, :]
-            y_at = y_ptr + row.to(tl.int64)[:, None] * N + n_at
-            kept = live[:, None] & (n_at < N)
-        if BIAS:
-            bias_at = bias_ptr + expert.to(tl.int64) * WIDTH + n_at
-            gate += tl.load(bias_at, mask=n_at < N, other=0.0).to(tl.float32)
-            if GATED:
-                up += tl.load(bias_at + N, mask=n_at < N, other=0.0).to(tl.float32)
+        store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N, WIDTH, GATED, SQUARED, ALPHA, LIMIT, BIAS, SWAPPED)
+
+
+@triton.jit
+def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
+              SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
+              BLOCK_S: tl.constexpr):  # fmt: skip
+    """A program's tile: its expert, which block of outputs, the rows [BLOCK_M] in x's order and which of them there are, and
+    whether there is anything to do."""
+    if WHOLE:
+        expert = tl.program_id(0) // NUM_N
+        column = tl.program_id(0) % NUM_N
+        row = _pairs_of(expert, pairs_ptr, num_blocks, SLOTS, BLOCK_M, BLOCK_S)
+        live = row >= 0
+        wanted = tl.max(row, 0) >= 0
+    else:
+        group = tl.program_id(0) // (GROUP_M * NUM_N)
+        side = tl.minimum(num_blocks - group * GROUP_M, GROUP_M)
+        block = group * GROUP_M + tl.program_id(0) % (GROUP_M * NUM_N) % side
+        column = tl.program_id(0) % (GROUP_M * NUM_N) // side
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(ends_ptr + e, mask=e < NUM_ALL, other=0)
+        starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < NUM_ALL), other=0)
+        tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tiles, 0)
+        expert = tl.sum(((last <= block) & (e < NUM_ALL)).to(tl.int32), 0)
+        own = e == expert
+        row = tl.sum(tl.where(own, starts + (block - last + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
+        live = row < tl.sum(tl.where(own, ends, 0), 0)
+        wanted = expert < NUM_ALL
+    return expert, column, row, live, wanted
+
+
+@triton.jit
+def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows of x [BLOCK_M] that those rows of y are products of."""
+    if GATHER and WHOLE:
+        x_row = tl.where(live, row // SLOTS, 0)
+    elif GATHER:
+        x_row = tl.load(pairs_ptr + row, mask=live, other=0) // SLOTS
+    else:
+        x_row = tl.where(live, row, 0)
+    return x_row
+
+
+@triton.jit
+def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+               SQUARED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+               SWAPPED: tl.constexpr):  # fmt: skip
+    """From whole sums to y: bias and activation."""
+    if SWAPPED:
+        n_at = n[:, None]
+        y_at = y_ptr + row.to(tl.int64)[None, :] * N + n_at
+        kept = live[None, :] & (n_at < N)
+    else:
+        n_at = n[None, :]
+        y_at = y_ptr + row.to(tl.int64)[:, None] * N + n_at
+        kept = live[:, None] & (n_at < N)
+    if BIAS:
+        bias_at = bias_ptr + expert.to(tl.int64) * WIDTH + n_at
+        gate += tl.load(bias_at, mask=n_at < N, other=0.0).to(tl.float32)
         if GATED:
-            gate = activated(gate, up, ALPHA, LIMIT)
-        if SQUARED:
-            gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # which keeps a NaN
-        tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
+            up += tl.load(bias_at + N, mask=n_at < N, other=0.0).to(tl.float32)
+    if GATED:
+        gate = activated(gate, up, ALPHA, LIMIT)
+    if SQUARED:
+        gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # which keeps a NaN
+    tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit

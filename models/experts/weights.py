@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from headway.core.contract.errors import ModelError
+from headway.models.axes import Axis
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cut import ExpertsCut
 from headway.models.names import ExpertNames
+from headway.models.quantization.forms import QuantizedWeight, columns_of, merged, rows_of, with_rows
 from headway.models.weights import WeightSource
 
 
@@ -23,14 +27,22 @@ class ExpertWeights:
     """float32 [num_logits]"""
     correction_bias: Tensor | None
     """float32 [num_experts]"""
-    gate_up: Tensor
-    """[num_held + num_shared, up_size, hidden_size], gate over up, or up alone"""
+    gate_up: Tensor | QuantizedWeight
+    """[num_held + num_shared, up_size, hidden_size], gate over up, or up alone; quantised: rows of all, without the first axis"""
     gate_up_bias: Tensor | None
     """[num_held + num_shared, up_size]"""
-    down: Tensor
-    """[num_held + num_shared, hidden_size, intermediate_size]"""
+    down: Tensor | QuantizedWeight
+    """[num_held + num_shared, hidden_size, intermediate_size]; quantised: rows of all"""
     down_bias: Tensor | None
     """[num_held + num_shared, hidden_size]"""
+
+
+def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Tensor] | list[QuantizedWeight]:
+    """Return the weights of single experts, [N, K]. count: of how many the weight is."""
+    if isinstance(stacked, Tensor):
+        return list(stacked)
+    rows = stacked.shape[0] // count
+    return [rows_of(stacked, range(number * rows, (number + 1) * rows)) for number in range(count)]
 
 
 def take_experts(
@@ -38,26 +50,23 @@ def take_experts(
 ) -> ExpertWeights:
     """Take the tensors of one layer. at: the layer's prefix; scale: multiplies what all experts give.
 
-    Memory for all experts is allocated once, and every tensor is copied to its place in it.
+    Each of the two products keeps the form in which the checkpoint has it, where all experts' weights have that and the source
+    keeps it. Where shared experts have another, or their pieces end within a block, all are expanded.
     """
     config = cut.own
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
     if names.interleaved:
         assert scale == 1.0
         return ExpertWeights(router, router_bias, correction, *_take_interleaved(cut, names, hidden_size, weights, at))
-    inner, held = config.intermediate_size, config.num_held
-    gate_up = _empty(weights, held + config.num_shared, config.up_size, hidden_size)
-    down = _empty(weights, held + config.num_shared, hidden_size, inner)
-    if at + names.stacked_gate_up in weights:
-        rows = cut.inner + cut.inner if config.gated else cut.inner
-        weights.take_into(gate_up[:held], at + names.stacked_gate_up, (cut.experts, rows, hidden_size))
-        weights.take_into(down[:held], at + names.stacked_down, (cut.experts, hidden_size, cut.inner))
-    else:
-        _take_single(cut, names, weights, at, gate_up[:held], down[:held])
+    stacked = at + names.stacked_gate_up in weights
+    gate_up, down = (_take_stacked if stacked else _take_single)(cut, names, hidden_size, weights, at)
     if config.num_shared:
-        _take_shared(cut, names, weights, at + names.shared, gate_up[held:], down[held:])
+        gate_up = _with_shared_up(gate_up, cut, names, hidden_size, weights, at + names.shared)
+        down = _with_shared_down(down, cut, names, hidden_size, weights, at + names.shared)
     if scale != 1.0:
-        down *= scale
+        down = (down if isinstance(down, Tensor) else weights.expand(down)) * scale
+    gate_up = gate_up.view(-1, config.up_size, hidden_size) if isinstance(gate_up, Tensor) else gate_up
+    down = down.view(-1, hidden_size, config.intermediate_size) if isinstance(down, Tensor) else down
     return ExpertWeights(router, router_bias, correction, gate_up, None, down, None)
 
 
@@ -80,49 +89,87 @@ def _take_router(
     return router, router_bias, correction
 
 
-def _take_single(cut: ExpertsCut, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
+Rows = Tensor | QuantizedWeight
+"""Weights of several experts, those of each after those of the one before: [experts * out_features, in_features]."""
+
+
+def _take_single(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
     """Take experts whose tensors lie one by one; of those that others hold, nothing, so that no tensor is left over."""
-    hidden, inner = down.shape[1], cut.own.intermediate_size
-    place_of = {number: place for place, number in enumerate(cut.experts.pick(range(cut.experts.whole)))}
+    held = set(cut.experts.pick(range(cut.experts.whole)))
+    up: dict[str, int | Axis] = {}
+    down: dict[str, int | Axis] = {}
     for number in range(cut.experts.whole):
-        place = place_of.get(number)
-        columns = cut.inner.none if place is None else cut.inner
-        up, out = (gate_up[0, :0], down[0, :, :0]) if place is None else (gate_up[place], down[place])
-        if cut.own.gated:
-            weights.take_into(up[:inner], f"{at}{names.gate.format(number)}.weight", (columns, hidden))
-        weights.take_into(up[-inner:], f"{at}{names.up.format(number)}.weight", (columns, hidden))
-        weights.take_into(out, f"{at}{names.down.format(number)}.weight", (hidden, columns))
+        for name in (names.gate, names.up) if cut.own.gated else (names.up,):
+            up[f"{at}{name.format(number)}.weight"] = cut.inner if number in held else cut.inner.none
+        down[f"{at}{names.down.format(number)}.weight"] = Axis.all(hidden) if number in held else Axis.all(hidden).none
+    return weights.take_experts(up, hidden), weights.take_experts(down, cut.inner)
 
 
-def _take_shared(cut: ExpertsCut, names: ExpertNames, weights: WeightSource, at: str, gate_up: Tensor, down: Tensor) -> None:
-    """Cut the shared experts' MLP into pieces along its intermediate axis; the last is filled up with zeros."""
-    hidden, inner, size = down.shape[1], cut.own.intermediate_size, cut.shared.size
+def _take_stacked(cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> tuple[Rows, Rows]:
+    """Take a tensor of all experts for each of the two products."""
+    rows = cut.inner + cut.inner if cut.own.gated else cut.inner
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, rows, hidden))
+    down = weights.take_stacked(at + names.stacked_down, (cut.experts, hidden, cut.inner))
+    return (
+        gate_up.flatten(0, 1) if isinstance(gate_up, Tensor) else gate_up,
+        down.flatten(0, 1) if isinstance(down, Tensor) else down,
+    )
+
+
+def _with_shared_up(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+    """Add the pieces of the shared experts' first product: as many rows of each half as a routed expert has.
+
+    The last is filled up with zeros.
+    """
+    inner, size = cut.own.intermediate_size, cut.shared.size
     halves = cut.own.up_size // inner
     rows = cut.shared if len(names.shared_up) == halves else cut.shared + cut.shared
-    merged = weights.take_merged({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden).chunk(halves)
-    out = weights.take(f"{at}.{names.shared_down}.weight", (hidden, cut.shared))
-    for number, first in enumerate(range(0, size, inner)):
-        count = min(inner, size - first)
-        gate_up[number].zero_()
-        down[number].zero_()
-        for half, part in enumerate(merged):
-            gate_up[number, half * inner : half * inner + count] = part[first : first + count]
-        down[number, :, :count] = out[:, first : first + count]
+    shared = weights.take_experts({f"{at}.{name}.weight": rows for name in names.shared_up}, hidden)
+    if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
+        starts = [half * size + first for first in range(0, size, inner) for half in range(halves)]
+        with contextlib.suppress(ModelError):  # they have other groups or blocks
+            return merged([routed, *(rows_of(shared, range(start, start + inner)) for start in starts)])
+    parts = _expanded(shared, weights).chunk(halves)
+    pieces = parts[0].new_zeros(cut.own.num_shared, halves, inner, hidden)
+    for half, part in enumerate(parts):
+        for piece, given in zip(pieces[:, half], torch.split(part, inner), strict=True):
+            piece[: len(given)] = given
+    return torch.cat([_expanded(routed, weights), pieces.view(-1, hidden)])
+
+
+def _with_shared_down(routed: Rows, cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str) -> Rows:
+    """Add the pieces of their last product: columns, which the last has some zeros of."""
+    inner, size = cut.own.intermediate_size, cut.shared.size
+    shared = weights.take_experts({f"{at}.{names.shared_down}.weight": hidden}, cut.shared)
+    if not isinstance(routed, Tensor) and not isinstance(shared, Tensor) and size % inner == 0:
+        pieces = [columns_of(shared, range(first, first + inner)) for first in range(0, size, inner)]
+        whole = [piece for piece in pieces if piece is not None]
+        with contextlib.suppress(ModelError):
+            if len(whole) == len(pieces):
+                return merged([routed, *whole])
+    filled = torch.nn.functional.pad(_expanded(shared, weights), (0, -size % inner))
+    return torch.cat([_expanded(routed, weights), *torch.split(filled, inner, dim=1)])
+
+
+def _expanded(rows: Rows, weights: WeightSource) -> Tensor:
+    return rows if isinstance(rows, Tensor) else weights.expand(rows)
 
 
 def _take_interleaved(
     cut: ExpertsCut, names: ExpertNames, hidden: int, weights: WeightSource, at: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Rows, Tensor, Rows, Tensor]:
     """gate_up, its bias, down, its bias of a checkpoint that stacks all experts, transposed, gate and up in turn (gpt-oss)."""
     inner, held = cut.own.intermediate_size, cut.own.num_held
-    gate_up = _empty(weights, held, 2 * inner, hidden)
-    down = _empty(weights, held, hidden, inner)
-    in_turn = weights.take(at + names.stacked_gate_up, (cut.experts, hidden, cut.inner * 2))
-    gate_up[:, :inner], gate_up[:, inner:] = in_turn[:, :, ::2].mT, in_turn[:, :, 1::2].mT
-    del in_turn
-    down.copy_(weights.take(at + names.stacked_down, (cut.experts, cut.inner, hidden)).mT)
-    in_turn = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))
-    gate_up_bias = torch.cat([in_turn[:, ::2], in_turn[:, 1::2]], dim=1)
+    gate_up = weights.take_stacked(at + names.stacked_gate_up, (cut.experts, hidden, cut.inner * 2), transposed=True)
+    if isinstance(gate_up, Tensor):
+        gate_up = torch.cat([gate_up[:, :, ::2].mT, gate_up[:, :, 1::2].mT], dim=1)
+    else:
+        in_turn = torch.arange(held * 2 * inner, device=weights.device).view(held, inner, 2)
+        gate_up = with_rows(gate_up, in_turn.mT.flatten())
+    down = weights.take_stacked(at + names.stacked_down, (cut.experts, cut.inner, hidden), transposed=True)
+    down = down.mT.contiguous() if isinstance(down, Tensor) else down
+    both = weights.take(f"{at}{names.stacked_gate_up}_bias", (cut.experts, cut.inner * 2))
+    gate_up_bias = torch.cat([both[:, ::2], both[:, 1::2]], dim=1)
     down_bias = weights.take(f"{at}{names.stacked_down}_bias", (cut.experts, hidden))
     if not (cut.first or cut.own.held):  # added once, where all ranks hold columns of one expert
         down_bias.zero_()

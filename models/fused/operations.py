@@ -12,6 +12,7 @@ from headway.backends.triton.launch import FixedLauncher
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import Activation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.forms import forms_of
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
@@ -51,7 +52,7 @@ class Fused:
         self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
         self._quantized = QuantizedWays(self._device)
         self._latent = LatentKernels(self._device)
-        self._experts: dict[tuple[ExpertsConfig, int], FusedExperts] = {}
+        self._experts: dict[tuple[ExpertsConfig, int, tuple[str, str]], FusedExperts] = {}
 
     def _launcher(self, key: Hashable, make: Callable[[], FixedLauncher]) -> FixedLauncher:
         launcher = self._launchers.get(key)
@@ -314,9 +315,9 @@ class Fused:
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
         """Layers of one kind share launchers, counters, and the choice between ways of computing them."""
-        key = config, weights.router.shape[1]
+        key = config, weights.router.shape[1], forms_of(weights)
         if key not in self._experts:
-            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device)
+            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device, forms=key[2])
         return self._experts[key].layer(weights, norm)
 
 

@@ -20,6 +20,7 @@ from headway.models.families import FAMILIES, read_decoder_config
 from headway.models.gguf_hybrids.architectures import GgufArchitecture
 from headway.models.gguf_hybrids.header import Header
 from headway.models.gguf_hybrids.tokenizer import build_tokenizer
+from headway.models.weights import PlainSource
 
 _SHARD = 4 << 30
 """Bytes of a safetensors file, beyond which another is begun."""
@@ -105,7 +106,7 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
     }
 
 
-class _Names:
+class _Names(PlainSource):
     """A source of weights that only notes what a decoder asks for. See WeightSource."""
 
     def __init__(self, known: Mapping[str, _Piece]) -> None:
@@ -124,10 +125,6 @@ class _Names:
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
-
-    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
-        """Note each of them."""
-        return self.take_merged(sizes, in_features)
 
     def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
         """Note one tensor."""

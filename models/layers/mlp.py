@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.models.config import DecoderConfig
-from headway.models.experts.weights import ExpertWeights, take_experts
+from headway.models.experts.weights import ExpertWeights, each_expert, take_experts
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
 from headway.models.operations import Experts, Operations
@@ -87,8 +87,12 @@ class ExpertsMLP:
     @property
     def linears(self) -> list[Linear]:
         """One of each kind of its products, while the weights are as the checkpoint has them."""
-        weights = self._weights
-        return [] if weights is None else [Linear(weights.router), Linear(weights.gate_up[0]), Linear(weights.down[0])]
+        weights, config = self._weights, self._config
+        if weights is None:
+            return []
+        count = config.num_held + config.num_shared
+        firsts = [each_expert(stacked, count)[0] for stacked in (weights.gate_up, weights.down)]
+        return [Linear(weights.router), *(Linear(first, dtype=weights.router.dtype) for first in firsts)]
 
     @property
     def kind(self) -> FusedExperts | None:

@@ -32,6 +32,7 @@ class Float8Format:
         ".activation_scale",
         ".activation_scale_inv",
     )
+    of_experts: ClassVar[bool] = False
 
     @property
     def label(self) -> str:
@@ -76,6 +77,7 @@ class Int8Format:
 
     scales: Literal["tensor", "channel"]
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".weight_scale", ".input_scale", ".input_zero_point", ".weight_zero_point")
+    of_experts: ClassVar[bool] = False
 
     @property
     def label(self) -> str:

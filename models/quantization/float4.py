@@ -1,4 +1,4 @@
-"""Floats of 4 bits: MXFP4 (gpt-oss's experts) and NVFP4 (compressed-tensors, ModelOpt), which are expanded."""
+"""Floats of 4 bits: MXFP4 (gpt-oss's experts), and NVFP4 (compressed-tensors, ModelOpt), which is expanded."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headway.models.quantization.forms import FP4_VALUES, MX_GROUP, Float4Weight, packed
 from headway.models.quantization.module import QuantizedModule
+from headway.models.quantization.rounding import float4
 from headway.models.tensor_files import PLAIN
 
 _OCTETS = ("uint8",)
@@ -24,6 +25,7 @@ class ExpertsMxfp4:
     """`_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] in place of a tensor [E, K, N] of all experts."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+    of_experts: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
@@ -38,22 +40,22 @@ class ExpertsMxfp4:
         """See StoredFormat."""
         return 1, MX_GROUP, 1
 
-    def read(self, module: QuantizedModule) -> Tensor:
-        """See StoredFormat. The result is a view of [E, N, K]."""
+    def read(self, module: QuantizedModule) -> Float4Weight:
+        """See StoredFormat. The result has the rows of all experts: [E N, K]."""
         experts, columns, rows = module.axes
         groups = columns.units(MX_GROUP)
         blocks = module.take("_blocks", _OCTETS, experts, rows, groups, MX_GROUP // 2)
         exponents = module.take("_scales", _OCTETS, experts, rows, groups)
         if bool((exponents == _NAN).any()):
             raise module.error("_scales", f"needs exponents below {_NAN}", f"{_NAN}, which is no number")
-        whole = torch.empty(experts.size, rows.size, columns.size, dtype=module.dtype, device=blocks.device)
-        for target, octets, exponent in zip(whole, blocks, exponents, strict=True):
-            target.copy_(Float4Weight(packed(_codes(octets.flatten(1)), MX_GROUP), exponent).dequantized(module.dtype))
-        return whole.mT
+        octets = torch.empty(experts.size, rows.size, columns.size // 2, dtype=torch.uint8, device=blocks.device)
+        for target, block in zip(octets, blocks, strict=True):  # one at a time: codes take more memory than they do packed
+            target.copy_(packed(_codes(block.flatten(1)), MX_GROUP))
+        return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
 
-    def quantized(self, weight: Tensor) -> Tensor:
+    def quantized(self, weight: Tensor) -> Float4Weight | Tensor:
         """See StoredFormat."""
-        return weight
+        return float4(weight) if weight.shape[1] % MX_GROUP == 0 else weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Nvfp4:
         *(".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_global_scale"),
         *(".input_scale", ".input_global_scale"),
     )
+    of_experts: ClassVar[bool] = False
 
     @property
     def label(self) -> str:

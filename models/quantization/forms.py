@@ -147,6 +147,74 @@ def num_bytes(weight: QuantizedWeight) -> int:
     return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
 
+def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
+    """Cut out rows that follow one another. Of blocks that they cut through, each row gets a scale of its own."""
+    place = slice(rows.start, rows.stop)
+    if isinstance(weight, Float8Weight):
+        high, wide = weight.block
+        whole = rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0])
+        held = slice(rows.start // high, -(-rows.stop // high))
+        if whole:
+            return Float8Weight(weight.values[place], weight.scales[held], weight.block)
+        return Float8Weight(
+            weight.values[place],
+            weight.scales[torch.arange(rows.start, rows.stop, device=weight.scales.device) // high],
+            (1, wide),
+        )
+    if isinstance(weight, Int4Weight):
+        zeros = None if weight.zeros is None else weight.zeros[place]
+        return Int4Weight(weight.packed[place], weight.scales[place], zeros, weight.group_size, weight.order)
+    return type(weight)(*(getattr(weight, field.name)[place] for field in fields(weight)))
+
+
+def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | None:
+    """Cut out columns that follow one another; None where they cut through a group or block."""
+    place = slice(columns.start, columns.stop)
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.values[:, place].contiguous(), weight.scales)
+    if isinstance(weight, Float8Weight):
+        if weight.scales.shape[1] == 1:  # of whole rows
+            return Float8Weight(weight.values[:, place].contiguous(), weight.scales, (weight.block[0], len(columns)))
+        wide = weight.block[1]
+    else:
+        wide = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
+    if columns.start % wide or columns.stop % wide or getattr(weight, "order", None) is not None:
+        return None
+    groups, half = slice(columns.start // wide, columns.stop // wide), slice(columns.start // 2, columns.stop // 2)
+    if isinstance(weight, Float8Weight):
+        return Float8Weight(weight.values[:, place].contiguous(), weight.scales[:, groups].contiguous(), weight.block)
+    if isinstance(weight, Float4Weight):
+        return Float4Weight(weight.packed[:, half].contiguous(), weight.exponents[:, groups].contiguous())
+    zeros = None if weight.zeros is None else weight.zeros[:, groups].contiguous()
+    return Int4Weight(weight.packed[:, half].contiguous(), weight.scales[:, groups].contiguous(), zeros, wide)
+
+
+def with_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    """Take rows in another order. order: int64 [N], the row that comes to each place. Blocks become blocks of single rows."""
+    if isinstance(weight, Float8Weight):
+        values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
+        return Float8Weight(values, weight.scales[order // weight.block[0]], (1, weight.block[1]))
+    if isinstance(weight, Int4Weight):
+        zeros = None if weight.zeros is None else weight.zeros[order]
+        return Int4Weight(weight.packed[order], weight.scales[order], zeros, weight.group_size, weight.order)
+    return type(weight)(*(getattr(weight, field.name)[order] for field in fields(weight)))
+
+
+def dequantized_stack(weight: QuantizedWeight, count: int, dtype: torch.dtype) -> Tensor:
+    """Expand the weights of `count` experts that lie one after the other, one at a time: [count, N / count, K]."""
+    rows, columns = weight.shape
+    each = rows // count
+    whole = torch.empty(count, each, columns, dtype=dtype, device=device_of(weight))
+    for number, target in enumerate(whole):
+        target.copy_(rows_of(weight, range(number * each, (number + 1) * each)).dequantized(dtype))
+    return whole
+
+
+def device_of(weight: QuantizedWeight) -> torch.device:
+    """Where a weight lies."""
+    return (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
+
+
 def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights of one input as one, the rows of each after those of the one before.
 

@@ -27,6 +27,7 @@ class IntegerGroups:
     bits: int
     group_size: int
     """Columns of a row that share a scale; -1: all."""
+    of_experts: ClassVar[bool] = False
 
     @property
     def codes(self) -> int:

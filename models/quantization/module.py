@@ -102,6 +102,8 @@ class StoredFormat(Protocol):
 
     suffixes: ClassVar[tuple[str, ...]]
     """What the names of the tensors add that a module of the format may have, activations' scales among them."""
+    of_experts: ClassVar[bool]
+    """Whether it keeps tensors of all experts of a layer alone, and leaves other products plain."""
 
     @property
     def label(self) -> str:

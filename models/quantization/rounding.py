@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from headway.models.quantization.forms import Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, packed
+from headway.models.quantization.forms import (
+    FP4_VALUES,
+    MX_GROUP,
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    packed,
+)
 
 _LARGEST: Final = 448.0
 """The largest float of 8 bits (e4m3)."""
@@ -40,6 +49,23 @@ def int4(weight: Tensor, group_size: int) -> Int4Weight:
     scales = (groups.abs().amax(2) / 7).clamp(min=_LEAST).to(weight.dtype)
     codes = ((groups / scales.float()[:, :, None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
     return Int4Weight(packed(codes, group_size), scales, None, group_size)
+
+
+def float4(weight: Tensor) -> Float4Weight:
+    """Give each 32 columns the power of two that makes their largest magnitude 4 to 8, above 6 rounded down to it.
+
+    weight: [N, K], K a multiple of 32. The rule of the Open Compute Project's specification of MX formats, 6.3.
+    """
+    groups = weight.float().view(len(weight), -1, MX_GROUP)
+    largest = groups.abs().amax(2).clamp(min=2.0**-120)
+    powers = torch.frexp(largest).exponent - 3  # largest is below 2 ** (power + 3)
+    table = torch.tensor(FP4_VALUES[:8], device=weight.device)
+    scaled = torch.ldexp(groups, -powers[:, :, None])
+    codes = (
+        torch.bucketize(scaled.abs(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+        | (scaled < 0).to(torch.uint8) << 3
+    )
+    return Float4Weight(packed(codes.flatten(1), MX_GROUP), (powers + 127).to(torch.uint8))
 
 
 ON_LOADING: Final[Mapping[str, Callable[[Tensor], QuantizedWeight]]] = {"fp8": float8}

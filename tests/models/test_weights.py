@@ -14,7 +14,8 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Division
 from headway.models.quantization.rounding import float8
-from headway.models.weights import DummyWeights, QuantizeOnLoading, Weights
+from headway.models.rounded_weights import QuantizeOnLoading
+from headway.models.weights import DummyWeights, Weights
 
 INDEX = "model.safetensors.index.json"
 

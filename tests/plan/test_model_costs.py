@@ -147,3 +147,16 @@ def test_a_config_without_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
     with pytest.raises(ModelError, match="needs num_attention_heads, num_hidden_layers, vocab_size, got none"):
         read_planned_model(str(tmp_path))
+
+
+def test_experts_have_the_bytes_of_the_format(tmp_path: Path) -> None:
+    """Those of fp8 and int4 are everyone's, those of mxfp4 experts' alone."""
+    config, dtype = planned("gpt_oss", tmp_path)
+    plain = rank_costs(config, dtype)
+    assert plain.experts is not None
+    params = plain.experts.params * plain.experts.count * plain.experts.config.num_held
+    products = sum(each.rows * each.columns * each.count for each in plain.products)
+    for name, of_product, of_expert in (("fp8", 1, 1), ("int4", 4.125 / 8, 4.125 / 8), ("mxfp4", dtype.itemsize, 4.25 / 8)):
+        costs = rank_costs(config, dtype, weights=WEIGHT_FORMATS[name])
+        saved = plain.weight_bytes - costs.weight_bytes
+        assert saved == pytest.approx(products * (dtype.itemsize - of_product) + params * (dtype.itemsize - of_expert)), name

@@ -34,7 +34,7 @@ class DenseAttention:
             if layer in self._latents:
                 keys, values = self._latents[layer].expand(keys)
             ages = torch.arange(len(keys) - count, len(keys))[:, None] - torch.arange(len(keys))
-            seen = (ages >= 0) & (ages < (spec.sliding_window or len(keys)))
+            seen = ((ages >= 0) & (ages < (spec.sliding_window or len(keys)))).to(keys.device)
             heads = [tensor.transpose(0, 1) for tensor in (queries, keys, values)]
             outs.append(attend(spec, *heads, seen).transpose(0, 1))
         return torch.cat(outs)

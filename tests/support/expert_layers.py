@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from headway.models.experts.routing import Routing, route
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 from headway.models.operations import Norm
+from headway.models.quantization.forms import QuantizedWeight, dequantized_stack, merged
+from headway.models.quantization.rounding import float4, float8, int4, int8
+from quantized_weights import moved
 
 HIDDEN = 48
 SMALL = ExpertsConfig(num_experts=8, top_k=2, intermediate_size=40, renormalize=False)
@@ -32,6 +36,34 @@ CONFIGS = {
 """One of each kind of routing."""
 UNGATED = dataclasses.replace(CONFIGS["deepseek_v3"], gated=False)
 """As in Nemotron-H."""
+
+
+BLOCK = 32
+"""Rows and columns of blocks here."""
+
+
+def _blocks(weight: Tensor, rows: int) -> QuantizedWeight:
+    """Blocks that end with an expert, as in a checkpoint: of rows, where they would not."""
+    parts = [float8(part, (BLOCK, BLOCK)) for part in weight.split(rows)]
+    return merged(parts)
+
+
+def _zeros(weight: Tensor, rows: int) -> QuantizedWeight:
+    """Groups with zeros other than 8."""
+    form = int4(weight, BLOCK)
+    zeros = torch.arange(form.scales.numel()).view(form.scales.shape) % 5 + 6
+    return dataclasses.replace(form, zeros=zeros.to(torch.uint8))
+
+
+FORMS: dict[str, Callable[[Tensor, int], QuantizedWeight]] = {
+    "fp8 blocks": _blocks,
+    "fp8 rows": lambda weight, rows: float8(weight),
+    "mxfp4": lambda weight, rows: float4(weight),
+    "int4": lambda weight, rows: int4(weight, BLOCK),
+    "int4, zeros": _zeros,
+    "int8": lambda weight, rows: int8(weight),
+}
+"""From the rows of all experts, and how many of them each has."""
 
 
 class Layer:
@@ -66,6 +98,18 @@ class Layer:
             return None if tensor is None else tensor.to(device, wide if name in ("router_bias", "correction_bias") else dtype)
 
         return ExpertWeights(**{name: put(name) for name in self.tensors})  # type: ignore[arg-type]
+
+    def quantized(self, form: str, device: str = "cpu") -> ExpertWeights:
+        """Its tensors with the experts' rounded to a form of FORMS; from then on `reference` is over the rounded ones."""
+        stacked: dict[str, QuantizedWeight] = {}
+        for name in ("gate_up", "down"):
+            plain = self.tensors[name]
+            assert plain is not None
+            count, rows, columns = plain.shape
+            stacked[name] = FORMS[form](plain.reshape(count * rows, columns).to(self.dtype), rows)
+            self.tensors[name] = dequantized_stack(stacked[name], count, torch.float64)
+        placed = {name: moved(weight, device) for name, weight in stacked.items()}
+        return dataclasses.replace(self.weights(self.dtype, device), **placed)  # type: ignore[arg-type]
 
     def norm_of(self, dtype: torch.dtype, device: str = "cpu") -> Norm:
         """The norm before it."""

@@ -23,6 +23,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.models.config import DecoderConfig, LatentConfig, RopeConfig
 from headway.models.decoder import Decoder
+from headway.models.experts.forms import forms_of
+from headway.models.experts.fused import FusedExperts
+from headway.models.experts.weights import ExpertWeights
 from headway.models.families import read_decoder_config
 from headway.models.fused.operations import Fused
 from headway.models.fused.quantized_ways import QuantizedWays
@@ -133,6 +136,33 @@ def sum_over_two_ranks(dtype: torch.dtype) -> None:
     ranks, x = OneShotAllReduce(0, GPU, [0, 0], None), torch.empty(4096, dtype=dtype, device=GPU)
     ranks(x)
     ranks(x, torch.empty_like(x))
+
+
+def compute_quantized_experts(dtype: torch.dtype, counts: Iterable[int], every: int = 1) -> None:
+    """Experts of gpt-oss-20b's sizes in MXFP4, and of Qwen3-30B-A3B's in blocks of FP8. every: so manieth of the ways."""
+    config = shipped("qwen3-30b-a3b").experts
+    assert config is not None
+
+    def blocks(rows: int, columns: int) -> QuantizedWeight:
+        scales = torch.empty(rows // 128, columns // 128, dtype=FP32, device=GPU)
+        return Float8Weight(torch.empty(rows, columns, dtype=FP8, device=GPU), scales, (128, 128))
+
+    def mxfp4(rows: int, columns: int) -> QuantizedWeight:
+        packed, exponents = (torch.empty(rows, columns // part, dtype=torch.uint8, device=GPU) for part in (2, 32))
+        return Float4Weight(packed, exponents)
+
+    clamped = replace(config, num_experts=32, top_k=4, intermediate_size=2880, biases=True, swiglu_limit=7.0)
+    for made, hidden, form in ((config, 2048, blocks), (clamped, 2880, mxfp4)):
+        sizes = {"gate_up_bias": (made.num_all, made.up_size), "down_bias": (made.num_all, hidden)}
+        biases = {name: torch.empty(shape, dtype=dtype, device=GPU) if made.biases else None for name, shape in sizes.items()}
+        gate_up, down = form(made.num_all * made.up_size, hidden), form(made.num_all * hidden, made.intermediate_size)
+        router = torch.empty(made.num_logits, hidden, dtype=dtype, device=GPU)
+        weights = ExpertWeights(router, None, None, gate_up=gate_up, down=down, **biases)
+        kind, norm = FusedExperts(made, dtype, GPU, forms=forms_of(weights)), Norm(router[0], 1e-6)
+        for count in counts:
+            x = torch.empty(count, hidden, dtype=dtype, device=GPU)
+            for way in [way for way in kind.methods.values() if way.takes(count, dtype)][::every]:
+                way.add(x, way.route(x, norm, weights), weights)
 
 
 def multiply_quantized(shape: tuple[int, int], dtype: torch.dtype, rows: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import GptOssConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from engine_logits import save_random
 
@@ -27,6 +27,18 @@ QWEN3 = Qwen3Config(
     max_position_embeddings=64,
     initializer_range=0.1,
     tie_word_embeddings=True,
+)
+SIZES = {key: value for key, value in QWEN3.to_dict().items() if key not in ("architectures", "model_type")}
+QWEN3_MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1)
+GPT_OSS = GptOssConfig(
+    **{key: getattr(QWEN3, key) for key in ("vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")},
+    hidden_size=64,
+    intermediate_size=128,
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    initializer_range=0.2,
 )
 Packed = tuple[dict[str, Tensor], Tensor]
 """The tensors of a module, by what their names add, and its weight, float32 [N, K]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -116,3 +117,22 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
     assert kind.method_for(1) is rows
     assert "(not measured)" in caplog.text
     assert not cache.exists()
+
+
+def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
+    pytest.importorskip("triton")
+    from headway.models.experts.fused import FusedExperts
+
+    only = Fake("only")
+    kinds = [kind_of(only)]
+    for form in ("fp8 rows", "mxfp4"):
+        layer = Layer(dataclasses.replace(CONFIG, intermediate_size=64), torch.float32, hidden=64)
+        kind = FusedExperts(CONFIG, torch.float32, CPU, forms=(form, form))
+        kind.layer(layer.quantized(form), layer.norm_of(torch.float32))
+        kind.methods = {"only": only}
+        kinds.append(kind)
+    for kind in kinds:
+        runs = only.runs
+        choose_experts([kind], 60.0)
+        assert only.runs > runs
+    assert len([*cache.glob("*.json")]) == 3

@@ -50,7 +50,7 @@ class ExpertsFile(KeptTimes):
 
     file_schema: str = SCHEMA
     layer: str
-    """Configuration and dtype, in words."""
+    """Configuration, dtype and forms of quantised weights, in words."""
     tokens: list[int]
     us: dict[str, list[float | None]]
     """Method -> microseconds for each of `tokens`; None: it does not take so many, or failed."""
@@ -81,7 +81,8 @@ def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
 
 
 def _layer(kind: FusedExperts) -> str:
-    return f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
+    told = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
+    return told if kind.forms == ("", "") else f"{told} {' / '.join(kind.forms)}"
 
 
 def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:

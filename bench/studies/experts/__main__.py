@@ -27,6 +27,9 @@ def experts(
         list[str] | None, typer.Option(help="A model's name or experts/top_k/intermediate/hidden; repeatable.")
     ] = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens, comma-separated.")] = "1,16,64,256,4096",
+    form: Annotated[
+        str, typer.Option(help="Of the experts' weights: plain, fp8-blocks, fp8-rows, mxfp4, int4 or int8.")
+    ] = "plain",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cuda or cuda:1. Default: the GPU.")] = None,
     warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
@@ -59,6 +62,7 @@ def experts(
             Timer(warmup_ms, rep_ms),
             command=command_line("python", "-m", "headway.bench.studies.experts"),
             tell=lambda what: status.update(what),
+            form=form,
         )
     console = Terminal()
     print_report(report, console if console.is_terminal else Terminal(width=_FILE_WIDTH))
@@ -69,7 +73,7 @@ def experts(
 
 def print_report(report: ExpertsReport, console: Console) -> None:
     """A table for each shape: a row for each number of tokens, a column for each way."""
-    console.print(f"{report.device.name}, torch {report.device.torch}, {report.dtype}", highlight=False)
+    console.print(f"{report.device.name}, torch {report.device.torch}, {report.dtype}, weights {report.form}", highlight=False)
     console.print(f"read {report.read_gbps:.0f} GB/s, product {report.device.matrix_tflops:.0f} TFLOP/s", highlight=False)
     for name, chosen in report.chosen.items():
         cells = [cell for cell in report.cells if cell.shape == name]

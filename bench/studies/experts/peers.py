@@ -43,15 +43,16 @@ def grouped_mm() -> ExpertsPeer:
 
     def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
         numbers = torch.arange(config.num_all, device=weights.router.device)
+        gate_up, down = _plain(weights)
 
         def layer(routed: Routed) -> Tensor:
             ordered, pairs = routed.experts.flatten().sort(stable=True)
             ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
             tokens = pairs // config.num_slots
-            both = torch._grouped_mm(routed.x[tokens], weights.gate_up.mT, offs=ends)
+            both = torch._grouped_mm(routed.x[tokens], gate_up.mT, offs=ends)
             if weights.gate_up_bias is not None:
                 both = both + weights.gate_up_bias[ordered]
-            parts = torch._grouped_mm(activate(both, config), weights.down.mT, offs=ends)
+            parts = torch._grouped_mm(activate(both, config), down.mT, offs=ends)
             if weights.down_bias is not None:
                 parts = parts + weights.down_bias[ordered]
             weighted = parts * routed.weights.flatten()[pairs, None]
@@ -60,6 +61,13 @@ def grouped_mm() -> ExpertsPeer:
         return layer
 
     return ExpertsPeer("torch.grouped_mm, composed", torch.__version__, make)
+
+
+def _plain(weights: ExpertWeights) -> tuple[Tensor, Tensor]:
+    """The experts' weights, which are given to peers plain alone."""
+    assert isinstance(weights.gate_up, Tensor)
+    assert isinstance(weights.down, Tensor)
+    return weights.gate_up, weights.down
 
 
 def vllm() -> ExpertsPeer:
@@ -81,14 +89,13 @@ def flashinfer() -> ExpertsPeer:
     library: Any = import_module("flashinfer.fused_moe")
 
     def make(config: ExpertsConfig, weights: ExpertWeights) -> Layer:
-        gate, up = weights.gate_up.chunk(2, dim=1)
+        gate_up, down = _plain(weights)
+        gate, up = gate_up.chunk(2, dim=1)
         up_gate = torch.cat([up, gate], dim=1)
 
         def layer(routed: Routed) -> Tensor:
             dtype = routed.x.dtype
-            out: Any = library.cutlass_fused_moe(
-                routed.x, routed.experts, routed.weights, up_gate, weights.down, dtype, quant_scales=[]
-            )
+            out: Any = library.cutlass_fused_moe(routed.x, routed.experts, routed.weights, up_gate, down, dtype, quant_scales=[])
             found: Tensor = out[0] if isinstance(out, (list, tuple)) else out
             return found
 

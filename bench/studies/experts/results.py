@@ -47,6 +47,8 @@ class ExpertsReport(ResultFile):
     date: str
     """UTC, ISO 8601."""
     dtype: str
+    form: str = "plain"
+    """The form of the experts' weights."""
     device: DeviceInfo
     read_gbps: float
     """Measured rate of reading, 1e9 bytes a second."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import Origin
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.forms import forms_of, reads_experts
 from headway.models.experts.fused import FusedExperts
 from headway.models.experts.methods import Method
 from headway.models.experts.plain import PlainExperts
@@ -27,6 +28,8 @@ from headway.models.experts.router import Routed
 from headway.models.experts.routing import Routing
 from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
+from headway.models.quantization.forms import QuantizedWeight, form_name, num_bytes
+from headway.models.quantization.rounding import float4, float8, int4, int8
 from headway.tuning.measure.device import describe_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.timing import Timer
@@ -74,6 +77,31 @@ def parse_shape(text: str) -> ExpertsShape:
     return ExpertsShape(text, hidden, ExpertsConfig(num_experts, top_k, inner))
 
 
+def _blocks(weight: Tensor) -> QuantizedWeight:
+    return float8(weight, (128, 128))
+
+
+EXPERT_FORMS: Mapping[str, Callable[[Tensor], QuantizedWeight] | None] = {
+    "plain": None,
+    "fp8-blocks": _blocks,
+    "fp8-rows": float8,
+    "mxfp4": float4,
+    "int4": partial(int4, group_size=128),
+    "int8": int8,
+}
+"""What rounds the rows of all experts [experts * out, in]. fp8-blocks: of 128 x 128; int4: groups of 128, symmetric."""
+
+
+def parse_form(text: str) -> Callable[[Tensor], QuantizedWeight] | None:
+    """Find a form by its name; None: weights stay plain.
+
+    :raises ConfigError: there is none of the name.
+    """
+    if text not in EXPERT_FORMS:
+        raise ConfigError("form", ", ".join(EXPERT_FORMS), repr(text))
+    return EXPERT_FORMS[text]
+
+
 def run_experts_bench(
     shapes: Sequence[ExpertsShape],
     tokens: Sequence[int],
@@ -83,22 +111,25 @@ def run_experts_bench(
     budget: float = 60.0,
     command: str = "",
     tell: Callable[[str], None] = lambda what: None,
+    form: str = "plain",
 ) -> ExpertsReport:
     """Time all of Headway's methods and all peers that are installed.
 
-    budget: seconds that choosing among Headway's methods may take for a shape that has not been measured here.
+    budget: seconds that choosing among Headway's methods may take for a shape that has not been measured here. form: of
+    EXPERT_FORMS; quantised weights are given to no peer.
 
-    :raises ConfigError: no GPU.
+    :raises ConfigError: no GPU, or a form that the kernels do not read of a shape or in this type.
     """
     if device.type != "cuda":
         raise ConfigError("headway.bench.studies.experts", "a GPU", device.type)
-    peers, versions = installed()
+    quantize = parse_form(form)
+    peers, versions = installed() if quantize is None else ([], {})
     described, read_gbps = describe_device(device, dtype, timer), measure_read_gbps(device, timer)
     chosen: dict[str, str] = {}
     cells: list[ExpertsCell] = []
     for shape in shapes:
         tell(shape.name)
-        layer = RandomLayer(shape, dtype, device)
+        layer = RandomLayer(shape, dtype, device, quantize)
         choose_experts([layer.kind], budget, compile_ahead(device))
         chosen[shape.name] = layer.kind.describe()
         for count in tokens:
@@ -111,6 +142,7 @@ def run_experts_bench(
         origin=Origin.here(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         dtype=DTYPE_NAMES[dtype],
+        form=form,
         device=described,
         read_gbps=read_gbps,
         libraries=versions,
@@ -122,7 +154,17 @@ def run_experts_bench(
 class RandomLayer:
     """Random weights of a shape, and what computes them."""
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: ExpertsShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantize: Callable[[Tensor], QuantizedWeight] | None = None,
+    ) -> None:
+        """quantize: what rounds the experts' weights; None: they stay plain.
+
+        :raises ConfigError: the kernels do not read what it makes of them.
+        """
         config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
         self._shape, self._generator = shape, torch.Generator(device).manual_seed(0)
 
@@ -130,17 +172,26 @@ class RandomLayer:
             scale = sizes[-1] ** -0.5 if len(sizes) > 1 else 0.1
             return torch.empty(sizes, dtype=dtype, device=device).normal_(0, scale, generator=self._generator)
 
+        def rows(*sizes: int) -> Tensor | QuantizedWeight:
+            if quantize is None:
+                return draw(*sizes)
+            form = quantize(draw(*sizes).flatten(0, 1))
+            if not reads_experts(form, dtype, device):
+                raise ConfigError("form", f"one that the kernels read of {sizes[-1]} columns and x in {dtype}", form_name(form))
+            return form
+
         self._weights = ExpertWeights(
             router=draw(config.num_logits, hidden),
             router_bias=draw(config.num_logits, dtype=torch.float32) if config.router_bias else None,
             correction_bias=draw(config.num_experts, dtype=torch.float32) if config.correction_bias else None,
-            gate_up=draw(config.num_all, 2 * inner, hidden),
+            gate_up=rows(config.num_all, 2 * inner, hidden),
             gate_up_bias=draw(config.num_all, 2 * inner) if config.biases else None,
-            down=draw(config.num_all, hidden, inner),
+            down=rows(config.num_all, hidden, inner),
             down_bias=draw(config.num_all, hidden) if config.biases else None,
         )
         self._norm = Norm(torch.ones(hidden, dtype=dtype, device=device), 1e-6)
-        self.kind = FusedExperts(config, dtype, device)
+        self.kind = FusedExperts(config, dtype, device, forms=forms_of(self._weights))
+        self._expert_bytes = _bytes(self._weights.gate_up, self._weights.down) / config.num_all
         self.kind.layer(self._weights, self._norm)
         self._plain = PlainExperts(config, self._weights)
 
@@ -159,7 +210,7 @@ class RandomLayer:
         routed = {method.name: method.route(x, self._norm, self._weights) for method in methods}
         given = next(iter(routed.values()))
         touched = len(set(given.experts.flatten().tolist()))
-        floor_bytes = touched * 3 * hidden * inner * x.itemsize / read_gbps * 1e-3
+        floor_bytes = touched * self._expert_bytes / read_gbps * 1e-3
         floor_operations = given.experts.numel() * 6 * hidden * inner / tflops * 1e-6
         empty = ExpertsCell(way="", peer=False, shape=self._shape.name, tokens=count, touched=touched)
 
@@ -204,10 +255,16 @@ class RandomLayer:
 
         def product(rows: Tensor, one: object) -> Tensor:
             bias = getattr(one, "bias", None)
-            return linear(rows.float(), one.weight.float(), None if bias is None else bias.float())  # type: ignore[attr-defined]
+            weight = one.weight  # type: ignore[attr-defined]
+            weight = weight.float() if isinstance(weight, Tensor) else weight.dequantized(torch.float32)
+            return linear(rows.float(), weight, None if bias is None else bias.float())
 
         expected = self._plain.apply(routed.x.float(), routing, product)
         return float((found.float() - expected).norm() / expected.norm())
+
+
+def _bytes(*weights: Tensor | QuantizedWeight) -> int:
+    return sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in weights)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:

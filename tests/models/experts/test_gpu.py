@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from expert_layers import CONFIGS, HIDDEN, Layer
+from dense_attention import DenseAttention
+from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.forms import forms_of
 from headway.models.experts.routing import Routing
+from headway.models.experts.weights import ExpertWeights
+from headway.models.loader import load_model
+from quantized_models import FORMATS as STORED
+from quantized_models import GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
@@ -95,3 +103,94 @@ def test_a_nan_stays_in_its_row(kind: str) -> None:
     for name in [name for name in ways.methods if name.startswith(kind)]:
         found = run(ways, name, layer, x, torch.bfloat16)
         assert found.isnan().any(1).tolist() == [row == 4 for row in range(9)], name
+
+
+QUANTIZED = {
+    "qwen3": ExpertsConfig(16, 4, 384),
+    "gpt_oss": dataclasses.replace(CONFIGS["gpt_oss"], intermediate_size=352),
+    "shared": ExpertsConfig(16, 6, 256, shared_intermediate_size=512),
+}
+
+
+def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tuple[object, ExpertWeights]:
+    from headway.models.experts.fused import FusedExperts
+
+    weights = layer.quantized(form, "cuda")
+    return FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights)), weights
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 50, 300, 1500])
+@pytest.mark.parametrize("config", QUANTIZED)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_method_over_every_form_is_right(form: str, config: str, num_tokens: int) -> None:
+    """Also in a graph, whose bits are those of the same call outside of one."""
+    layer = Layer(QUANTIZED[config], torch.bfloat16, seed=num_tokens, hidden=672)
+    kind, weights = quantized_kind(layer, form)
+    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(num_tokens, 672)
+    given = x.to(DEVICE, torch.bfloat16)
+    able = [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]
+    assert len(able) >= 3
+    for method in able:
+        routed, found = method.route(given, norm, weights), given.clone()
+        method.add(found, routed, weights)
+        expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
+        errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < TOLERANCE[torch.bfloat16], (method.name, errors)
+        captured, graph = given.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            method.add(captured, method.route(captured, norm, weights), weights)
+        captured.copy_(given)
+        graph.replay()
+        assert torch.equal(captured, found), method.name
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4, zeros"])
+def test_float16_multiplies_forms_that_it_has_place_for(form: str) -> None:
+    for count in (2, 40):
+        layer = Layer(QUANTIZED["qwen3"], torch.float16, hidden=672)
+        kind, weights = quantized_kind(layer, form)
+        x = layer.draw(count, 672)
+        for method in [method for method in kind.methods.values() if method.takes(count, torch.float16)]:
+            found = x.to(DEVICE, torch.float16, copy=True)
+            routed = method.route(found, layer.norm_of(torch.float16, "cuda"), weights)
+            method.add(found, routed, weights)
+            expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
+            assert (found.double().cpu() - expected).norm() < TOLERANCE[torch.float16] * expected.norm(), method.name
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4"])
+def test_quantised_tokens_have_bits_of_their_own_where_that_is_promised(form: str) -> None:
+    layer = Layer(QUANTIZED["qwen3"], torch.bfloat16, hidden=672)
+    kind, weights = quantized_kind(layer, form, batch_invariant=True)
+    (method,) = kind.methods.values()
+    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(300, 672).to(DEVICE, torch.bfloat16)
+
+    def computed(rows: Tensor) -> Tensor:
+        y = rows.clone()
+        method.add(y, method.route(y, norm, weights), weights)
+        return y
+
+    whole = computed(x)
+    for first, last in ((0, 1), (3, 20), (100, 290)):
+        assert torch.equal(computed(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4"])
+def test_a_model_keeps_its_experts_and_gives_the_plain_ones_logits(tmp_path: Path, name: str) -> None:
+    """Both models have the weights rounded to bfloat16 but for what is kept, so that they differ by rounding alone."""
+    if name == "mxfp4":
+        folders = save_mxfp4(tmp_path, GPT_OSS)
+    else:
+        folders = save_both(tmp_path, STORED[name], QWEN3_MOE, plain=lambda module: module.endswith("mlp.gate"))
+    logits = []
+    for folder, kept in zip(folders, (True, False), strict=True):
+        with torch.inference_mode():
+            model: Any = load_model(str(folder), "bfloat16", skip_tokenizer_init=True, device=DEVICE).decoder
+            (kind,) = model.expert_kinds
+            assert (kind.forms != ("", "")) is kept
+            attention = DenseAttention(model)
+            attention.begin([(0, 9)])
+            ids = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+            logits.append(model.compute_logits(model(ids, torch.arange(9, device=DEVICE), attention)).float())
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[1].norm()

@@ -11,15 +11,15 @@ from triton_interpreter import passed_in_the_interpreter
 pytest.importorskip("triton")
 
 
-FILE = Path(__file__).with_name("test_interpreted.py")
+FILES = [Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_quantized_interpreted.py")]
 
 
 @pytest.mark.slow
 def test_kernels_are_right_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(FILE) > 5
+    assert passed_in_the_interpreter(*FILES) > 12
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 def test_the_rare_cases_are_right_in_the_interpreter() -> None:
-    assert passed_in_the_interpreter(FILE, marks="slow") > 30
+    assert passed_in_the_interpreter(*FILES, marks="slow") > 100
