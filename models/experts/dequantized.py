@@ -46,7 +46,7 @@ class Dequantized:
     def _plain(self, weight: Tensor | QuantizedWeight, rows: int, dtype: torch.dtype) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        return self._ways.dequantized(weight, dtype).view(-1, rows, weight.shape[1])
+        return self._ways.dequantize.dequantized(weight, dtype).view(-1, rows, weight.shape[1])
 
 
 def scratch_bytes(weights: ExpertWeights) -> int:

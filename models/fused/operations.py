@@ -60,7 +60,9 @@ class Fused:
             launcher = self._launchers[key] = make()
         return launcher
 
-    def _kernel(self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None) -> FusedProducts | None:
+    def _kernel(
+        self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None
+    ) -> FewRows | FusedProducts | None:
         """What computes a product with all that comes before and after it in one launch, if anything does.
 
         way: `QuantizedWays.way`, which is asked once for a product.
