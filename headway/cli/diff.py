@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ from headway.engine_args import EngineArgs
 if TYPE_CHECKING:
     import torch
 
-    from headway.bench.diff.results import DiffReport
+    from headway.bench.diff.results import DiffReport, SideReport
+    from headway.bench.diff.sides import Side
     from headway.bench.diff.weights import DiffModels
     from headway.models.loader import LoadedModel
 
@@ -65,7 +67,7 @@ def diff(
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
     from headway.bench.diff.report import print_report
-    from headway.bench.diff.results import DiffReport, SideReport
+    from headway.bench.diff.results import DiffReport
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.core.contract.spec import DTYPE_NAMES
@@ -100,14 +102,8 @@ def diff(
         device=identify_device(place),
         model=loaded.name,
         dtype=DTYPE_NAMES[decoder.attention_specs[0].dtype],
-        a=SideReport(
-            name=title_a,
-            kv_layout=side_a.layout.name,
-            block_size=side_a.block_size,
-            weights=models.weights_a,
-            products=list(models.products),
-        ),
-        b=SideReport(name=b, kv_layout=side_b.layout.name, block_size=side_b.block_size, weights=models.weights_b),
+        a=_told(side_a, title_a, models.weights_a, models.products),
+        b=_told(side_b, b, models.weights_b),
         prompts=len(prompts),
         max_tokens=max_tokens,
         phases=phases,
@@ -116,6 +112,12 @@ def diff(
     _write(report, output, picture, err)
     if not report.within_tolerance:
         raise typer.Exit(1)
+
+
+def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> SideReport:
+    from headway.bench.diff.results import SideReport
+
+    return SideReport(name=name, kv_layout=side.layout.name, block_size=side.block_size, weights=weights, products=list(products))
 
 
 def _load(args: EngineArgs, device: torch.device, quantization: str | None, err: Terminal) -> DiffModels:
