@@ -53,6 +53,7 @@ class ProductLayers:
     shape: tuple[int, int]
     """out_features, in_features."""
     form: str
+    weights: list[Tensor | QuantizedWeight]
     linears: list[Linear]
     dense: Tensor
     """The first one's weight, float32."""
@@ -69,7 +70,7 @@ class ProductLayers:
             weights.append(FORMS[form](*shape, device) if plain is None else torch.randn(*shape, device=device, dtype=plain))
         first = weights[0]
         dense = first.float() if isinstance(first, Tensor) else first.dequantized(torch.float32)
-        return cls(shape, form, [Linear(weight, dtype=dtype) for weight in weights], dense, _bytes(first))
+        return cls(shape, form, weights, [Linear(weight, dtype=dtype) for weight in weights], dense, _bytes(first))
 
     def error(self, y: Tensor, x: Tensor) -> float:
         """How far a product of the first layer is off, relative to its norm. x: [rows, in_features]."""
