@@ -33,11 +33,11 @@ class ProductWays:
     """All ways of some layers."""
 
     of: Callable[[Tensor], Sequence[ProductWay]]
-    """Those that compute products of x."""
+    """The ways that compute products of x."""
     chosen: Callable[[int], str] = field(default=lambda rows: "")
     """The name of the one that an engine takes for so many rows; "": there is nothing to choose."""
     source: str = "its form"
-    """By whose word it does."""
+    """Whose word that is."""
 
 
 def ways_of(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
