@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
+# Bytecode is kept whatever the shell says: else each of some hundred processes that tests start compiles the package anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
 .PHONY: help demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo check docs docs-made format clean
 .DEFAULT_GOAL := demo

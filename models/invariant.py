@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 from headway.models.operations import ACTIVATE, Experts, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
+from headway.models.quantization.forms import form_name
 
 if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
@@ -25,6 +27,7 @@ TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
 at the memory's rate has the matrix units busy as well, so that neither a decode nor a prompt pays more than it must."""
 
+log = logging.getLogger("headway")
 Softcap = Callable[[Tensor, float], Tensor]
 
 
@@ -106,12 +109,12 @@ class InvariantOperations:
         return torch.split(pad(x, (*(0, 0) * (x.dim() - 1), 0, missing)), self._rows)
 
     def check(self, linears: Iterable[Linear]) -> None:
-        """Try one product of each shape: rows moved within a tile, and a row among zeros, must keep their bits.
+        """Try one product of each shape and form: rows moved within a tile, and a row among zeros, must keep their bits.
 
         :raises ModelError: they do not on this machine, with these libraries and threads.
         """
-        shapes = {(linear.in_features, linear.out_features): linear for linear in linears}
-        for (in_features, out_features), linear in shapes.items():
+        tried = {(linear.in_features, linear.out_features, _form(linear)): linear for linear in linears}
+        for (in_features, out_features, form), linear in tried.items():
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(self._rows, in_features, generator=generator).to(linear.device, linear.dtype)
             y = self.product(x, linear)
@@ -119,9 +122,16 @@ class InvariantOperations:
             if not moved or not torch.equal(self.product(x[-1:], linear), y[-1:]):
                 raise ModelError(
                     f"deterministic: needs products whose rows have the same bits wherever they stand, got others from "
-                    f"{self._rows} x {in_features} times {in_features} x {out_features} in {x.dtype} on {x.device.type} "
+                    f"{self._rows} x {in_features} times {in_features} x {out_features} ({form}) in {x.dtype} on {x.device.type} "
                     f"with torch {torch.__version__}: try another --dtype, --device or --num-threads"
                 )
+
+
+def _form(linear: Linear) -> str:
+    """What the layer's product reads, in words."""
+    if isinstance(linear.weight, Tensor):
+        return "packed of fewer bits" if linear.reads_quantized else "plain"
+    return form_name(linear.weight)
 
 
 def silu_by_exp(x: Tensor) -> Tensor:
@@ -159,9 +169,14 @@ ON_CPU: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 def invariant_operations(operations: Operations, linears: Iterable[Linear], device: torch.device) -> Operations:
     """Wrap operations of a device so that the rows of the given products keep their bits.
 
+    Products over quantised weights have one way each, by the rule for a tile's rows, whatever times are kept; the log names it.
+
     :raises ModelError: a product's rows depend on their place (`InvariantOperations.check`).
     """
     activate, cap = (ON_CPU, softcap_by_exp) if device.type == "cpu" else (ACTIVATE, softcap)
-    invariant = InvariantOperations(operations, TILE_ROWS[device.type], activate, cap)
+    linears, rows = list(linears), TILE_ROWS[device.type]
+    invariant = InvariantOperations(operations, rows, activate, cap)
     invariant.check(linears)
+    for kind in operations.product_kinds((linear, False) for linear in linears):
+        log.info("deterministic: products %s by %s, for every tile of %d rows", kind.name, kind.way_for(rows), rows)
     return invariant

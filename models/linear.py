@@ -63,6 +63,11 @@ class Linear:
         dense = isinstance(weight, Tensor) and not self._packed and self._product is None
         self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
 
+    @property
+    def reads_quantized(self) -> bool:
+        """Whether products read a quantised weight as it is."""
+        return self._product is not None
+
     def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
         """What a quantised weight becomes."""
         if kept:

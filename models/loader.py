@@ -27,6 +27,7 @@ from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
 from headway.models.quantization.config import Quantization, read_quantization
+from headway.models.quantization.forms import QuantizedWeight
 from headway.models.quantization.rounding import ON_LOADING
 from headway.models.rounded_weights import QuantizeOnLoading
 from headway.models.weights import DummyWeights, Weights, WeightSource
@@ -69,6 +70,7 @@ def load_model(
     torch_compile: bool | None = False,
     ranks: Ranks = ONE_RANK,
     quantization: str | None = None,
+    keep_quantized: bool = True,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -79,6 +81,7 @@ def load_model(
     torch_compile: compile the layers of a model that transformers computes; None: if it works.
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
     quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
+    keep_quantized: False: quantised weights are expanded, whatever the device's products read.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
@@ -93,7 +96,7 @@ def load_model(
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
-        weights = _weights(native, folder, chosen, device, dummy, stored, quantization)
+        weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized)
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks)
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
@@ -132,12 +135,15 @@ def _weights(
     dummy: bool,
     stored: Quantization | None,
     quantization: str | None,
+    keep_quantized: bool,
 ) -> WeightSource:
     """Where the decoder takes its tensors from. stored: the format of a checkpoint's weights, and of random ones in its place."""
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
-    keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
+    keeps = (_never, _never)
+    if keep_quantized:
+        keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
@@ -147,6 +153,11 @@ def _weights(
         return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], *keeps)
     weights = Weights(folder, dtype, device, config.names.aliases, stored, *keeps)
     return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], *keeps)
+
+
+def _never(weight: QuantizedWeight) -> bool:
+    """Keep no form."""
+    return False
 
 
 def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", quantization: str | None = None) -> None:

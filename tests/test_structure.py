@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("structure")  # the trees of all files are parsed once
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "bench")
 ROOMS = (
@@ -87,13 +88,16 @@ def imported(path: Path) -> set[str]:
     return found - {module_of(path)}
 
 
-IMPORTS = {module: imported(path) for module, path in SOURCES.items()}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    """Module -> the files that it imports. Read by the first test that asks, so that collecting the tests parses nothing."""
+    return {module: imported(path) for module, path in SOURCES.items()}
 
 
 @pytest.mark.parametrize("module", SOURCES, ids=lambda module: module or "headway")
 def test_imports_only_go_down(module: str) -> None:
     rank = ROOMS.index(room_of(module))
-    above = {other for other in IMPORTS[module] if ROOMS.index(room_of(other)) > rank}
+    above = {other for other in all_imports()[module] if ROOMS.index(room_of(other)) > rank}
     assert not above, f"{module} ({ROOMS[rank]}) imports {sorted(above)}"
 
 
@@ -112,7 +116,7 @@ def engine_room_of(module: str) -> str:
 def test_rooms_of_the_engine_import_only_what_lies_below_them(module: str) -> None:
     own = engine_room_of(module)
     allowed = {room for order in ENGINE_ORDERS if own in order for room in order[: order.index(own) + 1]}
-    taken = {other: engine_room_of(other) for other in IMPORTS[module] if room_of(other) == "core.engine"}
+    taken = {other: engine_room_of(other) for other in all_imports()[module] if room_of(other) == "core.engine"}
     assert not own or not {other for other, room in taken.items() if room not in allowed}, f"{own} may import {sorted(allowed)}"
 
 
@@ -122,7 +126,7 @@ def test_every_room_of_the_engine_has_its_place() -> None:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    list(graphlib.TopologicalSorter(IMPORTS).static_order())  # raises CycleError with the circle
+    list(graphlib.TopologicalSorter(all_imports()).static_order())  # raises CycleError with the circle
 
 
 def named_in_strings(path: Path) -> set[str]:

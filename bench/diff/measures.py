@@ -66,7 +66,8 @@ class NextTokens:
             token_a, token_b = int(tokens_a[row]), int(tokens_b[row])
             gap = _number(float(b[row, token_b] - b[row, token_a]))
             prompt, position = places[row]
-            self.flips.append(Flip(prompt=prompt, position=position, token_a=token_a, token_b=token_b, gap=gap))
+            near = _number(float(kl[row]))
+            self.flips.append(Flip(prompt=prompt, position=position, token_a=token_a, token_b=token_b, gap=gap, kl=near))
 
     @property
     def flip_rate(self) -> float:

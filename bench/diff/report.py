@@ -23,6 +23,8 @@ def print_report(report: DiffReport, console: Console) -> None:
         f"{report.model}, {report.dtype} on {device.name}, torch {device.torch}",
         f"{report.prompts} prompts, {written}",
         *(f"{n} = {side.name} (kv_layout={side.kv_layout}, block_size={side.block_size})" for n, side in (("A", a), ("B", b))),
+        *(f"{n}'s weights: {side.weights}" for n, side in (("A", a), ("B", b)) if side.weights),
+        *(f"A's products {told}" for told in a.products),
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     for phase in report.phases:
@@ -30,6 +32,8 @@ def print_report(report: DiffReport, console: Console) -> None:
         console.print(_layers(phase))
     console.print()
     console.print(_tokens(report))
+    if any(phase.flips for phase in report.phases):
+        console.print(_flips(report))
     for line in verdict(report):
         console.print(line)
 
@@ -49,7 +53,10 @@ def verdict(report: DiffReport) -> list[Text]:
                 "default",
             )
         )
-    return lines or [Text("within tolerance in every layer and phase", "bold green")]
+    lines = lines or [Text("within tolerance in every layer and phase", "bold green")]
+    if report.a.weights:
+        lines.append(Text("that is attention's, on the same q, k and v; for weights none is declared", "dim"))
+    return lines
 
 
 def _layers(phase: PhaseDiff) -> Table:
@@ -87,6 +94,25 @@ def _tokens(report: DiffReport) -> Table:
             _show(phase.kl_max),
         )
     return table
+
+
+def _flips(report: DiffReport) -> Table:
+    """The first positions, in the order of the texts, where the sides would go on differently."""
+    flips = ((flip, phase.phase.value) for phase in report.phases for flip in phase.flips)
+    listed = sorted(flips, key=lambda found: (found[0].prompt, found[0].position))
+    total = sum(round(phase.flip_rate * phase.tokens) for phase in report.phases)
+    title = f"where the next token differs: {total} positions, {min(_LISTED, len(listed))} of them listed"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("prompt", "position", "phase", "A's token", "B's token", "gap", "KL"):
+        table.add_column(column, justify="right")
+    for flip, phase in listed[:_LISTED]:
+        tokens = str(flip.token_a), str(flip.token_b)
+        table.add_row(str(flip.prompt), str(flip.position), phase, *tokens, _show(flip.gap), _show(flip.kl))
+    return table
+
+
+_LISTED = 8
+"""Positions that the table lists; a result file has more."""
 
 
 def _show(error: Error) -> str:

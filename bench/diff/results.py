@@ -52,6 +52,8 @@ class Flip(BaseModel):
     token_b: int
     gap: Error
     """How far B's logit of its own token lies above B's logit of A's: a near-tie says little about A."""
+    kl: Error = None
+    """KL(A || B) of the next token here, in nats; None where it is no number, and in files of before 2026-11-25."""
 
 
 class PhaseDiff(BaseModel):
@@ -91,6 +93,10 @@ class SideReport(BaseModel):
     name: str
     kv_layout: str
     block_size: int
+    weights: str = ""
+    """What the side's weights are, in words; "" where both sides have the same."""
+    products: list[str] = []
+    """What multiplies over the side's quantised weights, for each kind of product for which that is chosen."""
 
 
 class DiffReport(ResultFile):

@@ -80,9 +80,11 @@ def compare(
     max_tokens: int,
     extend: bool = True,
     advance: Callable[[], None] = lambda: None,
+    model_a: Model | None = None,
 ) -> list[PhaseDiff]:
     """Hold A against B on the prompts and on B's `max_tokens` greedy tokens after each, for each phase that occurs.
 
+    model_a: what A runs on its own, of the same shape with other weights; None: the model of both.
     extend: cut prompts of three tokens and more in two, so that the later chunk attends to a cached context.
 
     :raises ConfigError: the model's layers keep states.
@@ -92,6 +94,7 @@ def compare(
     if states := state_layers(model):
         raise ConfigError("headway diff", "a model of attention layers alone", f"layers with a state: {states[0].spec}")
     check_prompts(model, prompts, max_tokens)
+    model_a = model if model_a is None else model_a
     counted: dict[Phase, _Phase] = {}
     for first in range(0, len(prompts), BATCH):
         tokens = [list(prompt) for prompt in prompts[first : first + BATCH]]
@@ -105,9 +108,9 @@ def compare(
             twin = _Twin(forced, leader, phase.forced)
             hidden_b = _forward(model, tokens, step, AttentionFunctions(twin))
             free.begin(step)  # only now: the backend's instances are those of `forced`, and may keep a plan to themselves
-            hidden_a = _forward(model, tokens, step, AttentionFunctions(_Lone(free, twin.answers, phase.free)))
+            hidden_a = _forward(model_a, tokens, step, AttentionFunctions(_Lone(free, twin.answers, phase.free)))
             phase.hidden.add(0, hidden_a[:, None], hidden_b[:, None])
-            greedy = _logits(model, hidden_a, hidden_b, step, phase.next, first)
+            greedy = _logits(model_a, model, hidden_a, hidden_b, step, phase.next, first)
             ends = accumulate(step.query_lens)
             for row, context, query, end in zip(step.rows, step.context_lens, step.query_lens, ends, strict=True):
                 if context + query == len(tokens[row]) < most[row]:
@@ -137,14 +140,16 @@ def _forward(model: Model, tokens: list[list[int]], step: DiffStep, attention: A
     return model(torch.tensor(ids, device=device), torch.tensor(positions, device=device), attention)
 
 
-def _logits(model: Model, hidden_a: Tensor, hidden_b: Tensor, step: DiffStep, counted: NextTokens, first: int) -> list[int]:
+def _logits(
+    model_a: Model, model_b: Model, hidden_a: Tensor, hidden_b: Tensor, step: DiffStep, counted: NextTokens, first: int
+) -> list[int]:
     """Count all positions of a step; returns B's greedy token after each."""
     shares = zip(step.rows, step.context_lens, step.query_lens, strict=True)
     places = [(first + row, context + n) for row, context, query in shares for n in range(query)]
     greedy: list[int] = []
     for start in range(0, len(places), _LOGIT_ROWS):
         rows = slice(start, start + _LOGIT_ROWS)
-        a, b = model.compute_logits(hidden_a[rows]), model.compute_logits(hidden_b[rows])
+        a, b = model_a.compute_logits(hidden_a[rows]), model_b.compute_logits(hidden_b[rows])
         counted.add(a, b, places[rows])
         greedy += b.argmax(-1).tolist()
     return greedy

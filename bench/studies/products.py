@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +22,7 @@ import typer
 from torch import Tensor
 
 from headway.backends.compile_ahead import compile_ahead
+from headway.bench.kernel.product_layers import FORMS, ProductLayers, tolerance
 from headway.bench.studies.command import run_study
 from headway.bench.studies.product_cells import THE_RULES, Change, ProductCell, ProductsReport, changes
 from headway.core.contract.errors import ConfigError
@@ -35,7 +35,6 @@ from headway.models.fused.quantized_choice import KERNEL
 from headway.models.fused.quantized_cuts import changed
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.linear import Linear
-from headway.models.quantization.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
 from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import InterleavedTimer, Timing
@@ -45,69 +44,10 @@ SHAPES = "8192x8192,6144x4096,4096x4096,28672x4096,4096x14336"
 ROWS = "1,4,16,64,256,2048"
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 Step = Callable[[Tensor, Linear], Tensor]
-_EXACT, _ROUNDED = 1e-2, 8e-2
-"""Error of a right answer relative to its norm: of x in bfloat16, and of x in floats of 8 bits."""
-_MOST_COPIES, _BEST = 16, 5
+_BEST = 5
 SWEPT = {"int4": "int4", "fp8 rows": "fp8 rows", "fp8 blocks": "fp8 rows", "mxfp4": "int4"}
 """Form -> the one among those whose cuts are all tried."""
 SWEPT_ROWS = (1, 16, 64)
-
-
-def float8(rows: int, columns: int, block: tuple[int, int]) -> Float8Weight:
-    """A random weight."""
-    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]), device=GPU) + 0.5
-    return Float8Weight(torch.randn(rows, columns, device=GPU).to(torch.float8_e4m3fn), scales, block)
-
-
-def int4(rows: int, columns: int) -> Int4Weight:
-    """A random weight in groups of 128."""
-    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=GPU)
-    return Int4Weight(packed, (torch.rand(rows, columns // 128, device=GPU) + 0.5).half(), None, 128)
-
-
-def mxfp4(rows: int, columns: int) -> Float4Weight:
-    """A random weight."""
-    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=GPU)
-    return Float4Weight(packed, torch.randint(120, 132, (rows, columns // MX_GROUP), dtype=torch.uint8, device=GPU))
-
-
-FORMS: Mapping[str, Callable[[int, int], QuantizedWeight]] = {
-    "int4": int4,
-    "fp8 rows": lambda rows, columns: float8(rows, columns, (1, columns)),
-    "fp8 blocks": partial(float8, block=(128, 128)),
-    "mxfp4": mxfp4,
-}
-
-
-@dataclass
-class ProductLayers:
-    """ProductLayers of one shape and form, larger together than the L2 cache."""
-
-    shape: tuple[int, int]
-    form: str
-    linears: list[Linear]
-    dense: Tensor
-    """The first one's weight, float32."""
-
-    @classmethod
-    def drawn(cls, shape: tuple[int, int], form: str) -> ProductLayers:
-        """Draw them; form: of FORMS, or bf16."""
-        cache = 2 * torch.cuda.get_device_properties(GPU).L2_cache_size
-        weights: list[Tensor | QuantizedWeight] = []
-        while not weights or (cache > len(weights) * _bytes(weights[0]) and len(weights) < _MOST_COPIES):
-            weights.append(torch.randn(*shape, device=GPU, dtype=BF16) if form == "bf16" else FORMS[form](*shape))
-        first = weights[0]
-        dense = first.float() if isinstance(first, Tensor) else first.dequantized(torch.float32)
-        return cls(shape, form, [Linear(weight, dtype=BF16) for weight in weights], dense)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one weight."""
-        return _bytes(self.linears[0].weight)
-
-
-def _bytes(weight: Tensor | QuantizedWeight) -> int:
-    return weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
 
 
 @dataclass
@@ -130,10 +70,8 @@ class Study:
         cell = ProductCell(shape=_shape(layers.shape), form=layers.form, rows=len(x), way=way, cut=cut)
         self.cells.append(cell)
         try:
-            expected = x.float() @ layers.dense.t()
-            error = float((step(x, layers.linears[0]).float() - expected).norm() / expected.norm())
-            del expected
-            if error >= (_ROUNDED if rounds else _EXACT):
+            error = layers.error(step(x, layers.linears[0]), x)
+            if error >= tolerance(rounds):
                 cell.reason = f"off by {error:.1e}"
                 return None
 
@@ -190,7 +128,7 @@ def time_kernels(study: Study, layers: ProductLayers, tried: Mapping[int, Mappin
 
 def sweep(study: Study, shape: tuple[int, int], form: str, rows: list[int]) -> Iterator[list[str]]:
     """Try all cuts of a form, remember their order, and tell the best."""
-    layers = ProductLayers.drawn(shape, form)
+    layers = ProductLayers.drawn(shape, form, GPU)
     for count, times in time_kernels(study, layers, {count: changes(count) for count in rows}).items():
         study.ranked[form, count] = list(times)
         best = [f"{name} {us:.1f}" for name, us in list(times.items())[:_BEST]]
@@ -200,7 +138,7 @@ def sweep(study: Study, shape: tuple[int, int], form: str, rows: list[int]) -> I
 
 def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
     """Lines of a table for one form: the kernel's best, and the other ways."""
-    layers, ways = ProductLayers.drawn(shape, form), QuantizedWays(GPU)
+    layers, ways = ProductLayers.drawn(shape, form, GPU), QuantizedWays(GPU)
     kernel = time_kernels(study, layers, {count: study.tried(form, count) for count in rows})
     yield [
         f"{form} (floor {layers.num_bytes / 4.19e6:.1f})",
@@ -222,7 +160,7 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
 
 def measure_dense(study: Study, shape: tuple[int, int], rows: list[int]) -> Iterator[list[str]]:
     """Lines for the weight in bfloat16."""
-    layers, few_rows, mm, ours = ProductLayers.drawn(shape, "bf16"), FewRows(GPU), [], []
+    layers, few_rows, mm, ours = ProductLayers.drawn(shape, "bf16", GPU), FewRows(GPU), [], []
     for count in rows:
         x = torch.randn(count, shape[1], device=GPU, dtype=BF16)
         mm.append(_cell(study.us(layers, x, lambda x, linear: linear(x), "torch.mm")))

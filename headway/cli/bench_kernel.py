@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of
+from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of, sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -118,8 +118,15 @@ def measure_kernels(
     than: str | None = None,
     model: str | None = None,
     states: bool = False,
+    linear: list[str] | None = None,
+    form: str | None = None,
+    rows: str | None = None,
 ) -> None:
-    """Time attention kernels, or with --states those of layers with a state, each checked against float64 first."""
+    """Time attention kernels, with --states those of layers with a state, or with --linear products; each is checked first."""
+    if linear or form is not None or rows is not None:
+        others = plugin or states or model is not None or fail_if_slower is not None or than is not None
+        measure_products(options, linear or [], form, rows, others=bool(others))
+        return
     if states or model is not None:
         measure_states(
             options, plugin, model if states else None, asked_to_compare=fail_if_slower is not None or than is not None
@@ -206,6 +213,51 @@ def measure_states(
         console.print(f"written to {options.output}", highlight=False)
 
 
+def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
+    """Time the ways of multiplying over quantised weights. others: whether options were given that do not go with them.
+
+    :raises ConfigError: no shape, an unknown form, or options that go without --linear only.
+    """
+    from headway.bench.kernel.product_report import print_products
+    from headway.bench.kernel.products import FORM_NAMES, ProductOptions, run_products_bench
+
+    if not shapes:
+        raise ConfigError("--form and --rows", "--linear with a shape", "none", "--linear 4096x14336")
+    if others or options.backends or options.cases or options.layouts or options.block_sizes or options.kv_dtype:
+        need = "--form, --rows, --dtype, --device, --output and times alone"
+        raise ConfigError("--linear", need, "an option of attention or of states")
+    report = run_products_bench(
+        ProductOptions(
+            shapes=[_shape_of(text) for text in shapes],
+            forms=names_of(form) or FORM_NAMES,
+            rows=sizes_of("--rows", rows) or (1, 4, 16, 64),
+            dtype=options.dtype,
+            device=options.device,
+            timer=options.timer,
+            seed=options.seed,
+            peak_gbps=options.peak_gbps,
+            peak_tflops=options.peak_tflops,
+            output=options.output,
+            command=options.command,
+        ),
+        Terminal(stderr=True),
+    )
+    console = Terminal()
+    print_products(report, console)
+    if options.output is not None:
+        console.print(f"written to {options.output}", highlight=False)
+    if not any(cell.status == "ok" for cell in report.cells):
+        raise typer.Exit(1)
+
+
+def _shape_of(text: str) -> tuple[int, int]:
+    """:raises ConfigError: no OUTxIN."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
+        raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))
+    return int(sizes[0]), int(sizes[1])
+
+
 FAIL_IF_SLOWER = Annotated[
     float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
 ]
@@ -214,7 +266,23 @@ THAN = Annotated[str | None, typer.Option(help="The backend that --fail-if-slowe
 MODEL = Annotated[str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")]
 STATES = Annotated[bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")]
 
+LINEAR = Annotated[
+    list[str] | None,
+    typer.Option(help="Time products over a weight of out_features x in_features instead: 4096x14336. Repeatable."),
+]
+FORM = Annotated[
+    str | None, typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all.")
+]
+ROWS = Annotated[str | None, typer.Option(help="With --linear: rows of x, comma-separated. Default: 1,4,16,64.")]
+
 kernel = with_plugins(
-    measure_kernels, fail_if_slower=(FAIL_IF_SLOWER, None), than=(THAN, None), model=(MODEL, None), states=(STATES, False)
+    measure_kernels,
+    fail_if_slower=(FAIL_IF_SLOWER, None),
+    than=(THAN, None),
+    model=(MODEL, None),
+    states=(STATES, False),
+    linear=(LINEAR, None),
+    form=(FORM, None),
+    rows=(ROWS, None),
 )
 kernel.__name__ = "kernel"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +16,17 @@ from headway.engine_args import EngineArgs
 if TYPE_CHECKING:
     import torch
 
-    from headway.bench.diff.results import DiffReport
+    from headway.bench.diff.results import DiffReport, SideReport
+    from headway.bench.diff.sides import Side
+    from headway.bench.diff.weights import DiffModels
     from headway.models.loader import LoadedModel
 
 _NUM_PROMPTS = 4
 """Number of built-in prompts that run where the user gives none."""
+_QUANTIZATION = (
+    "A's weights: fp8 rounds the plain ones on loading, which B keeps; checkpoint: products read a quantised checkpoint's as "
+    "they are, and B has them expanded. Loads the model twice."
+)
 _RANDOM_LENGTHS = (7, 64, 300, 1000)
 """Tokens of the prompts where the model has no tokenizer."""
 
@@ -48,15 +56,18 @@ def diff(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Type of A's cache: auto, fp8_e4m3 or int8_per_token_head; B keeps the model's.")
     ] = "auto",
+    quantization: Annotated[str | None, typer.Option(help=_QUANTIZATION)] = None,
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,
 ) -> None:
     """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
 
+    With --quantization the weights are compared as well.
+
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
     from headway.bench.diff.report import print_report
-    from headway.bench.diff.results import DiffReport, SideReport
+    from headway.bench.diff.results import DiffReport
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.core.contract.spec import DTYPE_NAMES
@@ -74,15 +85,16 @@ def diff(
         check_side(name, registry, options)
     texts = _texts(prompt, prompts_file) if prompt or prompts_file else None
     place, err = resolve_device(args.device), Terminal(stderr=True)
-    loaded = _load(args, place, err)
-    decoder = loaded.decoder
+    models = _load(args, place, quantization, err)
+    loaded, decoder = models.b, models.b.decoder
     side_a = make_side(a, registry, LayerSpecs.of(decoder, kv_cache_dtype, decoder.kv_scales).cached, options)
     side_b = make_side(b, registry, decoder.attention_specs, options)
     prompts = _token_ids(loaded, texts)
     check_prompts(decoder, prompts, max_tokens)
     with progress_bar(err) as bar:
         task = bar.add_task("comparing", total=num_steps(prompts, max_tokens, extend))
-        phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, lambda: bar.advance(task))
+        advance = partial(bar.advance, task)
+        phases = compare(decoder, side_a, side_b, prompts, max_tokens, extend, advance, model_a=models.a.decoder)
     title_a = a if kv_cache_dtype == "auto" else f"{a} with a {kv_cache_dtype} cache"
     report = DiffReport(
         origin=Origin.here(),
@@ -90,8 +102,8 @@ def diff(
         device=identify_device(place),
         model=loaded.name,
         dtype=DTYPE_NAMES[decoder.attention_specs[0].dtype],
-        a=SideReport(name=title_a, kv_layout=side_a.layout.name, block_size=side_a.block_size),
-        b=SideReport(name=b, kv_layout=side_b.layout.name, block_size=side_b.block_size),
+        a=_told(side_a, title_a, models.weights_a, models.products),
+        b=_told(side_b, b, models.weights_b),
         prompts=len(prompts),
         max_tokens=max_tokens,
         phases=phases,
@@ -102,14 +114,20 @@ def diff(
         raise typer.Exit(1)
 
 
-def _load(args: EngineArgs, device: torch.device, err: Terminal) -> LoadedModel:
+def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> SideReport:
+    from headway.bench.diff.results import SideReport
+
+    return SideReport(name=name, kv_layout=side.layout.name, block_size=side.block_size, weights=weights, products=list(products))
+
+
+def _load(args: EngineArgs, device: torch.device, quantization: str | None, err: Terminal) -> DiffModels:
+    from headway.bench.diff.weights import load_models
     from headway.machine.threads import set_threads
-    from headway.models.loader import load_model
 
     if device.type == "cpu":
         set_threads(args.num_threads)
     with err.status(f"loading {args.model}"):
-        return load_model(args.model, args.dtype, device, args.load_format, model_impl=args.model_impl)
+        return load_models(args.model, args.dtype, device, args.load_format, args.model_impl, quantization)
 
 
 def _check_picture(path: Path) -> None:

@@ -26,6 +26,7 @@ from headway.models.families import read_decoder_config
 from headway.models.invariant import ON_CPU, invariant_operations
 from headway.models.linear import Linear
 from headway.models.operations import ACTIVATE, TorchOperations
+from headway.models.quantization.rounding import int8
 from headway.models.weights import Weights
 
 SMALL = {
@@ -106,17 +107,23 @@ def test_it_computes_what_the_plain_decoder_computes(folder: tuple[str, Path]) -
 class Misplaced(Linear):
     """Of a library in which a row's place in a tile matters."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x) * torch.where(torch.arange(len(x)) == 5, 1 + 2**-20, 1.0)[:, None]
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return super().__call__(x, out) * torch.where(torch.arange(len(x)) == 5, 1 + 2**-20, 1.0)[:, None]
 
 
 def test_products_in_which_a_rows_place_matters_are_refused() -> None:
     right, wrong = Linear(torch.randn(40, 24)), Misplaced(torch.randn(24, 40))
     invariant_operations(TorchOperations(*ROPE), [right], CPU)
     with pytest.raises(
-        ModelError, match=r"deterministic: needs products .* got others from 16 x 40 times 40 x 24 in torch.float32"
+        ModelError, match=r"deterministic: needs products .* got others from 16 x 40 times 40 x 24 \(plain\) in torch.float32"
     ):
         invariant_operations(TorchOperations(*ROPE), [right, wrong], CPU)
+
+
+def test_each_form_of_weights_of_one_shape_is_tried() -> None:
+    right, wrong = Linear(torch.randn(24, 40)), Misplaced(int8(torch.randn(24, 40)), kept=True)
+    with pytest.raises(ModelError, match=r"16 x 40 times 40 x 24 \(int8\) in torch.float32"):
+        invariant_operations(TorchOperations(*ROPE), [wrong, right], CPU)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

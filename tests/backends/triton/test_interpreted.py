@@ -74,10 +74,10 @@ def test_matches_float64(case_name: str, spec_name: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [rare({}), {"extend_splits": "3"}], ids=str)
-@pytest.mark.parametrize("window", [rare(None), rare(1), 37, rare(90)])
+@pytest.mark.parametrize("window", [rare(None), rare(1), 37, rare(60)])
 def test_queries_that_see_later_keys(window: int | None, splits: dict[str, str]) -> None:
     layer = spec(causal=False, dense=True, sliding_window=window)
-    assert error_of(case_of("1q100_1q5_1q1", layer), **splits) < 2e-6
+    assert error_of(case_of("1q70_1q5_1q1", layer), **splits) < 2e-6
 
 
 @pytest.mark.parametrize("case_name", ["mixed", rare("verify")])
@@ -137,7 +137,7 @@ SHARED_KEYS = [
     ids=lambda value: value.name if isinstance(value, CacheLayout) else value,
 )
 def test_programs_that_share_the_keys_of_a_query_tile_give_the_same(layout: CacheLayout, name: str, extend_splits: str) -> None:
-    case = case_of("1q30s300_1q3s17_1q9s9_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
+    case = case_of("1q30s160_1q3s17_1q1s1", spec(**SPLIT_EXTENDS[name]), layout, 16)
     backend = TritonAttention(case.spec, layout, 16, {"extend_splits": extend_splits})
     assert (backend.plan(case.metadata.prefill).schedule.merges > 0) == (extend_splits != "1")
     lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)

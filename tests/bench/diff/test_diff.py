@@ -244,3 +244,13 @@ def test_the_reference_side_shares_no_attention_with_a_backend(registry: Registr
 
     monkeypatch.setattr(PagedAttention, "run", attend)
     assert all(layer.relative_error == 0 for diff in run(registry, "reference", "reference").values() for layer in diff.layers)
+
+
+def test_flips_are_listed_with_their_place_and_how_far_apart_the_sides_are_there() -> None:
+    counted, b = NextTokens(), torch.tensor([[0.0, 2.0, 1.0], [1.0, 0.0, 0.5]]).double()
+    a = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 0.5]]).double()
+    counted.add(a, b, [(3, 7), (3, 8)])
+    (flip,) = counted.flips
+    assert (flip.prompt, flip.position, flip.token_a, flip.token_b, flip.gap) == (3, 7, 2, 1, 1.0)
+    log_a, log_b = a[0].log_softmax(0), b[0].log_softmax(0)
+    assert flip.kl == pytest.approx(float((log_a.exp() * (log_a - log_b)).sum()))

@@ -52,7 +52,9 @@ def test_every_option_has_a_help_text(headway: Headway, command: tuple[str, ...]
         assert len(line.split("  ")) > 1, line
 
 
-def test_generate_writes_the_text_to_stdout_and_the_rest_to_stderr(tiny_model_folder: Path, tmp_path: Path) -> None:
+def test_generate_writes_the_text_to_stdout_and_the_rest_to_stderr(
+    headway: Headway, tiny_model_folder: Path, tmp_path: Path
+) -> None:
     arguments = ("generate", "--model", str(tiny_model_folder), "--max-tokens", "12", "--ignore-eos")
     first = run_headway(*arguments, "the quick fox", cwd=tmp_path)
     assert first.code == 0, first
@@ -71,7 +73,7 @@ def test_generate_writes_the_text_to_stdout_and_the_rest_to_stderr(tiny_model_fo
         "--dtype",
         "float32",
     )
-    second = run_headway(*arguments, *options, "the quick fox", cwd=tmp_path)
+    second = headway(*arguments, *options, "the quick fox")
     assert second.out == first.out
     assert "prefill=sdpa, extend=sdpa, decode=sdpa.math; kv_layout=vllm_5d, block_size=64" in second.err
 

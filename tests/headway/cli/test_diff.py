@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from headway.bench.diff.results import DiffReport
 from headway.core.contract.metadata import Phase
+from quantized_models import FORMATS, QWEN3, save_both
 from sandbox import TOY, Result, assert_refused, install
 
 Headway = Callable[..., Result]
@@ -124,3 +126,55 @@ def test_an_fp8_cache_is_compared_with_the_models_own(diff: Headway) -> None:
 
 def test_a_cache_type_that_is_none_is_refused(diff: Headway) -> None:
     assert_refused(diff("sdpa", "--kv-cache-dtype", "int4"), "kv_cache_dtype", "auto or fp8_e4m3", "got 'int4'")
+
+
+@pytest.fixture(scope="module")
+def stored_int4(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 bits in groups of 32, whose plain one lies beside it; both with the tiny model's tokenizer."""
+    config = QWEN3.from_dict({**QWEN3.to_dict(), "vocab_size": 300, "tie_word_embeddings": False})
+    quantized, dense = save_both(
+        tmp_path_factory.mktemp("int4"), FORMATS["compressed int4"], config, plain=lambda name: name == "lm_head"
+    )
+    for folder in (quantized, dense):
+        for path in tiny_model_folder.glob("tokenizer*"):
+            shutil.copy(path, folder)
+    return quantized
+
+
+WEIGHTS = ("diff", "sdpa", "sdpa", "--max-tokens", "3", "--prompt", "the quick fox", "--model")
+
+
+def test_weights_of_fp8_are_compared_with_the_plain_ones(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "diff.json"
+    result = headway(*WEIGHTS, str(tiny_model_folder), "--quantization", "fp8", "--output", str(output))
+    assert result.code == 0, result
+    assert "A's weights: rounded to fp8, expanded to float32 again\nB's weights: the checkpoint's, in float32" in result.out
+    assert "for weights none is declared" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
+    report = DiffReport.model_validate_json(output.read_text())
+    for phase in report.phases:
+        assert [layer.relative_error for layer in phase.layers] == [0.0, 0.0], "the attention is the same"
+        assert all(0.005 < layer.free_running < 0.3 for layer in phase.layers), "its inputs are not"
+        assert 0.005 < phase.logits_error < 0.3
+        assert 0 < phase.kl_mean <= phase.kl_max
+
+
+def test_a_checkpoints_own_form_is_compared_with_its_expanded_weights(headway: Headway, stored_int4: Path) -> None:
+    result = headway(*WEIGHTS, str(stored_int4), "--quantization", "checkpoint", "--dtype", "bfloat16")
+    assert result.code == 0, result
+    assert "A's weights: pack-quantized (4 bits, groups of 32), read" in result.out
+    assert " as they are by 8 of 8 products\n" in result.out
+    assert "expanded to bfloat16\n" in result.out
+
+
+def test_weights_that_cannot_be_compared_are_refused(headway: Headway, stored_int4: Path) -> None:
+    def refused(folder: Path, *arguments: str) -> tuple[Result, str]:
+        return headway(*WEIGHTS, str(folder), *arguments), "--quantization"
+
+    dense = stored_int4.parent / "dense"
+    assert_refused(*refused(dense, "--quantization", "fp3"), "fp8 or checkpoint")
+    assert_refused(*refused(dense, "--quantization", "checkpoint"), "plain ones in", "--quantization fp8 rounds them")
+    assert_refused(*refused(dense, "--quantization", "fp8", "--load-format", "dummy"), "whose next tokens say something")
+    assert_refused(*refused(stored_int4, "--quantization", "fp8"), "needs plain weights", "--quantization checkpoint compares")
+    result = refused(stored_int4, "--quantization", "checkpoint")
+    assert_refused(*result, "expanded to float32 on a cpu: both sides would be the same", "--dtype bfloat16")

@@ -5,12 +5,15 @@ Started by test_interpreter.py.
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.backends.vllm_library import library
+from headway.models.invariant import invariant_operations
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
@@ -146,3 +149,17 @@ def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pyte
     assert (y - expected).norm() < 6e-2 * expected.norm()
     assert y.data_ptr() == out.data_ptr()
     library.find_library.cache_clear()
+
+
+def test_batch_invariant_products_have_one_way_which_the_log_names(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(9)
+    weight, x = float8(torch.randn(48, 256, generator=generator)), torch.randn(18, 256, generator=generator).to(BF16)
+    linear = Linear(weight, dtype=BF16, kept=True)
+    with caplog.at_level(logging.INFO, "headway"):
+        ops = invariant_operations(Fused(*ropes(64)), [linear], torch.device("cpu"))
+    assert "deterministic: products fp8 rows 48x256 bfloat16 by kernel, for every tile of 16 rows" in caplog.text
+    assert ops.product_kinds([(linear, False)]) == [], "no measured times choose another"
+    together, expected = ops.product(x, linear), x.double() @ weight.dequantized(torch.float64).t()
+    assert (together - expected).norm() < 1.2e-2 * expected.norm()
+    for row in (0, 17):
+        assert torch.equal(ops.product(x[row : row + 1], linear)[0], together[row])

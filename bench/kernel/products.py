@@ -1,0 +1,234 @@
+"""`headway bench kernel --linear`: every way of multiplying over a weight, checked against the dequantised weight, then timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+from torch import Tensor
+
+from headway.bench.kernel.peaks import DevicePeak, peak_of
+from headway.bench.kernel.product_layers import PLAIN_FORMS, ProductLayers, tolerance
+from headway.bench.kernel.product_ways import ProductWays, TimedProduct, ways_of
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.system.json_files import ResultFile, write_json
+from headway.core.system.provenance import Origin
+from headway.core.system.terminal import progress_bar
+from headway.tuning.measure.contender import Contender, Status, failed, measure
+from headway.tuning.measure.device import crowding, default_device, describe_device
+from headway.tuning.measure.graph_replay import captured
+from headway.tuning.measure.timing import Timer, on_device
+from headway.tuning.table.identity import DeviceInfo
+
+PLAIN = "plain"
+_FORM_OF = {"int4": "int4", "fp8": "fp8 rows", "fp8-blocks": "fp8 blocks", "mxfp4": "mxfp4", PLAIN: PLAIN}
+FORM_NAMES = tuple(_FORM_OF)
+"""int4 in groups of 128, fp8 with a scale a row, fp8 in blocks of 128 x 128, mxfp4, and weights in the element type of x."""
+_MULTIPLES = {"int4": 128, "mxfp4": 32}
+"""What in_features must be a multiple of."""
+
+
+@dataclass(frozen=True)
+class ProductOptions:
+    """What to measure."""
+
+    shapes: Sequence[tuple[int, int]]
+    """out_features, in_features."""
+    forms: Sequence[str] = FORM_NAMES
+    rows: Sequence[int] = (1, 4, 16, 64)
+    """Rows of x."""
+    dtype: torch.dtype | None = None
+    """Element type of x; None: bfloat16 on a GPU, float32 on a CPU."""
+    device: torch.device = field(default_factory=default_device)
+    timer: Timer = field(default_factory=Timer)
+    seed: int = 0
+    peak_gbps: float | None = None
+    peak_tflops: float | None = None
+    """See `KernelOptions`."""
+    output: Path | None = None
+    """Result file, written anew after each shape and form."""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for form in self.forms:
+            if form not in FORM_NAMES:
+                raise ConfigError("--form", " or ".join(FORM_NAMES), repr(form))
+            for out_features, in_features in self.shapes:
+                if in_features % (multiple := _MULTIPLES.get(form, 1)):
+                    need = f"in_features, the second number, a multiple of {multiple} for {form}"
+                    raise ConfigError("--linear", need, f"{out_features}x{in_features}")
+
+
+class ProductTime(BaseModel):
+    """One way on one shape, form and number of rows. Only an answer that was right has a time."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shape: str
+    """OUTxIN."""
+    form: str
+    rows: int
+    way: str
+    chosen: bool
+    """Whether an engine takes this way for so many rows."""
+    status: Status
+    reason: str = ""
+    median_us: float | None = None
+    """Microseconds of a product; weights are read in turn, and are larger together than the device's cache."""
+    p20_us: float | None = None
+    p80_us: float | None = None
+    floor_us: float
+    """The larger of what its bytes take at the memory's rate, and its operations at the rate of the element type of x."""
+    bound: Literal["bytes", "operations"]
+    """Which of the two it is."""
+    relative_error: float | None = None
+    """||y - x W^T|| / ||x W^T|| with the dequantised weight in float32."""
+    tolerance: float | None = None
+
+
+class ProductsBench(ResultFile):
+    """One run."""
+
+    schema_: Literal["headway.kernel_products/1"] = Field(default="headway.kernel_products/1", alias="schema")
+    command: str
+    origin: Origin
+    busy: str = ""
+    date: str
+    """UTC, ISO 8601: the start of the run."""
+    warmup_ms: float
+    rep_ms: float
+    seed: int
+    device: DeviceInfo
+    dtype: str
+    """Element type of x."""
+    peak: DevicePeak
+    choices: dict[str, str] = Field(default_factory=dict)
+    """Shape and form -> by whose word an engine chooses."""
+    cells: list[ProductTime]
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """GB/s and TFLOP/s of the floors: the device's peak, or where it is not known what was measured."""
+        return self.peak.gbps or self.device.copy_gbps, self.peak.tflops or self.device.matrix_tflops
+
+
+def run_products_bench(options: ProductOptions, console: Console | None = None) -> ProductsBench:
+    """Time all ways of all products. What a way does wrong is in the report. console: where the progress bar goes."""
+    dtype = options.dtype or (torch.float32 if options.device.type == "cpu" else torch.bfloat16)
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    works = [(shape, form) for shape in options.shapes for form in options.forms]
+    with torch.inference_mode(), on_device(options.device), progress_bar(console) as progress:
+        task = progress.add_task("device", total=1 + len(works) * len(options.rows))
+        torch.manual_seed(options.seed)
+        device = describe_device(options.device, dtype, options.timer)
+        report = ProductsBench(
+            command=options.command,
+            origin=Origin.here(),
+            busy=crowding(),
+            date=date,
+            warmup_ms=options.timer.warmup_ms,
+            rep_ms=options.timer.rep_ms,
+            seed=options.seed,
+            device=device,
+            dtype=DTYPE_NAMES[dtype],
+            peak=peak_of(device.name, DTYPE_NAMES[dtype], options.peak_gbps, options.peak_tflops),
+            cells=[],
+        )
+        progress.advance(task)
+        for shape, form in works:
+            for cells in _run_work(shape, form, dtype, options, report):
+                report.cells += cells
+                progress.update(task, advance=1, description=f"{shape[0]}x{shape[1]} {form}")
+            report.busy = report.busy or crowding()
+            if options.output is not None:
+                write_json(report, options.output)
+    return report
+
+
+def _run_work(
+    shape: tuple[int, int], form: str, dtype: torch.dtype, options: ProductOptions, report: ProductsBench
+) -> Iterator[list[ProductTime]]:
+    """Cells for each number of rows; the ways of one number run on the same x."""
+    held = next(name for name, each in PLAIN_FORMS.items() if each == dtype) if form == PLAIN else _FORM_OF[form]
+    try:
+        layers = ProductLayers.drawn(shape, held, options.device, dtype)
+        ways = ways_of(layers, dtype, options.device)
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is one
+        got = f"{shape[0]}x{shape[1]} {form}: {failed(error).reason}"
+        raise ConfigError("--linear", f"weights that fit into the memory of {options.device}", got) from error
+    report.choices[f"{shape[0]}x{shape[1]} {form}"] = ways.source
+    for rows in options.rows:
+        x = torch.randn(rows, shape[1], device=options.device, dtype=dtype)
+        yield [_cell(layers, form, way, ways, x, options, report) for way in ways.of(x)]
+
+
+def _cell(
+    layers: ProductLayers,
+    form: str,
+    way: TimedProduct,
+    ways: ProductWays,
+    x: Tensor,
+    options: ProductOptions,
+    report: ProductsBench,
+) -> ProductTime:
+    try:
+        measured = measure(partial(_contender, layers, way, x), options.device, options.timer)
+    except Exception as error:
+        measured = failed(error)
+    floor, bound = _floor(layers, x, report.rates)
+    times = {}
+    if measured.timing is not None:
+        names, count = ("median_us", "p20_us", "p80_us"), len(way.linears)
+        times = {name: getattr(measured.timing, name) / count for name in names}
+    return ProductTime(
+        shape=f"{layers.shape[0]}x{layers.shape[1]}",
+        form=form,
+        rows=len(x),
+        way=way.name,
+        chosen=way.name == ways.chosen(len(x)),
+        status=measured.status,
+        reason=measured.reason,
+        floor_us=floor,
+        bound=bound,
+        relative_error=measured.relative_error,
+        tolerance=measured.tolerance,
+        **times,
+    )
+
+
+def _contender(layers: ProductLayers, way: TimedProduct, x: Tensor) -> Contender:
+    """All layers one after the other, so that weights come from memory: on a GPU as a CUDA graph, as an engine runs them."""
+    answers: list[Tensor] = []
+
+    def all_layers() -> None:
+        answers[:] = [way.step(x, linear) for linear in way.linears]
+
+    replay = captured(all_layers).replay if x.is_cuda else all_layers
+
+    def call() -> Tensor:
+        replay()
+        return answers[0]
+
+    return Contender(
+        call=call,
+        error=lambda y: layers.error(y, x),
+        tolerance=tolerance(way.rounds),
+        poison=lambda: [answer.fill_(math.nan) for answer in answers],
+    )
+
+
+def _floor(layers: ProductLayers, x: Tensor, rates: tuple[float, float]) -> tuple[float, Literal["bytes", "operations"]]:
+    """Microseconds that a product takes at least: its weight as it is stored and x read, y written; or 2 rows N K operations."""
+    rows, (out_features, in_features) = len(x), layers.shape
+    moved = layers.num_bytes + rows * (out_features + in_features) * x.element_size()
+    by_bytes, by_operations = moved / rates[0] * 1e-3, 2 * rows * out_features * in_features / rates[1] * 1e-6
+    return (by_bytes, "bytes") if by_bytes >= by_operations else (by_operations, "operations")
