@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant
+from headway.backends.nvrtc.compiler import Variant, architecture
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
 from headway.backends.triton.launch import FixedLauncher
@@ -57,7 +57,7 @@ class CudaCut:
     warps: int
     stages: int
     splits: int = 0
-    """Blocks of threads that share a sum over K, in shared_rows.cu; 0: few_rows.cu, whose warps do."""
+    """Blocks of threads that share a sum over K, in shared_rows.cu, whose warps hold one such part; 0: few_rows.cu."""
     per_multiprocessor: int = 1
     """Blocks of threads of few_rows.cu."""
 
@@ -80,12 +80,12 @@ def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool,
 
 def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
     """Cut a product of up to 64 rows, whose blocks of threads share a sum over K: so many that two fill a multiprocessor."""
-    most, warps, tiles = _most_rows(rows), 4, 2
-    step = 2 * max(most, 8) * 128 + warps * tiles * 1024 * (1 if weight.half else 2) * 17 // 16
-    blocks = -(-out_features // (warps * _PART * tiles // (2 if gated else 1)))
+    most, warps = max(_most_rows(rows), 8), 8
+    step = 2 * most * 128 + warps * 1024 * (1 if weight.half else 2) * 17 // 16
+    blocks = -(-out_features // (warps * _PART // (2 if gated else 1)))
     steps = weight.row // _SLICE * (2 if weight.half else 1) // 2
-    splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= 3 * multiprocessors and steps >= 4 * count))
-    return CudaCut(tiles, warps, max(2, min(_SHARED // step, 5)), splits)
+    splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= 2 * multiprocessors and steps >= 4 * count))
+    return CudaCut(1, warps, max(2, min((_SHARED - 1024) // step, 6)), splits)
 
 
 _FULL = 0.9
@@ -153,7 +153,7 @@ class _Variant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if self.most_rows <= _FEW_ROWS and self.shared_bytes <= _SHARED else 1,
+            "RESIDENT": 2 if self.shared_bytes <= _SHARED and (cut.splits or self.most_rows <= _FEW_ROWS) else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -181,8 +181,8 @@ class _Variant:
         codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
         window = self.most_rows * 128
         if cut.splits:
-            step = 2 * window + cut.warps * 2 // halves * codes
-            return max(cut.stages * step, self.most_rows * (cut.warps * rows + 4) * 4)
+            step = -(-(2 * window + cut.warps * 2 // halves * codes) // 1024) * 1024
+            return max(cut.stages * step, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
         return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
 
 
@@ -192,7 +192,9 @@ class _Launcher:
     def __init__(self, variant: _Variant, device: torch.device, multiprocessors: int) -> None:
         cut, rows = variant.cut, 16 * variant.cut.tiles // (2 if variant.gated else 1)
         name = "shared_rows" if cut.splits else "few_rows"
-        self.kernel: Kernel = load(Variant(CSRC, f"{name}.cu", tuple(variant.constants.items())), name, device)
+        compiled = Variant(CSRC, f"{name}.cu", tuple(variant.constants.items()))
+        arch = architecture(device, specific=bool(cut.splits))
+        self.kernel: Kernel = load(compiled, name, device, arch)
         self.kernel.allow_shared(variant.shared_bytes)
         if cut.splits:
             self.tiles = -(-variant.out_features // (rows * cut.warps))

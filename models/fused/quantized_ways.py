@@ -55,10 +55,10 @@ class CudaWay(ProductWay):
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
         """fp8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
-        least = (9, 0) if self.name == SHARED else (8, 0)
         support = computes(dtype, weight)
-        if self._capability < least:
-            support &= Support.no("compute capability", "{}.{} or newer".format(*least), "{}.{}".format(*self._capability))
+        if self._capability != (9, 0) if self.name == SHARED else self._capability < (8, 0):
+            need = "9.0, whose matrix units it multiplies by" if self.name == SHARED else "8.0 or newer"
+            support &= Support.no("compute capability", need, "{}.{}".format(*self._capability))
         return support & find_compiler()[1]
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:

@@ -11,6 +11,7 @@
 
 namespace fused {
 
+constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
 constexpr int STEP_BYTES = SLICE_BYTES + HALVES * MOST_ROWS * 128;
 constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
@@ -25,6 +26,71 @@ __device__ __forceinline__ float norm_at(const void* norm, int k) {
 #else
   return from_half(static_cast<const u16*>(norm)[k]);
 #endif
+}
+
+// Where in W the 16 rows of a part begin. out: the tile's first row of y. Tiles may reach beyond N, but no part does.
+__device__ __forceinline__ int first_row(int out, int part) {
+  constexpr int parts = GATED ? TILES / 2 : TILES;
+  const int row = min(out + part % parts * 16, N - 16);
+  return part < parts ? row : N + row;
+}
+
+__device__ __forceinline__ void copy_tile(const Pointers& p, u32 to, int tile, int slice, int lane, u64 policy) {
+  copy_weights(p, to, [tile](int part) { return first_row(tile * WARP_OUT, part); }, slice, lane, policy);
+}
+
+// The first of the columns of a window of a slice, of which there are HALVES.
+__device__ __forceinline__ int window_column(int slice, int window) {
+  if (HALVES == 1 || HALF >= SLICE) return column_of(slice * SLICE, window);
+  return slice * (HALVES * SLICE) + window * WINDOW;
+}
+
+// Where 8 columns of x lie in a window's rows, of which MOST_ROWS lie behind one another: the threads of a warp that read two
+// neighbouring rows at once find them in different banks.
+__device__ __forceinline__ u32 chunk_at(int window, int m, int chunk) {
+  return (window * MOST_ROWS + m) * 128 + (chunk ^ (m & 1)) * 16;
+}
+
+// Ask for the columns of x of a slice, the rows from `rows` on as zeros.
+__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice, int lane, int rows) {
+#pragma unroll
+  for (int i = 0; i < (HALVES * MOST_ROWS * 8 + 31) / 32; ++i) {
+    const int c = i * 32 + lane, window = c / (MOST_ROWS * 8), m = c / 8 % MOST_ROWS;
+    if (HALVES * MOST_ROWS * 8 % 32 && c >= HALVES * MOST_ROWS * 8) return;
+    const u32 bytes = MOST_ROWS == 1 || m < rows ? 16 : 0;
+    const u16* from = p.x + static_cast<u64>(bytes ? m : 0) * K + window_column(slice, window) + c % 8 * 8;
+    copy_16(to + chunk_at(window, m, c % 8), from, bytes);
+  }
+}
+
+// 8 columns of a row of x: those of the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
+__device__ __forceinline__ Quad load_columns(u32 x, int block, int half, int words, int lane) {
+  if (MOST_ROWS == 1 && lane >= 4) return {};
+  int window = half, chunk = lane % 4 * 2;
+  if (HALVES == 2 && HALF < SLICE) {
+    const int column = column_of(lane % 4 * 16, half);
+    window = column / WINDOW, chunk = column % WINDOW / 8;
+  }
+  return load_quad(x + chunk_at(window, MOST_ROWS == 1 ? 0 : block * 8 + lane / 4, chunk + words));
+}
+
+__device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int column) {
+#if NORM_FLOAT
+  const float* weight = static_cast<const float*>(norm) + column;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = to_pair(low_of(x.part[i]) * weight[2 * i], high_of(x.part[i]) * weight[2 * i + 1]);
+#else
+  const Quad weight = load_constant_quad(static_cast<const u16*>(norm) + column);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = multiply_pair(x.part[i], weight.part[i]);
+#endif
+}
+
+// Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
+template <int half>
+__device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
+  codes.unpack<half>(a[0], 2 * words);
+  codes.unpack<half>(a[1], 2 * words + 1);
 }
 
 __device__ __forceinline__ float sum_of_squares(const Quad& x) {
@@ -55,7 +121,7 @@ __device__ __forceinline__ void multiply_step(
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
         Quad& columns = x[words][half][block];
-        columns = load_columns(from + SLICE_BYTES, 0, block, half, words, lane);
+        columns = load_columns(from + SLICE_BYTES, block, half, words, lane);
         if (NORM && first) squares[block] += sum_of_squares(columns);
         if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
       }
@@ -191,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     const int slice = ahead.step * WARPS + warp;
     if (ahead.tile < tiles && slice < SLICES) {
-      copy_weights(p, ring + stage * STEP_BYTES, ahead.tile * WARP_OUT, slice, lane, policy);
+      copy_tile(p, ring + stage * STEP_BYTES, ahead.tile, slice, lane, policy);
     }
     ahead.advance();
   }
@@ -201,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     const int slice = place.step * WARPS + warp;
     if (place.tile < tiles && slice < SLICES) {
-      copy_inputs<32>(p, ring + stage * STEP_BYTES + SLICE_BYTES, slice, 0, lane, rows);
+      copy_inputs(p, ring + stage * STEP_BYTES + SLICE_BYTES, slice, lane, rows);
     }
     copies_commit();
     place.advance();
@@ -224,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
       }
       __syncwarp();
       if (ahead.tile < tiles && (SLICES % WARPS == 0 || next < SLICES)) {
-        copy_weights(p, ring + free_stage * STEP_BYTES, ahead.tile * WARP_OUT, next, lane, policy);
-        copy_inputs<32>(p, ring + free_stage * STEP_BYTES + SLICE_BYTES, next, 0, lane, rows);
+        copy_tile(p, ring + free_stage * STEP_BYTES, ahead.tile, next, lane, policy);
+        copy_inputs(p, ring + free_stage * STEP_BYTES + SLICE_BYTES, next, lane, rows);
       }
       copies_commit();
       ahead.advance();

@@ -11,7 +11,6 @@ namespace fused {
 
 constexpr int SLICE = 64;
 constexpr int SLICES = ROW / SLICE;
-constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y that a warp computes; GATED: from twice as many of W
 constexpr int BLOCKS = MOST_ROWS <= 8 ? 1 : MOST_ROWS / 8;
 constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups of a slice
 constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
@@ -41,100 +40,46 @@ struct Pointers {
   int* arrivals;       // [HEADS + KV_HEADS], zero between launches
 };
 
-// Where in W the 16 rows of a part begin. out: the warp's first row of y. Warps may reach beyond N, but no part does.
-__device__ __forceinline__ int first_row(int out, int part) {
-  constexpr int parts = GATED ? TILES / 2 : TILES;
-  const int row = min(out + part % parts * 16, N - 16);
-  return part < parts ? row : N + row;
-}
-
 // The first of the 16 columns of x that belong to 16 bytes of a row.
 __device__ __forceinline__ int column_of(int byte, int half) {
   if (HALVES == 1) return byte;
   return byte / HALF * (2 * HALF) + half * HALF + byte % HALF;
 }
 
-// The first of the columns of a window of a slice, of which there are HALVES.
-__device__ __forceinline__ int window_column(int slice, int window) {
-  if (HALVES == 1 || HALF >= SLICE) return column_of(slice * SLICE, window);
-  return slice * (HALVES * SLICE) + window * WINDOW;
-}
-
-// Where 8 columns of x lie in a window's rows, of which MOST_ROWS lie behind one another: the threads of a warp that read two
-// neighbouring rows at once find them in different banks.
-__device__ __forceinline__ u32 chunk_at(int window, int m, int chunk) {
-  return (window * MOST_ROWS + m) * 128 + (chunk ^ (m & 1)) * 16;
-}
-
-// Ask for a slice of W, with its scales and zeros.
-__device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, int out, int slice, int lane, u64 policy) {
+// Ask for a slice of W, with its scales and zeros. first_row: where in W each part begins.
+template <typename FirstRow>
+__device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow first_row, int slice, int lane, u64 policy) {
   const u64 at = static_cast<u64>(slice) * SLICE + lane % 4 * 16;
 #pragma unroll
   for (int part = 0; part < TILES; ++part) {
-    const u8* row = p.weight + static_cast<u64>(first_row(out, part) + lane / 4) * ROW + at;
+    const u8* row = p.weight + static_cast<u64>(first_row(part) + lane / 4) * ROW + at;
     copy_16_once(to + part * 1024 + lane * 16, row, policy);
     copy_16_once(to + part * 1024 + 512 + lane * 16, row + 8ull * ROW, policy);
   }
   if constexpr (BY_BLOCK) {
     if (lane < TILES) {
-      const int place = first_row(out, lane) / SCALE_ROWS * (ROW / SCALE_SPAN) + slice * SLICE / SCALE_SPAN;
-      copy_4(to + CODE_BYTES + lane * 4, p.scales + 4ull * place);
+      const int place = first_row(lane) / SCALE_ROWS * (ROW / SCALE_SPAN) + slice * SLICE / SCALE_SPAN;
+      copy_4(to + CODE_BYTES + lane * 4, p.scales + 4ull * place, 4);
     }
   } else if constexpr (BY_GROUP) {
     constexpr int rows = GATED ? 2 * N : N;
     const int group = slice * SLICE / SCALE_SPAN;
 #pragma unroll
     for (int c = lane; c < GROUPS * TILES * SCALE_SIZE; c += 32) {
-      const u64 place = static_cast<u64>(group + c / (TILES * SCALE_SIZE)) * rows + first_row(out, c / SCALE_SIZE % TILES);
+      const u64 place = static_cast<u64>(group + c / (TILES * SCALE_SIZE)) * rows + first_row(c / SCALE_SIZE % TILES);
       copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, 16);
     }
     if (ZEROS) {
 #pragma unroll
       for (int c = lane; c < GROUPS * TILES; c += 32) {
-        const u64 place = static_cast<u64>(group + c / TILES) * rows + first_row(out, c % TILES);
+        const u64 place = static_cast<u64>(group + c / TILES) * rows + first_row(c % TILES);
         copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, 16);
       }
     }
   }
 }
 
-// Ask for the columns of x of a slice, the rows from `rows` on as zeros. thread: of `threads` that share the work.
-template <int threads>
-__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice, int first_window, int thread, int rows) {
-#pragma unroll
-  for (int i = 0; i < (HALVES * MOST_ROWS * 8 + threads - 1) / threads; ++i) {
-    const int c = i * threads + thread, window = c / (MOST_ROWS * 8), m = c / 8 % MOST_ROWS;
-    if (HALVES * MOST_ROWS * 8 % threads && c >= HALVES * MOST_ROWS * 8) return;
-    const u32 bytes = MOST_ROWS == 1 || m < rows ? 16 : 0;
-    const u16* from = p.x + static_cast<u64>(bytes ? m : 0) * K + window_column(slice, window) + c % 8 * 8;
-    copy_16(to + chunk_at(first_window + window, m, c % 8), from, bytes);
-  }
-}
-
 // --- multiplying ---
-
-// 8 columns of a row of x: those of the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
-__device__ __forceinline__ Quad load_columns(u32 x, int first_window, int block, int half, int words, int lane) {
-  if (MOST_ROWS == 1 && lane >= 4) return {};
-  int window = half, chunk = lane % 4 * 2;
-  if (HALVES == 2 && HALF < SLICE) {
-    const int column = column_of(lane % 4 * 16, half);
-    window = column / WINDOW, chunk = column % WINDOW / 8;
-  }
-  return load_quad(x + chunk_at(first_window + window, MOST_ROWS == 1 ? 0 : block * 8 + lane / 4, chunk + words));
-}
-
-__device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int column) {
-#if NORM_FLOAT
-  const float* weight = static_cast<const float*>(norm) + column;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.part[i] = to_pair(low_of(x.part[i]) * weight[2 * i], high_of(x.part[i]) * weight[2 * i + 1]);
-#else
-  const Quad weight = load_constant_quad(static_cast<const u16*>(norm) + column);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.part[i] = multiply_pair(x.part[i], weight.part[i]);
-#endif
-}
 
 __device__ __forceinline__ float float_scale(u32 from) {
 #if SCALE_SIZE == 4
@@ -191,14 +136,8 @@ struct Codes {
   }
 };
 
-// Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
-template <int half>
-__device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
-  codes.unpack<half>(a[0], 2 * words);
-  codes.unpack<half>(a[1], 2 * words + 1);
-}
-
-__device__ __forceinline__ void add_scaled(float (&sums)[4], const float (&products)[4], u32 from, int part, int lane) {
+// from: of the slice in shared memory.
+__device__ __forceinline__ void add_scaled(float* sums, const float* products, u32 from, int part, int lane) {
   float scale[2] = {1.0f, 1.0f};
   if constexpr (BY_BLOCK) {
     scale[0] = scale[1] = load_shared<float>(from + CODE_BYTES + part * 4);

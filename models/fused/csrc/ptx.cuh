@@ -29,8 +29,9 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void copy_4(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+// bytes: 4 or 0, likewise.
+__device__ __forceinline__ void copy_4(u32 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -73,6 +74,10 @@ __device__ __forceinline__ T load_shared(u32 from) {
     value = static_cast<T>(bits);
   }
   return value;
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
 // --- global memory ---
