@@ -203,7 +203,8 @@ class _Launcher:
             self.tiles = -(-variant.out_features // rows)
             grid, cluster = (min(self.tiles, multiprocessors * cut.per_multiprocessor), 1, 1), (1, 1, 1)
         early = torch.cuda.get_device_capability(device) >= (9, 0)
-        self.launch = Launch(grid, 32 * cut.warps, variant.shared_bytes, overlaps=early, cluster=cluster)
+        threads = 32 * (cut.warps if cut.splits else cut.warps + (1 if variant.most_rows == 1 else 4))
+        self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
         self.arguments = Arguments(
             bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
         )
@@ -258,7 +259,7 @@ class CudaProducts:
             weight.scales.dtype,
             weight.wide,
             cut,
-            _most_rows(rows),
+            max(_most_rows(rows), 8) if cut.splits else _most_rows(rows),
             in_features,
             out_features,
             None if norm is None or cut.splits else norm.weight.dtype,

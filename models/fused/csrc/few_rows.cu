@@ -1,9 +1,9 @@
 // Products of up to 16 rows over quantised weights: the time is that of reading the weight's bytes.
 //
 // A block of threads computes tiles of PART_ROWS rows of the weight, one after the other. Its warps lie side by side along K: each
-// multiplies its own slices of every row, and their sums meet in shared memory when a tile ends. A warp's slices run through a ring
-// of STAGES steps in shared memory; the copies of later steps, and of the next tile, are under way meanwhile. No warp waits for
-// another until the sums meet.
+// multiplies its own slices of every row. A warp's slices run through a ring of STAGES steps in shared memory; the copies of later
+// steps, and of the next tile, are under way meanwhile. Further warps add the sums of a tile, finish and store it, so that those that
+// multiply never wait for each other: two tiles' sums have room.
 //
 // Bytes of the weight are asked for before the kernel waits for the one before it (programmatic dependent launch).
 
@@ -16,8 +16,10 @@ constexpr int STEP_BYTES = SLICE_BYTES + HALVES * MOST_ROWS * 128;
 constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
 constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
-constexpr int THREADS = WARPS * 32;
-constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + THREADS - 1) / THREADS;  // of a thread
+constexpr int FINISHERS = MOST_ROWS == 1 ? 1 : 4;         // warps that finish tiles
+constexpr int FINISHING = FINISHERS * 32;
+constexpr int THREADS = WARPS * 32 + FINISHING;
+constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + FINISHING - 1) / FINISHING;  // of a thread
 
 // The weight of a head's norm, float32 or in half precision.
 __device__ __forceinline__ float norm_at(const void* norm, int k) {
@@ -169,19 +171,21 @@ __device__ __forceinline__ float sum_of_warps(const float* sums, int row, int m)
   return sum;
 }
 
-__device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS], int tile, int rows) {
+// thread: of the finishing ones.
+__device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS], int tile, int thread, int rows) {
 #pragma unroll
   for (int i = 0; i < OUTPUTS; ++i) {
-    const int o = i * THREADS + threadIdx.x, n = tile * WARP_OUT + o % WARP_OUT, m = o / WARP_OUT;
+    const int o = i * FINISHING + thread, n = tile * WARP_OUT + o % WARP_OUT, m = o / WARP_OUT;
     residual[i] = ADD && n < N && m < rows ? from_half(p.y[static_cast<u64>(m) * N + n]) : 0.0f;
   }
 }
 
 __device__ __forceinline__ void store_tile(
-    const Pointers& p, const float* sums, const float* squares, float eps, const float (&residual)[OUTPUTS], int tile, int rows) {
+    const Pointers& p, const float* sums, const float* squares, float eps, const float (&residual)[OUTPUTS], int tile, int thread,
+    int rows) {
 #pragma unroll
   for (int i = 0; i < OUTPUTS; ++i) {
-    const int o = i * THREADS + threadIdx.x, row = o % WARP_OUT, n = tile * WARP_OUT + row, m = o / WARP_OUT;
+    const int o = i * FINISHING + thread, row = o % WARP_OUT, n = tile * WARP_OUT + row, m = o / WARP_OUT;
     if (n >= N || m >= rows) continue;
     const float up = GATED ? sum_of_warps(sums, WARP_OUT + row, m) : 0.0f;
     const float y = finish(p, sum_of_warps(sums, row, m), up, n, NORM ? norm_factor(squares, m, eps) : 1.0f);
@@ -190,22 +194,22 @@ __device__ __forceinline__ void store_tile(
 }
 
 #if HEADS > 0
-// Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int.
-__device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int tile, int rows, float eps) {
+// Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int. thread: of the finishing ones.
+__device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int tile, int thread, int rows, float eps) {
   constexpr int half = HEAD_DIM / 2;
   const int begin = tile * WARP_OUT, end = min(begin + WARP_OUT, N);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = thread / 32, lane = thread % 32;
   for (int head = begin / HEAD_DIM; head < HEADS + KV_HEADS && head * HEAD_DIM < end; ++head) {
     const int count = min(end, (head + 1) * HEAD_DIM) - max(begin, head * HEAD_DIM);
-    __syncthreads();  // all of this tile is stored; the next line releases it
-    if (threadIdx.x == 0) {
+    named_sync(1, FINISHING);  // all of this tile is stored; the next line releases it
+    if (thread == 0) {
       __threadfence();
       *shared = add_arrivals(p.arrivals + head, count);
     }
-    __syncthreads();
+    named_sync(1, FINISHING);
     if (*shared + count < HEAD_DIM) continue;
-    if (threadIdx.x == 0) p.arrivals[head] = 0;
-    for (int m = warp; m < rows; m += WARPS) {
+    if (thread == 0) p.arrivals[head] = 0;
+    for (int m = warp; m < rows; m += FINISHERS) {
       u16* y = p.y + static_cast<u64>(m) * N + head * HEAD_DIM;
       float low[(half + 31) / 32], high[(half + 31) / 32], squares = 0.0f;
 #pragma unroll
@@ -237,28 +241,48 @@ __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int t
 }
 #endif
 
-}  // namespace fused
+// --- the two kinds of warps ---
 
-// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks.
-extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
-    const fused::Pointers p, const float eps, const float head_eps, const int rows, const int tiles) {
-  using namespace fused;
-  extern __shared__ __align__(128) char shared[];
-  __shared__ float all_squares[WARPS * MOST_ROWS];
-  __shared__ int arrived;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+struct Shared {
+  u32 rings;          // [WARPS, STAGES, STEP_BYTES]
+  float* sums;        // [2, WARPS, MOST_ROWS, SUM_ROW]
+  float* squares;     // [WARPS, MOST_ROWS]
+  int* arrived;
+  u32 full, empty;    // two barriers each, of 8 bytes: whether a tile's sums are there, and whether they have been read
+};
+
+__device__ __forceinline__ void store_sums(float* mine, const float (&sums)[TILES][BLOCKS][4], int lane) {
+#pragma unroll
+  for (int part = 0; part < TILES; ++part) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
+        if (column < MOST_ROWS) mine[column * SUM_ROW + row] = sums[part][block][i];
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOCKS], int lane) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 1);
+    squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 2);
+    const int m = block * 8 + lane / 4;
+    if (lane % 4 == 0 && m < MOST_ROWS) mine[m] = squares[block];
+  }
+}
+
+__device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared, int warp, int lane, int rows, int tiles) {
   const u64 policy = read_once();
-  const u32 ring = shared_address(shared) + warp * (STAGES * STEP_BYTES);
-  float* const all_sums = reinterpret_cast<float*>(shared + WARPS * STAGES * STEP_BYTES);
-
-  launch_dependents();
+  const u32 ring = shared.rings + warp * (STAGES * STEP_BYTES);
   Place ahead = {static_cast<int>(blockIdx.x), 0};
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     const int slice = ahead.step * WARPS + warp;
-    if (ahead.tile < tiles && slice < SLICES) {
-      copy_tile(p, ring + stage * STEP_BYTES, ahead.tile, slice, lane, policy);
-    }
+    if (ahead.tile < tiles && slice < SLICES) copy_tile(p, ring + stage * STEP_BYTES, ahead.tile, slice, lane, policy);
     ahead.advance();
   }
   wait_for_earlier();
@@ -272,13 +296,10 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
     copies_commit();
     place.advance();
   }
-
   u32 stage = 0, free_stage = STAGES - 1;
-  int buffer = 0;
+  int count = 0;  // of tiles
   float squares[BLOCKS] = {};
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    float residual[OUTPUTS];
-    load_residual(p, residual, tile, rows);
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++count) {
     float sums[TILES][BLOCKS][4] = {};
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
@@ -286,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
       __syncwarp();
       const int slice = step * WARPS + warp, next = ahead.step * WARPS + warp;
       if (SLICES % WARPS == 0 || slice < SLICES) {
-        multiply_step(p, sums, squares, tile == blockIdx.x, ring + stage * STEP_BYTES, slice, lane);
+        multiply_step(p, sums, squares, count == 0, ring + stage * STEP_BYTES, slice, lane);
       }
       __syncwarp();
       if (ahead.tile < tiles && (SLICES % WARPS == 0 || next < SLICES)) {
@@ -298,32 +319,51 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
     }
-    float* const mine = all_sums + buffer * SUMS + warp * MOST_ROWS * SUM_ROW;
-#pragma unroll
-    for (int part = 0; part < TILES; ++part) {
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
-          if (column < MOST_ROWS) mine[column * SUM_ROW + row] = sums[part][block][i];
-        }
-      }
-    }
-    if (NORM && tile == blockIdx.x) {
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 1);
-        squares[block] += __shfl_xor_sync(0xffffffff, squares[block], 2);
-        const int m = block * 8 + lane / 4;
-        if (lane % 4 == 0 && m < MOST_ROWS) all_squares[warp * MOST_ROWS + m] = squares[block];
-      }
-    }
-    __syncthreads();  // nobody stores into the other buffer before all are here again
-    store_tile(p, all_sums + buffer * SUMS, all_squares, eps, residual, tile, rows);
+    const int buffer = count % 2;
+    if (count >= 2) barrier_wait(shared.empty + 8 * buffer, (count / 2 - 1) % 2);
+    store_sums(shared.sums + buffer * SUMS + warp * MOST_ROWS * SUM_ROW, sums, lane);
+    if (NORM && count == 0) store_squares(shared.squares + warp * MOST_ROWS, squares, lane);
+    barrier_arrive(shared.full + 8 * buffer);
+  }
+}
+
+__device__ __forceinline__ void finish_tiles(
+    const Pointers& p, const Shared& shared, int thread, float eps, float head_eps, int rows, int tiles) {
+  wait_for_earlier();
+  int count = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++count) {
+    const int buffer = count % 2;
+    float residual[OUTPUTS];
+    load_residual(p, residual, tile, thread, rows);
+    barrier_wait(shared.full + 8 * buffer, count / 2 % 2);
+    store_tile(p, shared.sums + buffer * SUMS, shared.squares, eps, residual, tile, thread, rows);
+    barrier_arrive(shared.empty + 8 * buffer);
 #if HEADS > 0
-    turn_heads(p, &arrived, tile, rows, head_eps);
+    turn_heads(p, shared.arrived, tile, thread, rows, head_eps);
 #endif
-    buffer ^= 1;
+  }
+}
+
+}  // namespace fused
+
+// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks.
+extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
+    const fused::Pointers p, const float eps, const float head_eps, const int rows, const int tiles) {
+  using namespace fused;
+  extern __shared__ __align__(128) char dynamic[];
+  __shared__ float squares[WARPS * MOST_ROWS];
+  __shared__ __align__(8) u64 barriers[4];
+  __shared__ int arrived;
+  float* const sums = reinterpret_cast<float*>(dynamic + WARPS * STAGES * STEP_BYTES);
+  const u32 full = shared_address(barriers);
+  const Shared shared = {shared_address(dynamic), sums, squares, &arrived, full, full + 16};
+  launch_dependents();
+  if (threadIdx.x < 4) barrier_init(full + 8 * threadIdx.x, threadIdx.x < 2 ? WARPS * 32 : FINISHING);
+  __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (warp < WARPS) {
+    multiply(p, shared, warp, threadIdx.x % 32, rows, tiles);
+  } else {
+    finish_tiles(p, shared, threadIdx.x - WARPS * 32, eps, head_eps, rows, tiles);
   }
 }

@@ -103,6 +103,32 @@ __device__ __forceinline__ int add_arrivals(int* to, int count) {
   return before;
 }
 
+// --- barriers ---
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+// Wait until the phase of this parity has ended.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  }
+}
+
+// Among so many threads, by number.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // --- programmatic dependent launch ---
 
 __device__ __forceinline__ void launch_dependents() {
