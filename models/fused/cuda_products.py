@@ -328,6 +328,8 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight) -> Support:
     whole = span % _SLICE == 0 or (_SLICE % span == 0 and span % 16 == 0) or span >= described.row
     if not whole or (1 < described.scale_rows < rows and described.scale_rows % _PART):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
+    if described.zeros and span >= described.row:
+        support &= Support.no("zeros", "of groups that are shorter than a row", form_name(weight))
     if described.kind == "mxfp4" and dtype != torch.bfloat16:
         support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
     return support
@@ -351,5 +353,7 @@ def arranged(linear: Linear) -> _Arranged:
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
         return _Arranged(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
     assert isinstance(weight, Int4Weight)
+    if described.scale_span >= described.row:
+        return _Arranged(described, weight.packed, weight.scales.view(-1).float())
     zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
     return _Arranged(described, weight.packed, weight.scales.t().contiguous(), zeros)
