@@ -20,6 +20,7 @@ STEPS = {
     "llama": Sizes(1, hidden=512, inner=1536, num_heads=8, num_kv_heads=2, head_dim=64),
     "qwen3": Sizes(1, hidden=1024, inner=3072, num_heads=16, num_kv_heads=8, head_dim=128, qk_norm=True, bias=True),
 }
+FORMS = {**PLAIN_FORMS, "int4 of a row": lambda weight: int4(weight, weight.shape[1])}
 COARSE = 6e-2
 """Error relative to the norm where x is rounded to floats of 8 bits, too."""
 
