@@ -12,7 +12,8 @@ import torch
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
-from quantized_weights import FORMS, int4, moved
+from quantized_weights import FORMS as PLAIN_FORMS
+from quantized_weights import int4, moved
 
 pytestmark = pytest.mark.gpu
 
