@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.bench.kernel import products
 from headway.bench.kernel.product_layers import FORMS, ProductLayers
-from headway.bench.kernel.product_ways import ProductWay, ProductWays
+from headway.bench.kernel.product_ways import TimedProduct, ProductWays
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
 from headway.models.linear import Linear
 from headway.models.quantization.products import packs
@@ -68,7 +68,7 @@ def raises(x: Tensor, linear: Linear) -> Tensor:
 def test_a_wrong_answer_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
         steps = {"wrong": wrong, "raises": raises, "right": lambda x, linear: linear(x)}
-        return ProductWays(lambda x: [ProductWay(name, step, layers.linears) for name, step in steps.items()])
+        return ProductWays(lambda x: [TimedProduct(name, step, layers.linears) for name, step in steps.items()])
 
     monkeypatch.setattr(products, "ways_of", spoilt)
     cells = run(forms=["fp8"], rows=(3,))

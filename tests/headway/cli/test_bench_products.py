@@ -19,7 +19,8 @@ def test_the_command_prints_narrow_tables_and_writes_a_file(headway: Headway, tm
     assert result.code == 0, result
     assert "64x256 int4; *: what an engine takes, by its form" in result.out
     assert "expanded" in result.out
-    assert max(map(len, result.out.splitlines()[2:-2])) <= 80
+    told = [line for line in result.out.splitlines()[2:-2] if not line.startswith("measured on a busy machine")]
+    assert max(map(len, told)) <= 80
     report = ProductsBench.model_validate_json(output.read_text())
     assert {(cell.form, cell.rows) for cell in report.cells} == {(form, rows) for form in ("fp8", "int4") for rows in (1, 2)}
 

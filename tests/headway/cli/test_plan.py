@@ -74,7 +74,7 @@ WRONG = {
     "--prefix-len: needs less than --input-len 1024, got 1024": ["--prefix-len", "1024"],
     "--routing: needs round-robin or prefix-aware, got 'random'": ["--routing", "random"],
     "--kv-cache-dtype: needs auto, fp8_e4m3, int8_per_token_head, got 'fp4'": ["--kv-cache-dtypes", "fp4"],
-    "--weights: needs model, fp8, int4, got 'nf4'": ["--weights", "nf4"],
+    "--weights: needs model, fp8, int4, mxfp4, got 'nf4'": ["--weights", "nf4"],
     "--picture: needs a file name that ends in .png, got p.jpg": ["--picture", "p.jpg"],
     "40960 tokens together, the model's limit, got 41216": ["--input-len", "40960"],
     "one layout that can start, got sizes: needs a divisor of the 16 attention heads": [
