@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.bench.kernel import products
 from headway.bench.kernel.product_layers import FORMS, ProductLayers
-from headway.bench.kernel.product_ways import TimedProduct, ProductWays
+from headway.bench.kernel.product_ways import ProductWays, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
 from headway.models.linear import Linear
 from headway.models.quantization.products import packs
