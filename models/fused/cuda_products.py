@@ -111,7 +111,7 @@ class _Arranged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
+class CudaVariant:
     """All that a kernel is compiled for."""
 
     dtype: torch.dtype
@@ -169,6 +169,12 @@ class _Variant:
         }
 
     @property
+    def source(self) -> Variant:
+        """What the compiler is given."""
+        name = "shared_rows" if self.cut.splits else "few_rows"
+        return Variant(CSRC, f"{name}.cu", tuple(self.constants.items()))
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, as few_rows.cu adds it up."""
         weight, cut = self.weight, self.cut
@@ -189,12 +195,10 @@ class _Variant:
 class _Launcher:
     """One compiled kernel with its arguments, which a launch copies."""
 
-    def __init__(self, variant: _Variant, device: torch.device, multiprocessors: int) -> None:
+    def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
         cut, rows = variant.cut, 16 * variant.cut.tiles // (2 if variant.gated else 1)
         name = "shared_rows" if cut.splits else "few_rows"
-        compiled = Variant(CSRC, f"{name}.cu", tuple(variant.constants.items()))
-        arch = architecture(device, specific=bool(cut.splits))
-        self.kernel: Kernel = load(compiled, name, device, arch)
+        self.kernel: Kernel = load(variant.source, name, device, architecture(device, specific=bool(cut.splits)))
         self.kernel.allow_shared(variant.shared_bytes)
         if cut.splits:
             self.tiles = -(-variant.out_features // (rows * cut.warps))
@@ -222,7 +226,7 @@ class CudaProducts:
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._arranged: dict[Linear, _Arranged] = {}
-        self._launchers: dict[_Variant, _Launcher] = {}
+        self._launchers: dict[CudaVariant, _Launcher] = {}
         self._norms: dict[int, FixedLauncher] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
@@ -253,7 +257,7 @@ class CudaProducts:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         heads = None if rotated is None else rotated[0]
         cut = self._cut(weight.described, rows, out_features, gated, self._multiprocessors)
-        variant = _Variant(
+        variant = CudaVariant(
             x.dtype,
             weight.described,
             weight.scales.dtype,
@@ -290,7 +294,8 @@ class CudaProducts:
         """What the kernels read of a layer, arranged once."""
         weight = self._arranged.get(linear)
         if weight is None:
-            weight = self._arranged[linear] = arranged(linear)
+            assert not isinstance(linear.weight, Tensor)
+            weight = self._arranged[linear] = arranged(linear.weight)
         return weight
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
@@ -335,10 +340,8 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight) -> Support:
     return support
 
 
-def arranged(linear: Linear) -> _Arranged:
-    """The weight of a layer as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
-    weight = linear.weight
-    assert not isinstance(weight, Tensor)
+def arranged(weight: QuantizedWeight) -> _Arranged:
+    """A weight as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
     described = weight_bytes(weight)
     assert described is not None
     if isinstance(weight, Float8Weight):

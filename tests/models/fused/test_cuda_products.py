@@ -1,0 +1,131 @@
+"""Products in CUDA C++, as far as no GPU is needed: what they take, how a weight is arranged, cuts, and that sources compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.backends.nvrtc.compiler import find_compiler
+from headway.models.fused.cuda_products import CudaVariant, arranged, computes, few_rows_cut, shared_rows_cut
+from headway.models.fused.quantized import weight_bytes
+from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
+from quantized_weights import FORMS, float8, int4
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
+"""Of a block of threads, and of an H200."""
+EVERYDAY = "fp8 blocks", "int4 of 64 with zeros"
+READ = [name for name in FORMS if name != "int8"]
+
+
+def weight_of(form: str, rows: int = 64, columns: int = 512) -> QuantizedWeight:
+    return FORMS[form](torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)))
+
+
+def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: bool = False) -> CudaVariant:
+    """As a launch makes it, with all that a product may have before and after it."""
+    described, rule = weight_bytes(weight), few_rows_cut if rows <= 16 else shared_rows_cut
+    assert described is not None
+    scale_dtype = {"fp8": torch.float32, "int4": FP16, "mxfp4": torch.uint8}[weight.kind]
+    out, columns = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    cut = rule(described, rows, out, gated, MULTIPROCESSORS)
+    most = max(8 if cut.splits else 1, 1 << (rows - 1).bit_length())
+    shape = described, scale_dtype, False, cut, 8 if 1 < most < 8 else most, columns, out
+    norm = None if cut.splits else BF16
+    turned = (out // 32 - 2, 1, 32) if heads and not cut.splits else None
+    activation = "silu" if gated else None
+    return CudaVariant(BF16, *shape, norm, gated, activation, not gated, True, turned, torch.float32 if turned else None)
+
+
+def shape_of(form: str, rows: int, columns: int) -> QuantizedWeight:
+    """A weight without elements."""
+    small = weight_of(form, 128)
+
+    def empty(tensor: Tensor) -> Tensor:
+        whole = (columns,) if tensor.dim() == 1 else (tensor.shape[0] * rows // 128, max(1, tensor.shape[1] * columns // 512))
+        return torch.empty(whole, dtype=tensor.dtype, device="meta")
+
+    values = {field.name: getattr(small, field.name) for field in fields(small)}
+    tensors = {name: empty(value) for name, value in values.items() if isinstance(value, Tensor)}
+    if form == "fp8 rows":
+        return Float8Weight(tensors["values"], torch.empty(rows, 1, device="meta"), (1, columns))
+    return replace(small, **tensors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_taken_or_refused_with_a_reason(form: str) -> None:
+    assert bool(computes(BF16, weight_of(form))) == (form != "int8")
+    assert not computes(torch.float32, weight_of(form))
+    assert bool(computes(FP16, weight_of(form))) == (form not in ("int8", "mxfp4"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: weight_of("fp8 rows", rows=48), "shape: needs multiples of 32 x 128, got 48 x 512"),
+        (lambda: weight_of("fp8 rows", columns=448), "shape: needs multiples of 32 x 128, got 64 x 448"),
+        (lambda: float8(torch.randn(64, 512), (8, 128)), "scales: needs blocks of multiples of 16 rows and 64 columns"),
+        (lambda: int4(torch.randn(64, 512), 512, zeros=True), "zeros: needs of groups that are shorter than a row"),
+    ],
+)
+def test_a_refusal_says_what_was_needed(make: Callable[[], QuantizedWeight], reason: str) -> None:
+    assert reason in str(computes(BF16, make()))
+
+
+def test_scales_of_neighbouring_rows_lie_side_by_side() -> None:
+    weight = weight_of("int4 of 64 with zeros")
+    assert isinstance(weight, Int4Weight)
+    read = arranged(weight)
+    assert weight.zeros is not None
+    assert read.zeros is not None
+    for row, group in product((0, 5, 63), (0, 7)):
+        assert read.scales[group, row] == weight.scales[row, group]
+        assert read.zeros[group, row] == weight.zeros[row, group]
+
+
+def test_one_scale_for_all_becomes_one_for_each_row() -> None:
+    weight = float8(torch.randn(64, 512), (64, 512))
+    read = arranged(weight)
+    assert computes(BF16, weight)
+    assert read.described.scale_rows == 1
+    assert torch.equal(read.scales, weight.scales.view(-1).expand(64))
+
+
+def test_one_group_a_row_is_multiplied_at_the_end_in_float32() -> None:
+    weight = int4(torch.randn(64, 512), 512)
+    read = arranged(weight)
+    assert computes(BF16, weight)
+    assert read.scales.dtype == torch.float32
+    assert torch.equal(read.scales, weight.scales.view(-1).float())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("form", READ)
+def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) -> None:
+    for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)], (False, True)):
+        variant = variant_of(shape_of(form, out, columns), rows, gated)
+        assert variant.shared_bytes <= SHARED_BYTES, variant
+        assert variant.cut.stages >= 2
+        assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32))])
+@pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
+def test_sources_compile(form: str, rows: int) -> None:
+    compiler, support = find_compiler()
+    assert compiler is not None, str(support)
+    for gated, heads in ((True, False), (False, True)):
+        source = variant_of(weight_of(form, 256, 1024), rows, gated, heads).source
+        assert source.compile("sm_90a", compiler).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_few_rows_compile_for_other_generations(arch: str) -> None:
+    compiler, support = find_compiler()
+    assert compiler is not None, str(support)
+    assert variant_of(weight_of("int4 of 128", 256, 1024), 8, heads=True).source.compile(arch, compiler).startswith(b"\x7fELF")
