@@ -147,7 +147,7 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
     yield ["  the rule's cut", *(_cell(kernel[count].get(THE_RULES)) for count in rows)]
     kind = ways.kind(layers.linears[0], BF16)
     assert kind is not None
-    for way in (way for name, way in ways.ways.items() if name in kind.ways and way.kernel is None):
+    for way in (way for name, way in ways.ways.items() if name in kind.ways and not name.startswith(KERNEL)):
         with suppress(Exception):  # the first step meets it again, and names it
             for linear in layers.linears:
                 way.prepare(linear)
