@@ -151,8 +151,12 @@ def measure_form(study: Study, form: str, shape: tuple[int, int], rows: list[int
         with suppress(Exception):  # the first step meets it again, and names it
             for linear in layers.linears:
                 way.prepare(linear)
-        inputs = (torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows)
-        yield [f"  {way.name}", *(_cell(study.us(layers, x, way, way.name, rounds=way.rounds)) for x in inputs)]
+        able = [way.most_rows is None or count <= way.most_rows for count in rows]
+        inputs = [torch.randn(count, shape[1], device=GPU, dtype=BF16) for count in rows]
+        times = [
+            study.us(layers, x, way, way.name, rounds=way.rounds) if may else None for x, may in zip(inputs, able, strict=True)
+        ]
+        yield [f"  {way.name}", *map(_cell, times)]
         for linear in layers.linears:
             way.release(linear)
     yield from ([f"  {name}: {why.brief}"[:160]] for name, why in kind.refused.items())
