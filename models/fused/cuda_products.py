@@ -192,6 +192,26 @@ class CudaVariant:
         return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
 
 
+class Arrangements:
+    """Weights as the kernels read them, each arranged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[QuantizedWeight, _Arranged] = {}
+
+    def __call__(self, weight: Tensor | QuantizedWeight) -> _Arranged:
+        """The arrangement of a weight, made now where there is none."""
+        assert not isinstance(weight, Tensor)
+        known = self._known.get(weight)
+        if known is None:
+            known = self._known[weight] = arranged(weight)
+        return known
+
+    def num_bytes(self, weight: Tensor | QuantizedWeight) -> int:
+        """Bytes that the arrangement takes beside the weight: scales and zeros, in another order."""
+        made = self(weight)
+        return made.scales.nbytes + (0 if made.zeros is None else made.zeros.nbytes)
+
+
 class _Launcher:
     """One compiled kernel with its arguments, which a launch copies."""
 
@@ -221,11 +241,11 @@ class CudaProducts:
     8, 16, 32 or 64, and the shape; a row's result does not depend on the other rows. One thread at a time.
     """
 
-    def __init__(self, device: torch.device, cut: CudaCutRule) -> None:
-        self._device, self._cut = device, cut
+    def __init__(self, device: torch.device, cut: CudaCutRule, arranged: Arrangements | None = None) -> None:
+        """arranged: what several of these share."""
+        self._device, self._cut, self._arranged = device, cut, arranged or Arrangements()
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self._arranged: dict[Linear, _Arranged] = {}
         self._launchers: dict[CudaVariant, _Launcher] = {}
         self._norms: dict[int, FixedLauncher] = {}
         self._in_order = InOrder()
@@ -234,7 +254,7 @@ class CudaProducts:
 
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
-        cut = self._cut(self._read(linear).described, rows, linear.out_features, False, self._multiprocessors)
+        cut = self._cut(self._arranged(linear.weight).described, rows, linear.out_features, False, self._multiprocessors)
         return not cut.splits and heads.head_dim % _PART == 0
 
     def __call__(
@@ -251,7 +271,7 @@ class CudaProducts:
         """See `FewRows`, whose arguments these are."""
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
-        weight = self._read(linear)
+        weight = self._arranged(linear.weight)
         y = add_to if add_to is not None else out
         if y is None:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
@@ -289,14 +309,6 @@ class CudaProducts:
         launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
         return y
-
-    def _read(self, linear: Linear) -> _Arranged:
-        """What the kernels read of a layer, arranged once."""
-        weight = self._arranged.get(linear)
-        if weight is None:
-            assert not isinstance(linear.weight, Tensor)
-            weight = self._arranged[linear] = arranged(linear.weight)
-        return weight
 
     def _normed(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm in a launch before: blocks that share x's columns do not see whole rows."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
-from headway.models.fused.cuda_products import CudaCutRule, CudaProducts, computes, few_rows_cut, shared_rows_cut
+from headway.models.fused.cuda_products import Arrangements, CudaCutRule, CudaProducts, computes, few_rows_cut, shared_rows_cut
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
@@ -48,9 +48,9 @@ class CudaWay(ProductWay):
 
     norms = True
 
-    def __init__(self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int) -> None:
-        self.name, self.most_rows = name, most_rows
-        self.kernel = self._kernel = CudaProducts(device, cut)
+    def __init__(self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int, arranged: Arrangements) -> None:
+        self.name, self.most_rows, self._arranged = name, most_rows, arranged
+        self.kernel = self._kernel = CudaProducts(device, cut, arranged)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
@@ -60,6 +60,10 @@ class CudaWay(ProductWay):
             need = "9.0, whose matrix units it multiplies by" if self.name == SHARED else "8.0 or newer"
             support &= Support.no("compute capability", need, "{}.{}".format(*self._capability))
         return support & find_compiler()[1]
+
+    def prepare(self, linear: Linear) -> int:
+        """See ProductWay: scales once more, some percent of the weight; `few_rows` and `shared_rows` have one arrangement."""
+        return self._arranged.num_bytes(linear.weight)
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """One launch; with `shared_rows` one before it for a norm."""
@@ -72,14 +76,15 @@ class QuantizedWays:
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
         self.kernel = QuantizedProducts(device, cut)
         self.rounding, self.dequantize = RowRounding(device), Dequantize(device)
+        arranged = Arrangements()
         changes = {f"{KERNEL} {name}": QuantizedProducts(device, changed(change)) for name, change in CHANGES.items()}
         self.ways: dict[str, ProductWay] = {
             way.name: way
             for way in (
                 KernelWay(KERNEL, self.kernel, None),
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
-                CudaWay(FEW, device, few_rows_cut, 16),
-                CudaWay(SHARED, device, shared_rows_cut, 64),
+                CudaWay(FEW, device, few_rows_cut, 16, arranged),
+                CudaWay(SHARED, device, shared_rows_cut, 64, arranged),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),

@@ -83,7 +83,7 @@ def choose_products(
 
 
 def settle(kind: ProductKind) -> None:
-    """Have all layers arranged for the libraries that serve; one without room, or with a wrong answer, serves no longer.
+    """Have all layers arranged for the ways that serve; a library without room, or with a wrong answer, serves no longer.
 
     So a library that has changed since times were kept is met here, and not in an answer of the model.
     """
@@ -91,7 +91,7 @@ def settle(kind: ProductKind) -> None:
     while True:
         untried = [item for item in kind.serving().items() if kind.ways[item[0]].library and item[0] not in fit]
         if not untried:
-            return
+            break
         name, rows = untried[0]
         why = _unfit(kind, name, rows)
         if why is None:
@@ -99,6 +99,10 @@ def settle(kind: ProductKind) -> None:
             continue
         log.warning("products %s: %s serves no longer: %s", kind.name, name, why)
         kind.leave_out(name, Support.no("its trial at the start", "room and a right answer", why))
+    for name in kind.serving():
+        if not kind.ways[name].library:  # which takes little: before an engine asks how much memory is free
+            for layer in kind.examples:
+                kind.ways[name].prepare(layer)
 
 
 def _unfit(kind: ProductKind, name: str, rows: int) -> str | None:
