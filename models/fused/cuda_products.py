@@ -12,18 +12,15 @@ from struct import Struct
 
 import numpy
 import torch
-import triton
 from torch import Tensor
 
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant, architecture
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.triton.launch import FixedLauncher
 from headway.core.contract.support import YES, Support
 from headway.models.config import Activation
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
-from headway.models.fused.step_kernels import norm_rows
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
 from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name
@@ -44,7 +41,7 @@ _POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
 _NARROW_EXPONENT = 128
 """The largest of MXFP4's exponents whose scale, times what is missing from the codes' exponents, is a bfloat16."""
-_SHARED = 113 * 1024
+_SHARED = 112 * 1024
 """Bytes of shared memory of a block of threads beside which another finds room."""
 
 
@@ -136,6 +133,7 @@ class CudaVariant:
         """Macros of few_rows.cu."""
         weight, cut = self.weight, self.cut
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
+        registers = cut.warps <= 8 if cut.splits else self.most_rows <= _FEW_ROWS  # for two blocks of threads
         return {
             "WEIGHT": _KINDS[weight.kind],
             "HALF_TYPE": _HALVES[self.dtype],
@@ -153,7 +151,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if self.shared_bytes <= _SHARED and (cut.splits or self.most_rows <= _FEW_ROWS) else 1,
+            "RESIDENT": 2 if registers and self.shared_bytes <= _SHARED else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -232,6 +230,21 @@ class _Launcher:
         self.arguments = Arguments(
             bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
         )
+        self.most_rows, self.arrange = variant.most_rows, None
+        if cut.splits:
+            self.arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
+            self.arrange_launches = [Launch((count, 1, 1), 256, overlaps=early) for count in range(variant.most_rows + 1)]
+            self.arrange_arguments = Arguments(0, 0, 0, numpy.float32(0))
+
+    def arranged(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+        """x [rows, in_features], normed, in the order in which shared_rows.cu copies it, in a launch before."""
+        assert self.arrange is not None
+        rows, columns = x.shape
+        y = torch.empty(self.most_rows * columns, dtype=x.dtype, device=x.device)  # rows that are missing are never stored
+        pointers = x.data_ptr(), 0 if norm is None else norm.data_ptr(), y.data_ptr()
+        self.arrange_arguments.set(*pointers, numpy.float32(eps))
+        self.arrange(self.arrange_launches[rows], self.arrange_arguments)
+        return y
 
 
 class CudaProducts:
@@ -247,7 +260,6 @@ class CudaProducts:
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._launchers: dict[CudaVariant, _Launcher] = {}
-        self._norms: dict[int, FixedLauncher] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
         """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
@@ -286,7 +298,7 @@ class CudaProducts:
             max(_most_rows(rows), 8) if cut.splits else _most_rows(rows),
             in_features,
             out_features,
-            None if norm is None or cut.splits else norm.weight.dtype,
+            None if norm is None else norm.weight.dtype,
             gated,
             activation,
             add_to is not None,
@@ -297,28 +309,17 @@ class CudaProducts:
         launcher = self._launchers.get(variant)
         if launcher is None:
             launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
-        if norm is not None and cut.splits:
-            x, norm = self._normed(x, norm), None
         x, norm_weight = self._in_order(x, norm, linear)
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()
+        if launcher.arrange is not None:
+            x = launcher.arranged(x, norm_weight, 0.0 if norm is None else norm.eps)
         first = [x, weight.codes, weight.scales, weight.zeros, norm_weight, linear.bias, y, *self._rotation(rotated)]
         eps = 0.0 if norm is None else norm.eps
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
         pointers = _POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
         launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
-        return y
-
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm in a launch before: blocks that share x's columns do not see whole rows."""
-        size, y = x.shape[1], torch.empty_like(x)
-        launch = self._norms.get(size)
-        if launch is None:
-            block = triton.next_power_of_2(size)
-            constants = {"SIZE": size, "BLOCK": block, "LAYER": False, "ADD": False}
-            launch = self._norms[size] = FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, **constants)
-        launch((x.shape[0], 1, 1), x, norm.weight, norm.weight, y, y, norm.eps)
         return y
 
     def _rotation(self, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | None, ...]:

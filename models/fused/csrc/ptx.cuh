@@ -113,6 +113,21 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
+// Arrive, and have the phase wait for so many bytes of copies besides.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Let copies by others than threads see the barriers.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// What lies together, by one thread; the barrier counts its bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 // Wait until the phase of this parity has ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   u32 done = 0;

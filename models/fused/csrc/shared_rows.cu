@@ -3,8 +3,10 @@
 //
 // The warps of a block of threads lie side by side along the rows of W, 16 each, and share the columns of x, which run through a
 // ring in shared memory as the slices of W do; one barrier a step. Four warps multiply together (wgmma, compute capability 9.0a):
-// W [64, 16] out of their registers, unpacked there, times x^T [16, MOST_ROWS] where it lies. Which columns of x the matrix units
-// meet with which codes follows from the places of x in shared memory, so that a thread's codes are 16 bytes that lie together.
+// W [64, 16] out of their registers, unpacked there while earlier columns are multiplied, times x^T [16, MOST_ROWS] where it lies.
+//
+// Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
+// are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
 //
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
@@ -20,6 +22,7 @@ constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_ROWS = WARPS * 16;                    // of W
 constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
 constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
+constexpr int ARRANGING = 256;                            // threads of arrange_rows
 constexpr int STEP_BYTES = (INPUT_BYTES + WARPS * STEP_SLICES * SLICE_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
 constexpr bool DIRECT = BY_ROW || SHORT;                  // products need no scale: they are sums
@@ -53,57 +56,99 @@ __device__ __forceinline__ float sum_of_blocks(u32 sums, int row, int m) {
   return sum;
 }
 
-// Ask for 128 columns of x, the rows from `rows` on as zeros. A thread copies two columns of a row. They go where the matrix units
-// look for the operand that is met by the same thread's codes: thread t of four holds, of 16 places along K, 2 t, 2 t + 1, 2 t + 8
-// and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each word.
-__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int step, int warp, int lane, int rows) {
-  const int word = lane / 8, thread = lane % 4, pair = lane % 8 / 4;
-#pragma unroll
-  for (int window = 0; window < 2; ++window) {
-    const int slice = HALVES == 1 ? 2 * step + window : step;
-    const int column = column_of(slice * SLICE + thread * 16, HALVES == 1 ? 0 : window) + word * 4 + pair * 2;
-#pragma unroll
-    for (int i = 0; i < (MOST_ROWS + WARPS - 1) / WARPS; ++i) {
-      const int m = i * WARPS + warp;
-      const u32 bytes = m < rows ? 4 : 0, row = to + (window * MOST_ROWS + m) * 128;
-      copy_4(row + ((lane / 4) ^ (m & 7)) * 16 + lane % 4 * 4, p.x + static_cast<u64>(bytes ? m : 0) * K + column, bytes);
-    }
-  }
-}
-
 // Sums += the products of a warp's slice. x: where its first window lies.
 __device__ __forceinline__ void multiply_slice(float (&sums)[MOST_ROWS / 2], u32 from, u32 x, int lane) {
   const Codes codes(from, 0, lane);
-  u32 a[HALVES][4][4];
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    codes.unpack<0>(a[0][word], word);
-#if WEIGHT != FP8
-    codes.unpack<1>(a[1][word], word);
-#endif
-  }
   float scaled[DIRECT ? 1 : MOST_ROWS / 2];
   float(&products)[MOST_ROWS / 2] = reinterpret_cast<float(&)[MOST_ROWS / 2]>(DIRECT ? sums[0] : scaled[0]);
   pin(products);
-  products_begin();
+  u32 a[HALVES][4][4];  // not written again while they are read
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
+      if (half) codes.unpack<HALVES - 1>(a[half][word], word); else codes.unpack<0>(a[half][word], word);
+      products_begin();
       Products<MOST_ROWS>::run(products, a[half][word], descriptor(x + half * (MOST_ROWS * 128) + word * 32), DIRECT || half || word);
+      products_commit();
     }
   }
-  products_commit();
   products_wait();
   pin(products);
-  if (DIRECT) return;
+  if constexpr (!DIRECT) {
 #pragma unroll
-  for (int block = 0; block < MOST_ROWS / 8; ++block) add_scaled(sums + 4 * block, products + 4 * block, from, 0, lane);
+    for (int block = 0; block < MOST_ROWS / 8; ++block) add_scaled(sums + 4 * block, products + 4 * block, from, 0, lane);
+  }
 }
+
+#if NORM
+// 1 / sqrt(mean of squares + eps) of a row of x.
+__device__ __forceinline__ float norm_factor(const u16* x, float eps) {
+  __shared__ float squares[ARRANGING / 32];
+  float sum = 0.0f;
+  for (int k = threadIdx.x * 8; k < K; k += ARRANGING * 8) {
+    const Quad columns = load_constant_quad(x + k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = low_of(columns.part[i]), high = high_of(columns.part[i]);
+      sum += low * low + high * high;
+    }
+  }
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < ARRANGING / 32; ++warp) sum += squares[warp];
+  return rsqrtf(sum / K + eps);
+}
+
+__device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column, float factor) {
+#if NORM_FLOAT
+  const float* weight = static_cast<const float*>(norm) + column;
+  return to_pair(low_of(columns) * factor * weight[0], high_of(columns) * factor * weight[1]);
+#else
+  const u32 weight = *reinterpret_cast<const u32*>(static_cast<const u16*>(norm) + column);
+  return to_pair(low_of(columns) * factor * low_of(weight), high_of(columns) * factor * high_of(weight));
+#endif
+}
+#endif
 
 }  // namespace fused
 
-// y = W x + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid (tiles, SPLITS), a cluster each.
+// A row of x, normed, where the matrix units look for the operand that is met by the same thread's codes: thread t of four holds, of
+// 16 places along K, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each
+// word. Rows of 128 bytes in windows of MOST_ROWS, with the 128-byte swizzle; two windows are of a step. Grid (rows).
+extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
+    const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
+  using namespace fused;
+  const int m = blockIdx.x;
+  x += static_cast<u64>(m) * K;
+  launch_dependents();
+  wait_for_earlier();
+#if NORM
+  const float factor = norm_factor(x, eps);
+#endif
+  for (int place = threadIdx.x; place < K / 8; place += ARRANGING) {
+    const int window = place / 8, chunk = place % 8;
+    u32 columns[4];
+#pragma unroll
+    for (int thread = 0; thread < 4; ++thread) {
+      const int slice = HALVES == 1 ? window : window / 2, half = HALVES == 1 ? 0 : window % 2;
+      const int column = column_of(slice * SLICE + thread * 16, half) + chunk / 2 * 4 + chunk % 2 * 2;
+      columns[thread] = *reinterpret_cast<const u32*>(x + column);
+#if NORM
+      columns[thread] = normed(columns[thread], norm, column, factor);
+#endif
+    }
+    u16* to = arranged + (static_cast<u64>(window) * MOST_ROWS + m) * WINDOW + (chunk ^ (m & 7)) * 8;
+    *reinterpret_cast<uint4*>(to) = make_uint4(columns[0], columns[1], columns[2], columns[3]);
+  }
+}
+
+// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32.
+// Grid (tiles, SPLITS), a cluster each.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
     const fused::Pointers p, const float, const float, const int rows, const int) {
   using namespace fused;
@@ -111,6 +156,8 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
   const u64 policy = read_once();
   const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
+  __shared__ __align__(8) u64 barriers[STAGES];  // whether a stage's columns of x are there
+  const u32 full = shared_address(barriers);
   const int tile = blockIdx.x * OUT, place = GATED ? warp % (WARPS / 2) : warp;
   const int row = min(tile + place * 16, N - 16);  // blocks may reach beyond N, but no warp does
   const auto first_row = [=](int) { return GATED && warp >= WARPS / 2 ? N + row : row; };
@@ -124,28 +171,36 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
     }
   };
 
+  const auto copy_inputs = [&](int step, int stage) {
+    barrier_expect(full + 8 * stage, INPUT_BYTES);
+    copy_bulk(ring + stage * STEP_BYTES, p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, full + 8 * stage);
+  };
+
   launch_dependents();
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (first + stage < end) copy_codes(first + stage, stage);
-  }
-  wait_for_earlier();
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (first + stage < end) copy_inputs(p, ring + stage * STEP_BYTES, first + stage, warp, lane, rows);
     copies_commit();
   }
+  wait_for_earlier();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < STAGES; ++stage) barrier_init(full + 8 * stage, 1);
+    barriers_ready();
+    for (int stage = 0; stage < STAGES - 1 && first + stage < end; ++stage) copy_inputs(first + stage, stage);
+  }
+  __syncthreads();
 
   float sums[MOST_ROWS / 2] = {};
   int stage = 0, free_stage = STAGES - 1;
+  u32 parity = 0;
 #pragma unroll 1
   for (int step = first; step < end; ++step) {
     copies_wait<STAGES - 2>();
-    fence_async();    // what this thread copied is for the matrix units to read
+    barrier_wait(full + 8 * stage, parity);
     __syncthreads();  // what others copied is there, and they have read what the next copies overwrite
     if (step + STAGES - 1 < end) {
       copy_codes(step + STAGES - 1, free_stage);
-      copy_inputs(p, ring + free_stage * STEP_BYTES, step + STAGES - 1, warp, lane, rows);
+      if (threadIdx.x == 0) copy_inputs(step + STAGES - 1, free_stage);
     }
     copies_commit();
 #pragma unroll
@@ -155,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
       multiply_slice(sums, codes, from + i * (MOST_ROWS * 128), lane);
     }
     stage = stage + 1 == STAGES ? 0 : stage + 1;
+    if (stage == 0) parity ^= 1;
     free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
   }
   copies_wait<0>();

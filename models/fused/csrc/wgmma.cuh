@@ -17,9 +17,6 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Make ordinary writes to shared memory visible to the matrix units.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Keep sums where they are: the compiler does not see that they change until the products are done.
 template <int count>
 __device__ __forceinline__ void pin(float (&sums)[count]) {
