@@ -39,8 +39,8 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "ge
 _HALVES = {torch.bfloat16: 0, torch.float16: 1}
 _POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
-_NARROW_EXPONENT = 128
-"""The largest of MXFP4's exponents whose scale, times what is missing from the codes' exponents, is a bfloat16."""
+_NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
+"""The largest of MXFP4's exponents, and of FP8's scales, that half precision has place for beside what exponents of codes lack."""
 _SHARED = 112 * 1024
 """Bytes of shared memory of a block of threads beside which another finds room."""
 
@@ -104,7 +104,7 @@ class _Arranged:
     zeros: Tensor | None = None
     """uint8 [K / group_size, N]"""
     wide: bool = False
-    """Whether a scale is larger than the kernel's first way of unpacking MXFP4 has place for."""
+    """Whether a scale is larger than the kernels' first way of unpacking has place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ class _Launcher:
             self.tiles = -(-variant.out_features // rows)
             grid, cluster = (min(self.tiles, multiprocessors * cut.per_multiprocessor), 1, 1), (1, 1, 1)
         early = torch.cuda.get_device_capability(device) >= (9, 0)
-        threads = 32 * (cut.warps if cut.splits else cut.warps + (1 if variant.most_rows == 1 else 4))
+        threads = 32 * (cut.warps + (1 if cut.splits or variant.most_rows == 1 else 4))
         self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
         self.arguments = Arguments(
             bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
@@ -364,7 +364,7 @@ def arranged(weight: QuantizedWeight) -> _Arranged:
             described = replace(described, scale_rows=1)
         elif described.scale_rows == 1:
             scales = scales.t().contiguous()
-        return _Arranged(described, weight.values, scales)
+        return _Arranged(described, weight.values, scales, wide=float(scales.max()) > _NARROW_SCALE)
     if isinstance(weight, Float4Weight):
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
         return _Arranged(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)

@@ -16,7 +16,12 @@ constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups o
 constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
 constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale for 16 rows and more
 constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
-constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // codes are scaled, not sums
+constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales for a slice: codes are scaled, not sums
+#ifdef SCALED_CODES
+constexpr bool ON_CODES = !BY_ROW;
+#else
+constexpr bool ON_CODES = SHORT;
+#endif
 
 constexpr int PART_ROWS = 16 * TILES;
 constexpr int CODE_BYTES = TILES * 1024;
@@ -96,7 +101,7 @@ __device__ __forceinline__ u32 pair_scale(u32 from) {
 #if WEIGHT == MXFP4
   return scale_of(load_shared<u8>(from));
 #else
-  const float scale = float_scale(from);
+  const float scale = float_scale(from) * (WEIGHT == FP8 && !WIDE ? CODE_FACTOR : 1.0f);
   return to_pair(scale, scale);
 #endif
 }
@@ -116,7 +121,7 @@ struct Codes {
 #if WEIGHT == INT4
       offset[i] = offset_of(ZEROS ? load_shared<u8>(from + CODE_BYTES + SCALE_BYTES + place) : 8);
 #endif
-      if (SHORT) scale[i] = pair_scale(from + CODE_BYTES + place * SCALE_SIZE);
+      if (ON_CODES) scale[i] = pair_scale(from + CODE_BYTES + (BY_BLOCK ? part * 4 : place * SCALE_SIZE));
     }
   }
 
@@ -126,11 +131,13 @@ struct Codes {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #if WEIGHT == FP8
-      a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
+      const u32 factor = ON_CODES && !WIDE ? scale[i] : to_pair(CODE_FACTOR, CODE_FACTOR);
+      a[i] = codes<0>(row[i].part[word], factor), a[2 + i] = codes<1>(row[i].part[word], factor);
+      if (ON_CODES && WIDE) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #else
       const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
       a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
-      if (WEIGHT == INT4 && SHORT) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+      if (WEIGHT == INT4 && ON_CODES) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #endif
     }
   }

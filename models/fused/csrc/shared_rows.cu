@@ -1,9 +1,10 @@
 // Products of up to 64 rows over quantised weights: the matrix units' time begins to count, and x is too large for each warp to read
 // its own.
 //
-// The warps of a block of threads lie side by side along the rows of W, 16 each, and share the columns of x, which run through a
-// ring in shared memory as the slices of W do; one barrier a step. Four warps multiply together (wgmma, compute capability 9.0a):
-// W [64, 16] out of their registers, unpacked there while earlier columns are multiplied, times x^T [16, MOST_ROWS] where it lies.
+// The warps of a block of threads lie side by side along the rows of W, 16 each, and share the columns of x, which one more warp
+// copies. Four warps multiply together (wgmma, compute capability 9.0a): W [64, 16] out of their registers, unpacked and scaled there
+// while the codes before are multiplied, times x^T [16, MOST_ROWS] where it lies. Slices of W and columns of x run through rings of
+// STAGES steps in shared memory; no warp waits for another but for the columns of x.
 //
 // Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
 // are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
@@ -11,6 +12,7 @@
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
+#define SCALED_CODES
 #include "product.cuh"
 #include "wgmma.cuh"
 
@@ -18,15 +20,16 @@ namespace fused {
 
 constexpr int STEP_SLICES = 2 / HALVES;                   // of a step: 128 columns of x, in two windows
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32 + 32;
 constexpr int BLOCK_ROWS = WARPS * 16;                    // of W
 constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
 constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
 constexpr int ARRANGING = 256;                            // threads of arrange_rows
 constexpr int STEP_BYTES = (INPUT_BYTES + WARPS * STEP_SLICES * SLICE_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
-constexpr bool DIRECT = BY_ROW || SHORT;                  // products need no scale: they are sums
-static_assert(TILES == 1);
+constexpr int WORDS = STEP_SLICES * HALVES * 4;            // of codes that a thread unpacks in a step, 16 columns of x each
+constexpr int AHEAD = 4;                                  // words that are multiplied at once; their registers are not written meanwhile
+static_assert(TILES == 1 && WORDS % AHEAD == 0 && WORDS > AHEAD);
 
 __device__ __forceinline__ void cluster_sync() {
 #if SPLITS > 1
@@ -56,28 +59,79 @@ __device__ __forceinline__ float sum_of_blocks(u32 sums, int row, int m) {
   return sum;
 }
 
-// Sums += the products of a warp's slice. x: where its first window lies.
-__device__ __forceinline__ void multiply_slice(float (&sums)[MOST_ROWS / 2], u32 from, u32 x, int lane) {
-  const Codes codes(from, 0, lane);
-  float scaled[DIRECT ? 1 : MOST_ROWS / 2];
-  float(&products)[MOST_ROWS / 2] = reinterpret_cast<float(&)[MOST_ROWS / 2]>(DIRECT ? sums[0] : scaled[0]);
-  pin(products);
-  u32 a[HALVES][4][4];  // not written again while they are read
-#pragma unroll
-  for (int half = 0; half < HALVES; ++half) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      if (half) codes.unpack<HALVES - 1>(a[half][word], word); else codes.unpack<0>(a[half][word], word);
-      products_begin();
-      Products<MOST_ROWS>::run(products, a[half][word], descriptor(x + half * (MOST_ROWS * 128) + word * 32), DIRECT || half || word);
-      products_commit();
-    }
+// A step's columns of x are one copy. By one thread.
+__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 ring, u32 full, u32 empty, int first, int end) {
+  wait_for_earlier();
+  int stage = 0;
+  u32 parity = 1;  // the first round of stages is free
+#pragma unroll 1
+  for (int step = first; step < end; ++step) {
+    barrier_wait(empty + 8 * stage, parity);
+    barrier_expect(full + 8 * stage, INPUT_BYTES);
+    copy_bulk(ring + stage * STEP_BYTES, p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, full + 8 * stage);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  products_wait();
-  pin(products);
-  if constexpr (!DIRECT) {
+}
+
+// sums += products of a warp's 16 rows. ring: where the first stage's columns of x lie; slices of W lie behind them.
+__device__ __forceinline__ void multiply(
+    const Pointers& p, float (&sums)[MOST_ROWS / 2], u32 ring, u32 full, u32 empty, int first, int end, int warp, int lane,
+    int first_row) {
+  const u64 policy = read_once();
+  const u32 mine = ring + INPUT_BYTES + warp * STEP_SLICES * SLICE_BYTES;
+  const auto copy_codes = [&](int step, int stage) {
 #pragma unroll
-    for (int block = 0; block < MOST_ROWS / 8; ++block) add_scaled(sums + 4 * block, products + 4 * block, from, 0, lane);
+    for (int i = 0; i < STEP_SLICES; ++i) {
+      const u32 to = mine + stage * STEP_BYTES + i * SLICE_BYTES;
+      copy_weights(p, to, [=](int) { return first_row; }, step * STEP_SLICES + i, lane, policy);
+    }
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) {
+    if (first + stage < end) copy_codes(first + stage, stage);
+    copies_commit();
+  }
+  u32 a[AHEAD][4];
+  int stage = 0, before = STAGES - 1;
+  u32 parity = 0;
+#pragma unroll 1
+  for (int step = first; step < end; ++step) {
+    copies_wait<STAGES - 2>();
+    __syncwarp();  // scales that other threads copied are there, and the codes of the step before have been read
+    if (step + STAGES - 1 < end) copy_codes(step + STAGES - 1, before);
+    copies_commit();
+    barrier_wait(full + 8 * stage, parity);
+#pragma unroll
+    for (int i = 0; i < STEP_SLICES; ++i) {
+      const Codes codes(mine + stage * STEP_BYTES + i * SLICE_BYTES, 0, lane);
+      const u32 x = ring + stage * STEP_BYTES + i * (MOST_ROWS * 128);
+#pragma unroll
+      for (int word = 0; word < HALVES * 4; ++word) {
+        const int n = i * HALVES * 4 + word, at = n % AHEAD;
+        products_wait<AHEAD - 1>();
+        if (n == AHEAD - 1 && step > first && lane == 0) barrier_arrive(empty + 8 * before);  // the step before is multiplied
+        if (word >= 4) codes.unpack<HALVES - 1>(a[at], word % 4); else codes.unpack<0>(a[at], word);
+        products_begin();
+        Products<MOST_ROWS>::run(sums, a[at], descriptor(x + word / 4 * (MOST_ROWS * 128) + word % 4 * 32), 1);
+        products_commit();
+      }
+    }
+    before = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  products_wait<0>();
+  pin(sums);
+  copies_wait<0>();
+}
+
+__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int warp, int lane) {
+#pragma unroll
+  for (int block = 0; block < MOST_ROWS / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = warp * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
+      store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
+    }
   }
 }
 
@@ -154,76 +208,32 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   using namespace fused;
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
-  const u64 policy = read_once();
   const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
-  __shared__ __align__(8) u64 barriers[STAGES];  // whether a stage's columns of x are there
-  const u32 full = shared_address(barriers);
+  __shared__ __align__(8) u64 barriers[2 * STAGES];  // whether a stage's columns of x are there, and whether they have been read
+  const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
   const int tile = blockIdx.x * OUT, place = GATED ? warp % (WARPS / 2) : warp;
   const int row = min(tile + place * 16, N - 16);  // blocks may reach beyond N, but no warp does
-  const auto first_row = [=](int) { return GATED && warp >= WARPS / 2 ? N + row : row; };
+  const int first_row = GATED && warp >= WARPS / 2 ? N + row : row;
   const int first = split * STEPS, end = min(first + STEPS, SLICES / STEP_SLICES);
 
-  const auto copy_codes = [&](int step, int stage) {
-#pragma unroll
-    for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 to = ring + stage * STEP_BYTES + INPUT_BYTES + (warp * STEP_SLICES + i) * SLICE_BYTES;
-      copy_weights(p, to, first_row, step * STEP_SLICES + i, lane, policy);
-    }
-  };
-
-  const auto copy_inputs = [&](int step, int stage) {
-    barrier_expect(full + 8 * stage, INPUT_BYTES);
-    copy_bulk(ring + stage * STEP_BYTES, p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, full + 8 * stage);
-  };
-
   launch_dependents();
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (first + stage < end) copy_codes(first + stage, stage);
-    copies_commit();
-  }
-  wait_for_earlier();
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) barrier_init(full + 8 * stage, 1);
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(full + 8 * stage, 1);
+      barrier_init(empty + 8 * stage, WARPS);
+    }
     barriers_ready();
-    for (int stage = 0; stage < STAGES - 1 && first + stage < end; ++stage) copy_inputs(first + stage, stage);
   }
   __syncthreads();
-
   float sums[MOST_ROWS / 2] = {};
-  int stage = 0, free_stage = STAGES - 1;
-  u32 parity = 0;
-#pragma unroll 1
-  for (int step = first; step < end; ++step) {
-    copies_wait<STAGES - 2>();
-    barrier_wait(full + 8 * stage, parity);
-    __syncthreads();  // what others copied is there, and they have read what the next copies overwrite
-    if (step + STAGES - 1 < end) {
-      copy_codes(step + STAGES - 1, free_stage);
-      if (threadIdx.x == 0) copy_inputs(step + STAGES - 1, free_stage);
-    }
-    copies_commit();
-#pragma unroll
-    for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 from = ring + stage * STEP_BYTES;
-      const u32 codes = from + INPUT_BYTES + (warp * STEP_SLICES + i) * SLICE_BYTES;
-      multiply_slice(sums, codes, from + i * (MOST_ROWS * 128), lane);
-    }
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    if (stage == 0) parity ^= 1;
-    free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
+  if (warp == WARPS) {
+    if (lane == 0) copy_inputs(p, ring, full, empty, first, end);
+  } else {
+    multiply(p, sums, ring, full, empty, first, end, warp, lane, first_row);
   }
-  copies_wait<0>();
   __syncthreads();  // the ring is free
 
-#pragma unroll
-  for (int block = 0; block < MOST_ROWS / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = warp * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
-      store_shared(ring + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
-    }
-  }
+  if (warp < WARPS) store_sums(sums, ring, warp, lane);
   cluster_sync();
   for (int o = split * THREADS + threadIdx.x; o < OUT * rows; o += SPLITS * THREADS) {
     const int at = o % OUT, n = tile + at, m = o / OUT;

@@ -15,7 +15,12 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Wait until all but the last `most` groups are done.
+template <int most>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");
+}
 
 // Keep sums where they are: the compiler does not see that they change until the products are done.
 template <int count>
