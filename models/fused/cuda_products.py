@@ -18,6 +18,7 @@ from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant, architecture
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
+from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.core.contract.support import YES, Support
 from headway.models.config import Activation
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
@@ -40,7 +41,7 @@ _HALVES = {torch.bfloat16: 0, torch.float16: 1}
 _POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
 _NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
-"""The largest of MXFP4's exponents, and of FP8's scales, that half precision has place for beside what exponents of codes lack."""
+"""The largest of MXFP4's exponents, and of FP8's scales, that half precision holds beside what exponents of codes lack."""
 _SHARED = 112 * 1024
 """Bytes of shared memory of a block of threads beside which another finds room."""
 
@@ -173,8 +174,16 @@ class CudaVariant:
         return Variant(CSRC, f"{name}.cu", tuple(self.constants.items()))
 
     @property
+    def _copied_scales(self) -> int:
+        """Bytes of scales and zeros for 16 rows of a slice, in shared_rows.cu."""
+        weight = self.weight
+        if weight.scale_rows > 1 or weight.scale_span >= weight.row:
+            return 0
+        return max(1, _SLICE // weight.scale_span) * 16 * (self.scale_dtype.itemsize + int(weight.zeros))
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as few_rows.cu adds it up."""
+        """Dynamic shared memory, as the kernels add it up."""
         weight, cut = self.weight, self.cut
         halves, rows = 2 if weight.half else 1, 16 * cut.tiles
         groups = max(1, _SLICE // weight.scale_span)
@@ -185,8 +194,8 @@ class CudaVariant:
         codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
         window = self.most_rows * 128
         if cut.splits:
-            step = -(-(2 * window + cut.warps * 2 // halves * codes) // 1024) * 1024
-            return max(cut.stages * step, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
+            step = 2 * window + (2 // halves) * cut.warps * (1024 + self._copied_scales)
+            return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
         return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
 
 
@@ -227,14 +236,15 @@ class _Launcher:
         early = torch.cuda.get_device_capability(device) >= (9, 0)
         threads = 32 * (cut.warps + (1 if cut.splits or variant.most_rows == 1 else 4))
         self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
-        self.arguments = Arguments(
-            bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
-        )
+        pointers, zero = bytes(_POINTERS.size), numpy.float32(0)
+        self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(self.tiles))
         self.most_rows, self.arrange = variant.most_rows, None
         if cut.splits:
             self.arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
             self.arrange_launches = [Launch((count, 1, 1), 256, overlaps=early) for count in range(variant.most_rows + 1)]
-            self.arrange_arguments = Arguments(0, 0, 0, numpy.float32(0))
+            self.arrange_arguments = Arguments(0, 0, 0, zero)
+            self.arguments = Arguments(bytes(MAP_BYTES), pointers, numpy.int32(0))
+            self.box = rows * cut.warps, _SLICE
 
     def arranged(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
         """x [rows, in_features], normed, in the order in which shared_rows.cu copies it, in a launch before."""
@@ -318,7 +328,10 @@ class CudaProducts:
         eps = 0.0 if norm is None else norm.eps
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
         pointers = _POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
-        launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
+        if cut.splits:
+            launcher.arguments.set(tensor_map(weight.codes.view(torch.uint8), launcher.box, 0), pointers, numpy.int32(rows))
+        else:
+            launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
         return y
 

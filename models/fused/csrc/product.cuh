@@ -18,7 +18,7 @@ constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale 
 constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
 constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales for a slice: codes are scaled, not sums
 #ifdef SCALED_CODES
-constexpr bool ON_CODES = !BY_ROW;
+constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is dequantised in half precision
 #else
 constexpr bool ON_CODES = SHORT;
 #endif
@@ -112,17 +112,25 @@ struct Codes {
   u32 offset[2];
   u32 scale[2];
 
-  __device__ __forceinline__ Codes(u32 from, int part, int lane) {
-    const int group = SHORT ? lane % 4 * 16 / SCALE_SPAN : 0;
+  // from: of the slice in shared memory, as copy_weights fills it.
+  __device__ __forceinline__ Codes(u32 from, int part, int lane)
+      : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,
+              from + CODE_BYTES + SCALE_BYTES + row_of(part, lane)) {}
+
+  // Where the first row's codes, scale and zero lie; those of the other are 512 bytes and 8 rows behind.
+  __device__ __forceinline__ Codes(u32 codes, u32 scales, u32 zeros) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row[i] = load_quad(from + part * 1024 + 512 * i + lane * 16);
-      const int place = group * PART_ROWS + part * 16 + lane / 4 + 8 * i;
+      row[i] = load_quad(codes + 512 * i);
 #if WEIGHT == INT4
-      offset[i] = offset_of(ZEROS ? load_shared<u8>(from + CODE_BYTES + SCALE_BYTES + place) : 8);
+      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + 8 * i) : 8);
 #endif
-      if (ON_CODES) scale[i] = pair_scale(from + CODE_BYTES + (BY_BLOCK ? part * 4 : place * SCALE_SIZE));
+      if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + 8 * i * SCALE_SIZE);
     }
+  }
+
+  static __device__ __forceinline__ int row_of(int part, int lane) {
+    return (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * PART_ROWS + part * 16 + lane / 4;
   }
 
   // The first operand, from one word of each row.

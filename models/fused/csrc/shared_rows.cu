@@ -1,10 +1,9 @@
 // Products of up to 64 rows over quantised weights: the matrix units' time begins to count, and x is too large for each warp to read
 // its own.
 //
-// The warps of a block of threads lie side by side along the rows of W, 16 each, and share the columns of x, which one more warp
-// copies. Four warps multiply together (wgmma, compute capability 9.0a): W [64, 16] out of their registers, unpacked and scaled there
-// while the codes before are multiplied, times x^T [16, MOST_ROWS] where it lies. Slices of W and columns of x run through rings of
-// STAGES steps in shared memory; no warp waits for another but for the columns of x.
+// The warps of a block of threads lie side by side along the rows of W, 16 each. Four multiply together (wgmma, compute capability
+// 9.0a): W [64, 16] out of their registers, unpacked and scaled there while the codes before are multiplied, times x^T [16, MOST_ROWS]
+// where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared memory.
 //
 // Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
 // are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
@@ -12,7 +11,7 @@
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
-#define SCALED_CODES
+#define SCALED_CODES  // in product.cuh
 #include "product.cuh"
 #include "wgmma.cuh"
 
@@ -25,7 +24,10 @@ constexpr int BLOCK_ROWS = WARPS * 16;                    // of W
 constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
 constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
 constexpr int ARRANGING = 256;                            // threads of arrange_rows
-constexpr int STEP_BYTES = (INPUT_BYTES + WARPS * STEP_SLICES * SLICE_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
+constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;     // whose scales and zeros are copied for each group
+constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
+constexpr int BLOCK_BYTES = BLOCK_ROWS * SLICE + BLOCK_SCALES + BLOCK_ZEROS;  // of a slice
+constexpr int STEP_BYTES = (INPUT_BYTES + STEP_SLICES * BLOCK_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
 constexpr int WORDS = STEP_SLICES * HALVES * 4;            // of codes that a thread unpacks in a step, 16 columns of x each
 constexpr int AHEAD = 4;                                  // words that are multiplied at once; their registers are not written meanwhile
@@ -59,60 +61,106 @@ __device__ __forceinline__ float sum_of_blocks(u32 sums, int row, int m) {
   return sum;
 }
 
-// A step's columns of x are one copy. By one thread.
-__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 ring, u32 full, u32 empty, int first, int end) {
-  wait_for_earlier();
-  int stage = 0;
-  u32 parity = 1;  // the first round of stages is free
-#pragma unroll 1
-  for (int step = first; step < end; ++step) {
-    barrier_wait(empty + 8 * stage, parity);
-    barrier_expect(full + 8 * stage, INPUT_BYTES);
-    copy_bulk(ring + stage * STEP_BYTES, p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, full + 8 * stage);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-}
+struct Ring {
+  u32 start, full, empty;  // of stages: where they lie, and two barriers each: whether they are there, and whether they have been read
 
-// sums += products of a warp's 16 rows. ring: where the first stage's columns of x lie; slices of W lie behind them.
-__device__ __forceinline__ void multiply(
-    const Pointers& p, float (&sums)[MOST_ROWS / 2], u32 ring, u32 full, u32 empty, int first, int end, int warp, int lane,
-    int first_row) {
+  __device__ __forceinline__ u32 inputs(int stage) const { return start + stage * STEP_BYTES; }
+  __device__ __forceinline__ u32 slice(int stage, int i) const { return inputs(stage) + INPUT_BYTES + i * BLOCK_BYTES; }
+};
+
+struct Steps {
+  int first, end;
+};
+
+// Ask for the steps of W and x, one after the other. row: of W, the first; GATED: of the gate. By one thread.
+struct Copier {
+  const Pointers& p;
+  const TensorMap& map;
+  const Ring ring;
+  const int row;
   const u64 policy = read_once();
-  const u32 mine = ring + INPUT_BYTES + warp * STEP_SLICES * SLICE_BYTES;
-  const auto copy_codes = [&](int step, int stage) {
+
+  __device__ __forceinline__ void weights(int step, int stage) const {
+    constexpr int rows_of_w = GATED ? 2 * N : N, parts = GATED ? 2 : 1;
+    const u32 full = ring.full + 8 * stage, rows = min(OUT, N - row);
+    barrier_expect(full, INPUT_BYTES + STEP_SLICES * (BLOCK_ROWS * SLICE + (BLOCK_SCALES + BLOCK_ZEROS) / OUT * rows));
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 to = mine + stage * STEP_BYTES + i * SLICE_BYTES;
-      copy_weights(p, to, [=](int) { return first_row; }, step * STEP_SLICES + i, lane, policy);
-    }
-  };
+      const int slice = step * STEP_SLICES + i;
 #pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (first + stage < end) copy_codes(first + stage, stage);
-    copies_commit();
+      for (int part = 0; part < parts; ++part) {
+        copy_rows(ring.slice(stage, i) + part * (OUT * SLICE), map, slice * SLICE, row + part * N, full, policy);
+#pragma unroll
+        for (int group = 0; group < (BY_GROUP ? GROUPS : 0); ++group) {
+          const u32 to = ring.slice(stage, i) + BLOCK_ROWS * SLICE, place = group * BLOCK_ROWS + part * OUT;
+          const u64 from = static_cast<u64>(slice * SLICE / SCALE_SPAN + group) * rows_of_w + row + part * N;
+          copy_bulk(to + place * SCALE_SIZE, p.scales + from * SCALE_SIZE, rows * SCALE_SIZE, full);
+          if (ZEROS) copy_bulk(to + BLOCK_SCALES + place, p.zeros + from, rows, full);
+        }
+      }
+    }
   }
+
+  __device__ __forceinline__ void inputs(int step, int stage) const {
+    copy_bulk(ring.inputs(stage), p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, ring.full + 8 * stage);
+  }
+
+  __device__ __forceinline__ void operator()(Steps steps) const {
+    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) weights(steps.first + stage, stage);
+    wait_for_earlier();
+    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) inputs(steps.first + stage, stage);
+    int stage = 0;
+    u32 parity = 0;
+#pragma unroll 1
+    for (int step = steps.first + STAGES; step < steps.end; ++step) {
+      barrier_wait(ring.empty + 8 * stage, parity);
+      weights(step, stage);
+      inputs(step, stage);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+  }
+};
+
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+// Of a slice, for all rows of a warp. row: of W.
+__device__ __forceinline__ float block_scale(const Pointers& p, int row, int slice) {
+  const int place = row / SCALE_ROWS * (ROW / SCALE_SPAN) + min(slice, SLICES - 1) * SLICE / SCALE_SPAN;
+  return reinterpret_cast<const float*>(p.scales)[place] * (WIDE ? 1.0f : CODE_FACTOR);
+}
+#endif
+
+// sums += products of a warp's 16 rows. row: of W, the first.
+__device__ __forceinline__ void multiply(
+    const Pointers& p, float (&sums)[MOST_ROWS / 2], const Ring& ring, Steps steps, int warp, int lane, int row) {
+  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;  // among groups and rows
   u32 a[AHEAD][4];
   int stage = 0, before = STAGES - 1;
   u32 parity = 0;
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+  float scales[STEP_SLICES];  // asked for a step ahead
+#pragma unroll
+  for (int i = 0; i < STEP_SLICES; ++i) scales[i] = block_scale(p, row, steps.first * STEP_SLICES + i);
+#endif
 #pragma unroll 1
-  for (int step = first; step < end; ++step) {
-    copies_wait<STAGES - 2>();
-    __syncwarp();  // scales that other threads copied are there, and the codes of the step before have been read
-    if (step + STAGES - 1 < end) copy_codes(step + STAGES - 1, before);
-    copies_commit();
-    barrier_wait(full + 8 * stage, parity);
+  for (int step = steps.first; step < steps.end; ++step) {
+    barrier_wait(ring.full + 8 * stage, parity);
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
-      const Codes codes(mine + stage * STEP_BYTES + i * SLICE_BYTES, 0, lane);
-      const u32 x = ring + stage * STEP_BYTES + i * (MOST_ROWS * 128);
+      const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE;
+      Codes codes(slice + warp * 1024 + lane * 16, behind + place * SCALE_SIZE, behind + BLOCK_SCALES + place);
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+      codes.scale[0] = codes.scale[1] = to_pair(scales[i], scales[i]);
+      scales[i] = block_scale(p, row, (step + 1) * STEP_SLICES + i);
+#endif
 #pragma unroll
       for (int word = 0; word < HALVES * 4; ++word) {
         const int n = i * HALVES * 4 + word, at = n % AHEAD;
         products_wait<AHEAD - 1>();
-        if (n == AHEAD - 1 && step > first && lane == 0) barrier_arrive(empty + 8 * before);  // the step before is multiplied
-        if (word >= 4) codes.unpack<HALVES - 1>(a[at], word % 4); else codes.unpack<0>(a[at], word);
+        if (n == AHEAD - 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
+        word >= 4 ? codes.unpack<HALVES - 1>(a[at], word % 4) : codes.unpack<0>(a[at], word);
         products_begin();
-        Products<MOST_ROWS>::run(sums, a[at], descriptor(x + word / 4 * (MOST_ROWS * 128) + word % 4 * 32), 1);
+        const u32 x = ring.inputs(stage) + (i + word / 4) * (MOST_ROWS * 128) + word % 4 * 32;
+        Products<MOST_ROWS>::run(sums, a[at], descriptor(x), 1);
         products_commit();
       }
     }
@@ -121,7 +169,6 @@ __device__ __forceinline__ void multiply(
   }
   products_wait<0>();
   pin(sums);
-  copies_wait<0>();
 }
 
 __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int warp, int lane) {
@@ -201,45 +248,43 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
   }
 }
 
-// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32.
-// Grid (tiles, SPLITS), a cluster each.
+// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32. map: of W's
+// bytes, in boxes of OUT rows and SLICE bytes. Grid (tiles, SPLITS), a cluster each.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
-    const fused::Pointers p, const float, const float, const int rows, const int) {
+    const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const int rows) {
   using namespace fused;
   extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
-  const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
-  __shared__ __align__(8) u64 barriers[2 * STAGES];  // whether a stage's columns of x are there, and whether they have been read
-  const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-  const int tile = blockIdx.x * OUT, place = GATED ? warp % (WARPS / 2) : warp;
-  const int row = min(tile + place * 16, N - 16);  // blocks may reach beyond N, but no warp does
-  const int first_row = GATED && warp >= WARPS / 2 ? N + row : row;
-  const int first = split * STEPS, end = min(first + STEPS, SLICES / STEP_SLICES);
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y, tile = blockIdx.x * OUT;
+  const u32 start = (shared_address(shared) + 1023) / 1024 * 1024;
+  const Ring ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
+  const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};
 
   launch_dependents();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == WARPS * 32) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, WARPS);
+      barrier_init(ring.full + 8 * stage, 1);
+      barrier_init(ring.empty + 8 * stage, WARPS);
     }
     barriers_ready();
   }
   __syncthreads();
-  float sums[MOST_ROWS / 2] = {};
   if (warp == WARPS) {
-    if (lane == 0) copy_inputs(p, ring, full, empty, first, end);
+    if (lane == 0) Copier{p, map, ring, tile}(steps);
+    __syncthreads();
   } else {
-    multiply(p, sums, ring, full, empty, first, end, warp, lane, first_row);
+    float sums[MOST_ROWS / 2] = {};
+    const bool up = GATED && warp >= WARPS / 2;
+    multiply(p, sums, ring, steps, warp, lane, min(tile + warp * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0));
+    __syncthreads();  // the ring is free
+    store_sums(sums, start, warp, lane);
   }
-  __syncthreads();  // the ring is free
-
-  if (warp < WARPS) store_sums(sums, ring, warp, lane);
   cluster_sync();
   for (int o = split * THREADS + threadIdx.x; o < OUT * rows; o += SPLITS * THREADS) {
     const int at = o % OUT, n = tile + at, m = o / OUT;
     if (n >= N) continue;
-    const float up = GATED ? sum_of_blocks(ring, OUT + at, m) : 0.0f;
-    const float y = finish(p, sum_of_blocks(ring, at, m), up, n, 1.0f);
+    const float up = GATED ? sum_of_blocks(start, OUT + at, m) : 0.0f;
+    const float y = finish(p, sum_of_blocks(start, at, m), up, n, 1.0f);
     u16* const to = p.y + static_cast<u64>(m) * N + n;
     *to = to_half(ADD ? y + from_half(*to) : y);
   }
