@@ -29,9 +29,9 @@ constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZER
 constexpr int BLOCK_BYTES = BLOCK_ROWS * SLICE + BLOCK_SCALES + BLOCK_ZEROS;  // of a slice
 constexpr int STEP_BYTES = (INPUT_BYTES + STEP_SLICES * BLOCK_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
-constexpr int WORDS = STEP_SLICES * HALVES * 4;            // of codes that a thread unpacks in a step, 16 columns of x each
-constexpr int AHEAD = 4;                                  // words that are multiplied at once; their registers are not written meanwhile
-static_assert(TILES == 1 && WORDS % AHEAD == 0 && WORDS > AHEAD);
+constexpr int WORDS = 4;                                  // of codes that are multiplied at once, 16 columns of x each
+constexpr int BATCHES = STEP_SLICES * HALVES;             // of so many words in a step
+static_assert(TILES == 1 && BATCHES == 2);
 
 __device__ __forceinline__ void cluster_sync() {
 #if SPLITS > 1
@@ -133,7 +133,7 @@ __device__ __forceinline__ float block_scale(const Pointers& p, int row, int sli
 __device__ __forceinline__ void multiply(
     const Pointers& p, float (&sums)[MOST_ROWS / 2], const Ring& ring, Steps steps, int warp, int lane, int row) {
   const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;  // among groups and rows
-  u32 a[AHEAD][4];
+  u32 a[BATCHES][WORDS][4];  // of one batch are multiplied while those of the next are unpacked
   int stage = 0, before = STAGES - 1;
   u32 parity = 0;
 #if SCALE_SPAN < ROW && SCALE_ROWS > 1
@@ -144,6 +144,7 @@ __device__ __forceinline__ void multiply(
 #pragma unroll 1
   for (int step = steps.first; step < steps.end; ++step) {
     barrier_wait(ring.full + 8 * stage, parity);
+    const u32 x = ring.inputs(stage) / 16;
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
       const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE;
@@ -153,14 +154,19 @@ __device__ __forceinline__ void multiply(
       scales[i] = block_scale(p, row, (step + 1) * STEP_SLICES + i);
 #endif
 #pragma unroll
-      for (int word = 0; word < HALVES * 4; ++word) {
-        const int n = i * HALVES * 4 + word, at = n % AHEAD;
-        products_wait<AHEAD - 1>();
-        if (n == AHEAD - 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
-        word >= 4 ? codes.unpack<HALVES - 1>(a[at], word % 4) : codes.unpack<0>(a[at], word);
+      for (int half = 0; half < HALVES; ++half) {
+        const int batch = i * HALVES + half;
+        products_wait<BATCHES - 1>();
+        if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+          half ? codes.unpack<HALVES - 1>(a[batch][word], word) : codes.unpack<0>(a[batch][word], word);
+        }
         products_begin();
-        const u32 x = ring.inputs(stage) + (i + word / 4) * (MOST_ROWS * 128) + word % 4 * 32;
-        Products<MOST_ROWS>::run(sums, a[at], descriptor(x), 1);
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+          Products<MOST_ROWS>::run(sums, a[batch][word], descriptor(x + (batch * (MOST_ROWS * 128) + word * 32) / 16), 1);
+        }
         products_commit();
       }
     }
@@ -255,7 +261,8 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   using namespace fused;
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y, tile = blockIdx.x * OUT;
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
+  const int split = blockIdx.y, tile = blockIdx.x * OUT;
   const u32 start = (shared_address(shared) + 1023) / 1024 * 1024;
   const Ring ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
   const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};

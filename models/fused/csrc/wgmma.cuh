@@ -6,10 +6,11 @@
 
 namespace fused {
 
-__device__ __forceinline__ u64 descriptor(u32 address) {
+// sixteenths: the address, in 16 bytes.
+__device__ __forceinline__ u64 descriptor(u32 sixteenths) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(address >> 4), "n"(SWIZZLE_128 | ROW_GROUP));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(sixteenths), "n"(SWIZZLE_128 | ROW_GROUP));
   return both;
 }
 
