@@ -37,14 +37,16 @@ _SLICE = 64
 """Bytes of a row that one warp multiplies at a time."""
 _PART = 16
 """Rows of the weight that the matrix units take."""
+_COPY = 16
+"""Bytes that a thread copies at a time."""
 _KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 _HALVES = {torch.bfloat16: 0, torch.float16: 1}
-_POINTERS = Struct("=12Q")
+POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
 _NARROW_EXPONENT = 128
 """The largest of MXFP4's exponents whose scale, times what is missing from the codes' exponents, is a bfloat16."""
-_SHARED = 113 * 1024
+SHARED_BYTES = 113 * 1024
 """Bytes of shared memory of a block of threads beside which another finds room."""
 
 
@@ -85,7 +87,7 @@ def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bo
     blocks = -(-out_features // (warps * _PART // (2 if gated else 1)))
     steps = weight.row // _SLICE * (2 if weight.half else 1) // 2
     splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= 2 * multiprocessors and steps >= 4 * count))
-    return CudaCut(1, warps, max(2, min((_SHARED - 1024) // step, 6)), splits)
+    return CudaCut(1, warps, max(2, min((SHARED_BYTES - 1024) // step, 6)), splits)
 
 
 _FULL = 0.9
@@ -97,7 +99,7 @@ def _most_rows(rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arranged:
+class ArrangedWeight:
     """A weight as the kernel reads it."""
 
     described: WeightBytes
@@ -153,7 +155,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if self.shared_bytes <= _SHARED and (cut.splits or self.most_rows <= _FEW_ROWS) else 1,
+            "RESIDENT": 2 if self.shared_bytes <= SHARED_BYTES and (cut.splits or self.most_rows <= _FEW_ROWS) else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -196,9 +198,9 @@ class Arrangements:
     """Weights as the kernels read them, each arranged once."""
 
     def __init__(self) -> None:
-        self._known: dict[QuantizedWeight, _Arranged] = {}
+        self._known: dict[QuantizedWeight, ArrangedWeight] = {}
 
-    def __call__(self, weight: Tensor | QuantizedWeight) -> _Arranged:
+    def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
         """The arrangement of a weight, made now where there is none."""
         assert not isinstance(weight, Tensor)
         known = self._known.get(weight)
@@ -230,7 +232,7 @@ class _Launcher:
         threads = 32 * (cut.warps if cut.splits else cut.warps + (1 if variant.most_rows == 1 else 4))
         self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
         self.arguments = Arguments(
-            bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
+            bytes(POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
         )
 
 
@@ -305,7 +307,7 @@ class CudaProducts:
         first = [x, weight.codes, weight.scales, weight.zeros, norm_weight, linear.bias, y, *self._rotation(rotated)]
         eps = 0.0 if norm is None else norm.eps
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
-        pointers = _POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
+        pointers = POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
         launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
         return y
@@ -334,25 +336,31 @@ class CudaProducts:
         return (*rope, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, arrivals)
 
 
-def computes(dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x."""
-    described, (rows, columns) = weight_bytes(weight), weight.shape
+def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = None) -> Support:
+    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x.
+
+    rows: of each expert, where the weight is that of several (expert_rows.cu); None: it is that of one product.
+    """
+    described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in _KINDS or dtype not in _HALVES:
         return Support.no(form_name(weight), "fp8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
-    support, span = YES, described.scale_span
-    if rows % (2 * _PART) or described.row % (2 * _SLICE if described.kind == "fp8" else _SLICE):
-        support &= Support.no("shape", "multiples of 32 x 128", f"{rows} x {columns}")
-    whole = span % _SLICE == 0 or (_SLICE % span == 0 and span % 16 == 0) or span >= described.row
-    if not whole or (1 < described.scale_rows < rows and described.scale_rows % _PART):
+    support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
+    if rows is None and (weight.shape[0] % (2 * _PART) or described.row % (2 * _SLICE if described.kind == "fp8" else _SLICE)):
+        support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
+    if rows is not None and (rows % _PART or described.row % (_SLICE if described.half >= _SLICE else _COPY)):
+        support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
+    short = described.kind != "fp8" and _SLICE % span == 0 and span % 16 == 0  # codes are scaled, which those of fp8 are not
+    whole = span % _SLICE == 0 or short or by_row
+    if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % _PART and not by_row):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
-    if described.zeros and span >= described.row:
+    if described.zeros and by_row:
         support &= Support.no("zeros", "of groups that are shorter than a row", form_name(weight))
     if described.kind == "mxfp4" and dtype != torch.bfloat16:
         support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
     return support
 
 
-def arranged(weight: QuantizedWeight) -> _Arranged:
+def arranged(weight: QuantizedWeight) -> ArrangedWeight:
     """A weight as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
     described = weight_bytes(weight)
     assert described is not None
@@ -363,12 +371,12 @@ def arranged(weight: QuantizedWeight) -> _Arranged:
             described = replace(described, scale_rows=1)
         elif described.scale_rows == 1:
             scales = scales.t().contiguous()
-        return _Arranged(described, weight.values, scales)
+        return ArrangedWeight(described, weight.values, scales)
     if isinstance(weight, Float4Weight):
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
-        return _Arranged(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
+        return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
     assert isinstance(weight, Int4Weight)
     if described.scale_span >= described.row:
-        return _Arranged(described, weight.packed, weight.scales.view(-1).float())
+        return ArrangedWeight(described, weight.packed, weight.scales.view(-1).float())
     zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
-    return _Arranged(described, weight.packed, weight.scales.t().contiguous(), zeros)
+    return ArrangedWeight(described, weight.packed, weight.scales.t().contiguous(), zeros)

@@ -71,6 +71,9 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
         if kept is not None:
             kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
         log.info("experts: %s", kind.describe())
+        taken = kind.prepare()
+        if taken:
+            log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
 def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
