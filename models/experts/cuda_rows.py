@@ -104,9 +104,7 @@ class CudaRows:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, lot: int, first: bool
     ) -> _Launcher:
         arranged = self._arranged(weight)
-        variant = expert_variant(
-            self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors, self._cut
-        )
+        variant = expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors, self._cut)
         launcher = self._launchers.get(variant)
         if launcher is None:
             launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)

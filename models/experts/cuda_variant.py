@@ -1,4 +1,4 @@
-"""What the kernel of quantised experts in CUDA C++ (models/fused/csrc/expert_rows.cu) is compiled for, and how products are cut."""
+"""What models/fused/csrc/expert_rows.cu is compiled for, and how the two products of experts are cut."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class FusedExperts:
         return FusedLayer(self, weights, norm)
 
     def prepare(self) -> int:
-        """Arrange all layers' weights for the methods that serve and read an arrangement; bytes that it takes beside the weights."""
+        """Arrange all layers' weights for the methods that serve and read an arrangement; bytes that it takes besides."""
         ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows)}
         return max((sum(way.prepare(weights) for weights in self._layers) for way in ways), default=0)  # they share it
 
