@@ -10,15 +10,8 @@ from torch import Tensor
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
-from headway.models.fused.cuda_products import (
-    Arrangements,
-    CudaCutRule,
-    CudaProducts,
-    computes,
-    few_rows_cut,
-    shared_rows_cut,
-    shared_rows_cut_narrow,
-)
+from headway.models.fused.cuda_cuts import CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
+from headway.models.fused.cuda_products import Arrangements, CudaProducts, computes
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay

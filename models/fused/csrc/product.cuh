@@ -7,10 +7,15 @@
 
 #include "unpack.cuh"
 
+#ifndef EXPERTS  // whose weights lie one after the other
+#define EXPERTS 1
+#endif
+
 namespace fused {
 
 constexpr int SLICE = 64;
-constexpr int SLICES = ROW / SLICE;
+constexpr int SLICES = (ROW + SLICE - 1) / SLICE;
+constexpr int REST = ROW % SLICE;  // bytes of the last slice, where it is no whole one: the rest is zeros, of W and of x
 constexpr int BLOCKS = MOST_ROWS <= 8 ? 1 : MOST_ROWS / 8;
 constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups of a slice
 constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
@@ -23,6 +28,7 @@ constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is deq
 constexpr bool ON_CODES = SHORT;
 #endif
 
+constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W, of each expert
 constexpr int PART_ROWS = 16 * TILES;
 constexpr int CODE_BYTES = TILES * 1024;
 constexpr int SCALE_BYTES = BY_ROW ? 0 : BY_BLOCK ? (TILES * 4 + 15) / 16 * 16 : GROUPS * PART_ROWS * SCALE_SIZE;
@@ -51,15 +57,22 @@ __device__ __forceinline__ int column_of(int byte, int half) {
   return byte / HALF * (2 * HALF) + half * HALF + byte % HALF;
 }
 
+// Whether a row has so many groups, which it has but in its last slice.
+__device__ __forceinline__ bool is_group(int group) { return REST == 0 || group < ROW / SCALE_SPAN; }
+
 // Ask for a slice of W, with its scales and zeros. first_row: where in W each part begins.
 template <typename FirstRow>
 __device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow first_row, int slice, int lane, u64 policy) {
-  const u64 at = static_cast<u64>(slice) * SLICE + lane % 4 * 16;
+  const u32 bytes = REST && slice == SLICES - 1 && lane % 4 * 16 >= REST ? 0 : 16;
+  const u64 at = static_cast<u64>(slice) * SLICE + (bytes ? lane % 4 * 16 : 0);
 #pragma unroll
   for (int part = 0; part < TILES; ++part) {
     const u8* row = p.weight + static_cast<u64>(first_row(part) + lane / 4) * ROW + at;
-    copy_16_once(to + part * 1024 + lane * 16, row, policy);
-    copy_16_once(to + part * 1024 + 512 + lane * 16, row + 8ull * ROW, policy);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 target = to + part * 1024 + i * 512 + lane * 16;
+      REST ? copy_16_once(target, row + 8ull * i * ROW, bytes, policy) : copy_16_once(target, row + 8ull * i * ROW, policy);
+    }
   }
   if constexpr (BY_BLOCK) {
     if (lane < TILES) {
@@ -67,18 +80,20 @@ __device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow
       copy_4(to + CODE_BYTES + lane * 4, p.scales + 4ull * place, 4);
     }
   } else if constexpr (BY_GROUP) {
-    constexpr int rows = GATED ? 2 * N : N;
+    constexpr u64 rows = static_cast<u64>(EXPERTS) * WIDTH;
     const int group = slice * SLICE / SCALE_SPAN;
 #pragma unroll
     for (int c = lane; c < GROUPS * TILES * SCALE_SIZE; c += 32) {
-      const u64 place = static_cast<u64>(group + c / (TILES * SCALE_SIZE)) * rows + first_row(c / SCALE_SIZE % TILES);
-      copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, 16);
+      const int own = group + c / (TILES * SCALE_SIZE);
+      const u64 place = (is_group(own) ? own : group) * rows + first_row(c / SCALE_SIZE % TILES);
+      copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, is_group(own) ? 16 : 0);
     }
     if (ZEROS) {
 #pragma unroll
       for (int c = lane; c < GROUPS * TILES; c += 32) {
-        const u64 place = static_cast<u64>(group + c / TILES) * rows + first_row(c % TILES);
-        copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, 16);
+        const int own = group + c / TILES;
+        const u64 place = (is_group(own) ? own : group) * rows + first_row(c % TILES);
+        copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, is_group(own) ? 16 : 0);
       }
     }
   }
@@ -173,8 +188,10 @@ __device__ __forceinline__ float activate(float x) {
   return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 #elif ACTIVATION == 4  // ReLU
   return fmaxf(x, 0.0f);
-#elif ACTIVATION == 5  // its square
-  return x > 0.0f ? x * x : 0.0f;
+#elif ACTIVATION == 5  // its square; a NaN stays one
+  return x > 0.0f ? x * x : x == x ? 0.0f : x;
+#elif ACTIVATION == 6  // x * sigmoid(ALPHA x)
+  return x / (1.0f + __expf(-(ALPHA) * x));
 #else
   return x;
 #endif

@@ -25,6 +25,12 @@ __device__ __forceinline__ void copy_16_once(u32 to, const void* from, u64 polic
 }
 
 // bytes: 16, or 0: zeros are written, and nothing is read.
+__device__ __forceinline__ void copy_16_once(u32 to, const void* from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+// bytes: likewise.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -94,6 +100,12 @@ __device__ __forceinline__ Quad load_constant_quad(const void* from) {
 __device__ __forceinline__ u16 load_stored(const u16* from) {
   u16 value;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ u32 load_stored(const u32* from) {
+  u32 value;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 
