@@ -140,7 +140,7 @@ struct Codes {
   __device__ __forceinline__ void unpack(u32 (&a)[4], int word) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#if WEIGHT == FP8
+#if BYTES
       a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
 #else
       const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];

@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply_slice(float (&sums)[MOST_ROWS / 2], u32
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     codes.unpack<0>(a[0][word], word);
-#if WEIGHT != FP8
+#if !BYTES
     codes.unpack<1>(a[1][word], word);
 #endif
   }
