@@ -26,7 +26,7 @@ from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
 from headway.models.fused.step_kernels import norm_rows
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
-from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_ROWS = 64
