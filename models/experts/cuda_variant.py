@@ -30,7 +30,7 @@ class ExpertProduct:
 
     weight: WeightBytes
     out_features: int
-    """Of an expert, after the activation."""
+    """Rows of y: of one expert, after the activation."""
     first: bool
     """Whether rows are those of tokens, and are activated; else they are those of pairs, and each token's are added up."""
     gated: bool
@@ -70,7 +70,7 @@ class ExpertVariant:
 
     @property
     def tokens(self) -> int:
-        """Most of them."""
+        """Tokens of a launch, at most."""
         return 1 if self.each.most_rows == 1 else MOST_TOKENS
 
     @property
@@ -84,7 +84,7 @@ class ExpertVariant:
 
     @property
     def lots_bytes(self) -> int:
-        """Of `struct Lots`."""
+        """Size of `struct Lots`."""
         pairs, rows = self.tokens * self.slots, self.each.most_rows
         lots = (pairs + min(pairs, self.experts) * (rows - 1)) // rows
         floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * lots + 1 + 2 * (self.experts + 1)
