@@ -9,7 +9,8 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
-from headway.models.fused.cuda_products import CSRC, SHARED_BYTES, ArrangedWeight, CudaCut, CudaVariant
+from headway.models.fused.cuda_cuts import SHARED_BYTES, CudaCut
+from headway.models.fused.cuda_products import CSRC, ArrangedWeight, CudaVariant
 from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 64

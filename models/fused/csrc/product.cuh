@@ -21,7 +21,12 @@ constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups o
 constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
 constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale for 16 rows and more
 constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
-constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // codes are scaled, not sums
+constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales for a slice: codes are scaled, not sums
+#ifdef SCALED_CODES
+constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is dequantised in half precision
+#else
+constexpr bool ON_CODES = SHORT;
+#endif
 
 constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W, of each expert
 constexpr int PART_ROWS = 16 * TILES;
@@ -111,7 +116,7 @@ __device__ __forceinline__ u32 pair_scale(u32 from) {
 #if WEIGHT == MXFP4
   return scale_of(load_shared<u8>(from));
 #else
-  const float scale = float_scale(from);
+  const float scale = float_scale(from) * (WEIGHT == FP8 && !WIDE ? CODE_FACTOR : 1.0f);
   return to_pair(scale, scale);
 #endif
 }
@@ -122,17 +127,25 @@ struct Codes {
   u32 offset[2];
   u32 scale[2];
 
-  __device__ __forceinline__ Codes(u32 from, int part, int lane) {
-    const int group = SHORT ? lane % 4 * 16 / SCALE_SPAN : 0;
+  // from: of the slice in shared memory, as copy_weights fills it.
+  __device__ __forceinline__ Codes(u32 from, int part, int lane)
+      : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,
+              from + CODE_BYTES + SCALE_BYTES + row_of(part, lane)) {}
+
+  // Where the first row's codes, scale and zero lie; those of the other are 512 bytes and 8 rows behind.
+  __device__ __forceinline__ Codes(u32 codes, u32 scales, u32 zeros) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row[i] = load_quad(from + part * 1024 + 512 * i + lane * 16);
-      const int place = group * PART_ROWS + part * 16 + lane / 4 + 8 * i;
+      row[i] = load_quad(codes + 512 * i);
 #if WEIGHT == INT4
-      offset[i] = offset_of(ZEROS ? load_shared<u8>(from + CODE_BYTES + SCALE_BYTES + place) : 8);
+      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + 8 * i) : 8);
 #endif
-      if (SHORT) scale[i] = pair_scale(from + CODE_BYTES + place * SCALE_SIZE);
+      if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + 8 * i * SCALE_SIZE);
     }
+  }
+
+  static __device__ __forceinline__ int row_of(int part, int lane) {
+    return (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * PART_ROWS + part * 16 + lane / 4;
   }
 
   // The first operand, from one word of each row.
@@ -140,12 +153,16 @@ struct Codes {
   __device__ __forceinline__ void unpack(u32 (&a)[4], int word) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-#if BYTES
+#if WEIGHT == FP8
+      const u32 factor = ON_CODES && !WIDE ? scale[i] : to_pair(CODE_FACTOR, CODE_FACTOR);
+      a[i] = codes<0>(row[i].part[word], factor), a[2 + i] = codes<1>(row[i].part[word], factor);
+      if (ON_CODES && WIDE) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+#elif WEIGHT == INT8
       a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
 #else
       const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
       a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
-      if (WEIGHT == INT4 && SHORT) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+      if (WEIGHT == INT4 && ON_CODES) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #endif
     }
   }
