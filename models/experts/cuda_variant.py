@@ -9,14 +9,12 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
-from headway.models.fused.cuda_cuts import SHARED_BYTES, CudaCut
+from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut
 from headway.models.fused.cuda_products import CSRC, ArrangedWeight, CudaVariant
 from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 64
 """Tokens up to which the kernel computes."""
-_SLICE, _PART = 64, 16
-"""Bytes of a row that a warp multiplies at a time, and rows of the weight that the matrix units take."""
 _SWISH = 6
 """ACTIVATION of product.cuh: x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
@@ -46,13 +44,13 @@ ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
 def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     """Cut a product so that its blocks of threads and those of the layer's other product find room beside each other."""
     weight, lot, out_features = product.weight, product.lot, product.out_features
-    slices = -(-weight.row // _SLICE)
+    slices = -(-weight.row // SLICE_BYTES)
     padded = {warps: -(-slices // warps) * warps for warps in _WARPS}
     warps = next((count for count in _WARPS if padded[count] <= 1.05 * slices), min(_WARPS, key=padded.__getitem__))
-    tiles = 2 if product.gated or (not product.first and out_features > 2 * _PART * multiprocessors) else 1
+    tiles = 2 if product.gated or (not product.first and out_features > 2 * PART_ROWS * multiprocessors) else 1
     step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * lot * 128)
-    kept = 2 * warps * lot * (_PART * tiles + 4) * 4 + (5 if product.first else 12) * 1024
-    alone = product.first or -(-out_features // (_PART * tiles)) <= multiprocessors
+    kept = 2 * warps * lot * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
+    alone = product.first or -(-out_features // (PART_ROWS * tiles)) <= multiprocessors
     stages = ((_ROOM if alone else SHARED_BYTES) - kept) // step
     return CudaCut(tiles, warps, max(2, min(stages, 6)), per_multiprocessor=1 if product.first else 2)
 
@@ -81,7 +79,7 @@ class ExpertVariant:
 
     @property
     def _outputs(self) -> int:
-        return _PART * self.each.cut.tiles // (2 if self.each.gated else 1)
+        return PART_ROWS * self.each.cut.tiles // (2 if self.each.gated else 1)
 
     @property
     def lots_bytes(self) -> int:
