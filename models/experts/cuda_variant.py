@@ -20,7 +20,7 @@ _SWISH = 6
 _WARPS = 8, 12, 6, 10, 4, 2
 """Warps that may share a sum over K: the first that has slices for nearly all of them, as 8 mostly have."""
 _ROOM = 126 * 1024
-"""Shared memory of a block of threads that has a multiprocessor to itself, but for one of the layer's other product."""
+"""Shared memory of a block of threads beside which there is none of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
 
 
 def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product so that its blocks of threads and those of the layer's other product find room beside each other."""
+    """Cut a product: as many warps along K as there are slices for, and rings as deep as there is room."""
     weight, lot, out_features = product.weight, product.lot, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
     padded = {warps: -(-slices // warps) * warps for warps in _WARPS}
