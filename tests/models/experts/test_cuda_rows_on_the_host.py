@@ -41,7 +41,7 @@ def check(
     routing = layer.routing(x)
     experts = torch.arange(config.num_slots).expand(tokens, -1) if alike else routing.experts
     routed = Routed(
-        layer._normed(x).to(dtype), experts.int().contiguous(), routing.weights.float().contiguous(), counts=None, block_t=0
+        layer.normed(x).to(dtype), experts.int().contiguous(), routing.weights.float().contiguous(), counts=None, block_t=0
     )
     found = x.to(dtype)
     add_experts(found, routed, weights, config, lot, blocks=3, order=order)
