@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from headway.cli.app import app
 from headway.core.contract.metadata import Phase
 from headway.core.select.backend_request import ALL_AUTO
 from headway.core.select.costs import CostTable, Shape
@@ -23,7 +26,7 @@ from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.priors import prior_path
 from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
 from headway.tuning.table.schema import points as by_point
-from tables import SPEC, a_cell, a_device, a_table
+from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table
 from tiny_bench import with_backend
 
 Times = Callable[[str, Point], float | None]
@@ -283,8 +286,6 @@ def test_this_machine_checks_a_prior_by_real_measurements(
     ship: Callable[..., CrossoverTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the engine's own run: whatever these made-up times are worth here, the table is whole and says where it is from."""
-    from tables import POINTS, QUICK
-
     ship()
     write_json(a_table(*cells_of(crossing, ["sdpa", "sdpa.math"], POINTS)), prior_path(a_device(), SpecRecord.of(SPEC)))
     monkeypatch.setattr(autotune, "TIMER", QUICK)
@@ -298,3 +299,45 @@ def test_this_machine_checks_a_prior_by_real_measurements(
     for checked in table.prior.checked:
         rivals = by_point(table.cells)[tuple(checked.split(" "))]  # type: ignore[index]
         assert not any(cell.prior for cell in rivals)
+
+
+def explained(*more: str) -> str:
+    words = ["backends", "explain", "--device", "cpu", "--geometry", "4/2/32", "--batch", "4", "--len", "512", *more]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_explain_names_the_prior_and_which_row_was_measured_here(
+    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship(device=a_device(torch="1.0"))
+    text = explained()
+    assert "decode, 4 sequences, 1 new of 512 tokens: sdpa" in text
+    assert "prior, not checked here" in text
+    assert "other there: torch: 1.0 there" in text
+    start(Machine(crossing), registry, monkeypatch)
+    text = explained()
+    assert "decode 4q1s512, sdpa, nhd 16" in text
+    assert "prior, checked here" in text
+    assert "checked here at 15 points" in text
+    prior = json.loads(explained("--json"))["prior"]
+    assert prior["device"]["torch"] == "1.0"
+    assert len(prior["checked"]) == 15
+    table = kept()
+    measured = next(cell for cell in table.cells if cell.phase == "decode" and not cell.prior and cell.backend == "sdpa")
+    assert "measured here" in explained("--batch", str(measured.batch), "--len", str(measured.kv_len))
+
+
+def test_shipped_tables_are_listed_with_what_differs(ship: Callable[..., CrossoverTable], tmp_path: Path) -> None:
+    listed = CliRunner().invoke(app, ["table", "priors"]).output
+    assert "no table ships with this version: a first start measures in full" in listed
+    ship(device=a_device(torch="1.0"))
+    (tmp_path / "priors" / "broken.json").write_text("{")
+    listed = " ".join(CliRunner().invoke(app, ["table", "priors"]).output.split())
+    assert "4/2 heads x 32 float32: shipped table of 2026-11-21" in listed
+    assert "other there: torch: 1.0 there" in listed
+    assert "broken.json: needs a file of schema headway.crossover/1" in listed
+    assert "1 of 2 shipped tables are of this kind of device" in listed
+    rows = json.loads(CliRunner().invoke(app, ["table", "priors", "--json"]).output)["priors"]
+    assert [row["fits"] for row in rows] == [True, False] or [row["fits"] for row in rows] == [False, True]

@@ -83,7 +83,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
     verdict = _Check(points(scaled), points(here.cells), shared, _NOISES * max(prior.table.noise, here.noise))
-    faults = {(point.phase, point.case): verdict.fault(point) for point in asked}
+    faults: dict[PointKey, str] = {(point.phase, point.case): verdict.fault(point) for point in asked}
     taken = _around(scaled, asked, faults)
     strangers = _strangers(here.cells, set(names) - shared)
     measured = points(here.cells)
