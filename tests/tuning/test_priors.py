@@ -264,6 +264,38 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     assert "not used unchecked: newcomer not in it" in caplog.text
 
 
+def test_layouts_count_where_they_were_measured_here(
+    ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only the shipped table has is no fault of it; one that only this machine has is, where it is among the fastest."""
+    table = ship()
+    more = [cell.model_copy(update={"layout": "hnd"}) for cell in table.cells]
+    write_json(table.model_copy(update={"cells": [*table.cells, *more]}), prior_path(a_device(), SpecRecord.of(SPEC)))
+    start(Machine(crossing), registry, monkeypatch)
+    found = kept()
+    assert found.prior is not None
+    assert found.prior.disagreed == []
+    assert {cell.layout for cell in found.cells} == {"nhd", "hnd"}
+
+    class Elsewhere(Machine):
+        def __call__(self, options: CrossoverOptions, registry: Registry) -> CrossoverTable:
+            table = super().__call__(options, registry)
+            cells = [cell.model_copy(update={"layout": "vllm_5d"}) for cell in table.cells if not cell.prior]
+            table = table.model_copy(update={"cells": [*table.cells, *cells]} if not options.resume else {})
+            assert options.output is not None
+            write_json(table, options.output)
+            return table
+
+    table_path(a_device(), SpecRecord.of(SPEC)).unlink()
+    machine = Elsewhere(crossing)
+    start(machine, registry, monkeypatch)
+    assert len(machine.runs) == 2
+    prior = kept().prior
+    assert prior is not None
+    assert len(prior.disagreed) == len(prior.checked)
+    assert all("vllm_5d 16, which it does not know, is among the fastest" in line for line in prior.disagreed)
+
+
 def test_points_that_the_time_did_not_reach_are_not_taken(
     ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

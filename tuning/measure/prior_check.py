@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
+from headway.tuning.measure.measure_point import CLEAR_LOSS
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR
 from headway.tuning.table.noise import mark_ties, noise_of
@@ -22,12 +24,10 @@ _MOST_POINTS = 4
 """Points that are checked in each phase."""
 _LARGE = 0.25
 """Part of a phase's largest cache: points beyond it take long, and say what smaller ones do."""
-_LOSS, _DRIFT = 0.05, 0.10
-"""What the prior's choice may lose at a checked point, and how far the ratio of its two best may be off, as shares."""
+_LOSS, _DRIFT = 0.05, 0.15
+"""What the prior's choice may lose at a checked point, and how far the ratio of a rival to it may be off, as shares."""
 _NOISES = 2.0
 """Times the noise of both tables: what may be off at least."""
-_CLEAR = 1.5
-"""Times the fastest: a runner-up that is slower, here and there, is no rival, however much."""
 
 
 def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collection[str]) -> list[Point]:
@@ -155,6 +155,15 @@ class _Check:
     """Backends that both know."""
     noise: float
 
+    @cached_property
+    def winners(self) -> dict[PhaseName, set[str]]:
+        """The backends that win somewhere in a phase by the prior: rivals of each other at every point."""
+        found: dict[PhaseName, set[str]] = {}
+        for rivals in self.there.values():
+            times = rival_times(rivals).values()
+            found.setdefault(rivals[0].phase, set()).update(min(each, key=each.__getitem__) for each in times if each)
+        return found
+
     def fault(self, point: Point) -> str:
         """Why the prior is wrong at a point that was to be checked; empty: it agrees."""
         key = point.phase, point.case
@@ -163,14 +172,22 @@ class _Check:
         if key not in self.there:
             return "no times in common"
         expected, found = rival_times(self.there[key]), rival_times(self.here[key])
-        faults = (self._fault(expected[place], found[place]) for place in expected if place in found)
-        lost = [place for place in expected if place not in found and place != (None, None)]
-        return next(filter(None, faults), f"no time here on {lost[0][0]} {lost[0][1]}" if lost else "")
+        tried = {(cell.layout, cell.block_size) for cell in self.here[key]}
+        for place, times in expected.items():
+            name = f"{place[0]} {place[1]}"
+            if place in found and (fault := self._fault(times, found[place], self.winners[point.phase])):
+                return f"{fault}, on {name}" if place[0] else fault
+            if place in tried - found.keys():
+                return f"no time here on {name}"
+        best = min((us for times in found.values() for us in times.values()), default=math.inf)
+        for place, times in found.items():
+            if place not in expected and min(times.values()) < NEAR * best:
+                return f"{place[0]} {place[1]}, which it does not know, is among the fastest"
+        return ""
 
-    def _fault(self, expected: Mapping[str, float], found: Mapping[str, float]) -> str:
-        """The same over one layout and block size."""
-        ranked, best = sorted(expected, key=expected.__getitem__), min(found.values())
-        first = ranked[0]
+    def _fault(self, expected: Mapping[str, float], found: Mapping[str, float], rivals: set[str]) -> str:
+        """The same over one layout and block size. rivals: backends whose times decide in this phase."""
+        first, best = min(expected, key=expected.__getitem__), min(found.values())
         if first not in found:
             return f"{first} has no time here"
         near = [name for name, us in found.items() if name not in self.shared and us < NEAR * best]
@@ -178,10 +195,10 @@ class _Check:
             return f"{near[0]}, which it does not know, is among the fastest"
         if found[first] > best * (1 + max(_LOSS, self.noise)):
             return f"{first} takes {found[first] / best:.2f} times as long as {min(found, key=found.__getitem__)}"
-        if len(ranked) > 1 and ranked[1] in found:
-            was, now = expected[ranked[1]] / expected[first], found[ranked[1]] / found[first]
-            if min(was, now) < _CLEAR and abs(math.log(now / was)) > math.log(1 + max(_DRIFT, self.noise)):
-                return f"{ranked[1]} over {first} is {now:.2f}, expected {was:.2f}"
+        for name in rivals & expected.keys() & found.keys():
+            was, now = expected[name] / expected[first], found[name] / found[first]
+            if was < CLEAR_LOSS and abs(math.log(now / was)) > math.log(1 + max(_DRIFT, self.noise)):
+                return f"{name} takes {now:.2f} times as long as {first}, expected {was:.2f}"
         return ""
 
 
