@@ -271,7 +271,7 @@ class _Tables:
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
-            layouts=self._preferred_layouts(spec),
+            layouts=preferred_layouts(self.registry, self.available, spec),
             grid=wanted,
             refine=refine,
             turns=TIMER,
@@ -306,15 +306,16 @@ class _Tables:
             )
         return table
 
-    def _preferred_layouts(self, spec: AttentionSpec) -> list[str]:
-        """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
 
-        Layouts that cannot hold the layer's keys and values are passed over.
-        """
-        claimed = [self.registry.backend(name).capabilities.layouts or () for name in self.available]
-        every = [[info.layout for info in self.registry.layouts.values()], *claimed]
-        fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
-        return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
+def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
+    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
+
+    Layouts that cannot hold the layer's keys and values are passed over. available: the backends that can run here.
+    """
+    claimed = [registry.backend(name).capabilities.layouts or () for name in available]
+    every = [[info.layout for info in registry.layouts.values()], *claimed]
+    fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
+    return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
 
 
 def _read(path: Path) -> CrossoverTable | None:

@@ -21,7 +21,6 @@ from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.run import CrossoverOptions
-from headway.tuning.table import priors
 from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.priors import prior_path
 from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
@@ -82,7 +81,7 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     """Ship a table of the whole grid; the folders of tables are the test's own."""
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
-    monkeypatch.setattr(priors, "FOLDER", tmp_path / "priors")
+    monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
     caplog.set_level(logging.INFO, "headway")
 
     def write(times: Times = crossing, names: tuple[str, ...] = ("sdpa", "sdpa.math"), **changes: object) -> CrossoverTable:

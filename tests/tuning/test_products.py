@@ -16,7 +16,6 @@ from headway.models.fused.quantized_choice import ROW_COUNTS, MeasuredWay, Produ
 from headway.models.linear import Linear
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
-from headway.tuning.table import priors
 from quantized_weights import float8, int4
 
 WAYS = ("kernel", "kernel n64", "scaled_mm", "dequantize")
@@ -231,7 +230,7 @@ def test_a_library_that_has_changed_since_serves_no_longer(cache: Path, caplog: 
 def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
     """A file that ships with Headway, measured by a bench of COSTS with another torch; nothing is kept."""
     caplog.set_level(logging.INFO, "headway")
-    monkeypatch.setattr(priors, "FOLDER", tmp_path / "priors")
+    monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
     bench = Bench(COSTS)
     choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
     (path,) = cache.glob("*.json")

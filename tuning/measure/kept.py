@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import read_json
 from headway.core.system.provenance import Origin
-from headway.tuning.table import priors
 from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.priors import prior_folder
 
 log = logging.getLogger("headway")
 Differing = tuple[str, object, object]
@@ -65,7 +65,7 @@ def read_shipped(
     Its `prior` says where it is from, and what was other there. path: where times are kept, in a folder of their kind. own: what
     must be the same besides the device.
     """
-    found = _read(what, priors.FOLDER / path.parent.name / path.name, kind, schema)
+    found = _read(what, prior_folder() / path.parent.name / path.name, kind, schema)
     if found is None:
         return None
     wrong = _other([("device", found.device.name, device.name), *own(found)])

@@ -5,6 +5,7 @@ Such a prior is a crossover table like any other, of another machine of the same
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from headway.tuning.table.files import TableError, read_table, table_path
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.schema import CrossoverTable, PriorRecord, SpecRecord
 
-FOLDER = Path(__file__).resolve().parents[1] / "priors"
-"""The files that are part of the package."""
+FOLDER_VARIABLE = "HEADWAY_PRIORS"
+"""Environment variable that names a folder of such files instead of the package's, such as one that many machines share."""
 _DECIDING = ("device", "compute capability", SpecRecord.named, "level")
 """What must be the same: times of another kind of GPU, or of another layer, say nothing here."""
 
@@ -46,9 +47,15 @@ class Prior:
         return self.table.model_copy(update={"cells": cells, "prior": self.record()})
 
 
+def prior_folder() -> Path:
+    """Where priors lie: $HEADWAY_PRIORS, else a folder of the package. Those of products and experts lie in folders of it."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "").strip()
+    return Path(chosen) if chosen else Path(__file__).resolve().parents[1] / "priors"
+
+
 def prior_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
     """Where a prior for a layer on a device lies, if there is one."""
-    return FOLDER / table_path(device, spec).name
+    return prior_folder() / table_path(device, spec).name
 
 
 def find_prior(device: DeviceIdentity, spec: SpecRecord, owners: Mapping[str, tuple[str, str]]) -> Prior | None:
@@ -72,4 +79,4 @@ def find_prior(device: DeviceIdentity, spec: SpecRecord, owners: Mapping[str, tu
 
 def shipped() -> list[Path]:
     """All files of priors, by name."""
-    return sorted(FOLDER.glob("*.json"))
+    return sorted(prior_folder().glob("*.json"))
