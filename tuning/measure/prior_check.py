@@ -107,7 +107,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
 
 @dataclass(frozen=True)
 class _Scales:
-    """By what a prior's times are multiplied: each phase's on the device, and all of the host's."""
+    """The factors of a prior's times: each phase's on the device, and one for all of the host's."""
 
     device: Mapping[PhaseName, float]
     """Phases without an entry have no time in common."""

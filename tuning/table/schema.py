@@ -242,11 +242,11 @@ class PriorRecord(BaseModel):
     checked: list[str] = []
     """Points that were measured here to check it, such as "decode 1q1s256"; none: it is taken unchecked."""
     disagreed: list[str] = []
-    """Those of them at which it was wrong, with the reason. Around them nothing of it is taken."""
+    """The points among them at which it was wrong, with the reason. Around them nothing of it is taken."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
-    """Phase -> by what its times on the device are multiplied."""
+    """Phase -> the factor of its times on the device."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
-    """By what its times on the host are multiplied."""
+    """The factor of its times on the host."""
 
     @property
     def made(self) -> str:

@@ -45,7 +45,7 @@ from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 TURNS = InterleavedTimer(rounds=2, round_ms=3.0, host_seconds=0.02, long_ms=10.0)
 _FULL, _FIRST = 0.62, 0.8
-"""Of a layer's seconds: those of its full table; and by when, with its first start, the held-out points are begun."""
+"""The part of a layer's seconds that its full table takes, and the part after which held-out points are begun."""
 _START_SECONDS = 45.0
 """What a start in a process of its own is expected to take at most."""
 
@@ -58,7 +58,7 @@ class PriorsStudy:
     folder: Path
     geometries: Sequence[str]
     until: float
-    """By time.perf_counter: when the study ends."""
+    """When the study ends, by time.perf_counter."""
     points: int
     """Held-out points of each seed and layer."""
     report: PriorsReport

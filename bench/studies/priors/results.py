@@ -20,7 +20,7 @@ class Loss(BaseModel):
     geometric_mean: float
     worst: float
     seconds: float | None = None
-    """Of measuring the table; None: nothing was measured for it."""
+    """What measuring the table took; None: nothing was measured for it."""
 
 
 class LayerLosses(BaseModel):
@@ -34,7 +34,7 @@ class LayerLosses(BaseModel):
     checked: int
     disagreed: list[str]
     losses: dict[str, Loss]
-    """By table: "prior" as it ships, "first start" after its check, "full"."""
+    """Table -> its loss: "prior" as it ships, "first start" after its check, "full"."""
 
 
 class StartTimes(BaseModel):
