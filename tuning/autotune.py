@@ -26,7 +26,8 @@ from headway.tuning.autotune_prior import check_prior, prior_for
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import ROUNDS, Point, grid
-from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
+from headway.tuning.measure.prior_check import layouts_to_check
+from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
 from headway.tuning.measure.self_test import owners, plugin_digest
 from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, SharedBudget
 from headway.tuning.table.compare import differences, remarks
@@ -176,8 +177,11 @@ class _Tables:
         if prior is not None:
 
             def measure(points: Sequence[Point], seconds: float, known: CrossoverTable | None) -> CrossoverTable | None:
-                refine = ROUNDS if known is not None else 0
-                return self._measure(spec, points, path, seconds, known, resume=known is not None, refine=refine)
+                if known is not None:
+                    return self._measure(spec, points, path, seconds, known, resume=True)
+                layouts = [self.registry.layout(name).layout for name in preferred_layouts(self.registry, self.available, spec)]
+                told = layouts_to_check(prior.table, [(layout, size) for size in BLOCK_SIZES for layout in layouts])
+                return self._measure(spec, points, path, seconds, None, resume=False, refine=0, layouts=told)
 
             return check_prior(prior, wanted, self.available, path, budget, measure)
         _announce(spec, budget, None)
@@ -261,8 +265,9 @@ class _Tables:
         *,
         resume: bool,
         refine: int = ROUNDS,
+        layouts: Sequence[str] | None = None,
     ) -> CrossoverTable | None:
-        """Measure a table in `budget` seconds over the layouts that the backends prefer.
+        """Measure a table in `budget` seconds over some layouts; None: those that the backends prefer.
 
         old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
         refine: as in `CrossoverOptions`.
@@ -271,7 +276,7 @@ class _Tables:
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
-            layouts=preferred_layouts(self.registry, self.available, spec),
+            layouts=preferred_layouts(self.registry, self.available, spec) if layouts is None else layouts,
             grid=wanted,
             refine=refine,
             turns=TIMER,

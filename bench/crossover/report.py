@@ -127,7 +127,7 @@ def software(device: DeviceIdentity) -> str:
 
 
 def notes(view: View) -> list[str]:
-    """Who took no part, who was measured over other layouts, why cells have no time, what is a prior's, and whether the run is whole."""
+    """Who took no part, who was measured over other layouts, why cells have no time, and whether the run is complete."""
     table = view.table
     lines = [f"{record.name} takes no part: {record.reason}" for record in table.backends if not record.usable]
     for name, pairs in view.elsewhere.items():

@@ -20,6 +20,7 @@ from headway.registry import Registry, create_registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.points import Point, grid
+from headway.tuning.measure.prior_check import layouts_to_check
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.table.files import read_table, table_path
 from headway.tuning.table.priors import prior_path
@@ -263,13 +264,18 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     assert "not used unchecked: newcomer not in it" in caplog.text
 
 
+def _times_of(cell: Cell, factor: float) -> dict[str, float]:
+    return {name: factor * getattr(cell, name) for name in ("median_us", "p20_us", "p80_us")}
+
+
 def test_layouts_count_where_they_were_measured_here(
     ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that only the shipped table has is no fault of it; one that only this machine has is, where it is among the fastest."""
     table = ship()
     more = [cell.model_copy(update={"layout": "hnd"}) for cell in table.cells]
-    write_json(table.model_copy(update={"cells": [*table.cells, *more]}), prior_path(a_device(), SpecRecord.of(SPEC)))
+    both = table.model_copy(update={"cells": [*table.cells, *more]})
+    write_json(both, prior_path(a_device(), SpecRecord.of(SPEC)))
     start(Machine(crossing), registry, monkeypatch)
     found = kept()
     assert found.prior is not None
@@ -284,6 +290,12 @@ def test_layouts_count_where_they_were_measured_here(
             assert options.output is not None
             write_json(table, options.output)
             return table
+
+    slow = [cell.model_copy(update={"layout": "hnd", **_times_of(cell, 3.0)}) for cell in table.cells]
+    worse = table.model_copy(update={"cells": [*table.cells, *slow]})
+    pairs = [(registry.layout(name).layout, 16) for name in ("nhd", "hnd", "vllm_5d")]
+    assert layouts_to_check(worse, pairs) == ["nhd", "vllm_5d"]
+    assert layouts_to_check(both, pairs) == ["nhd", "hnd", "vllm_5d"]
 
     table_path(a_device(), SpecRecord.of(SPEC)).unlink()
     machine = Elsewhere(crossing)

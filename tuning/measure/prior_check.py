@@ -13,9 +13,9 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from headway.tuning.measure.measure_point import CLEAR_LOSS
+from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
-from headway.tuning.measure.run import NEAR
+from headway.tuning.measure.run import NEAR, surviving_pairs
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.priors import Prior
 from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
@@ -43,6 +43,16 @@ def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collecti
         small = [point for point in known if point.batch * point.kv_len <= limit] or known
         found += _choose({point: measured[phase, point.case] for point in small})
     return [replace(point, level=0) for point in found]
+
+
+def layouts_to_check(prior: CrossoverTable, pairs: Sequence[Pair]) -> list[str]:
+    """The layouts of some pairs over which a prior is checked: those that hold their own in it, and those that it lacks."""
+    known = {cell.layout for cell in prior.cells}
+    ours = [pair for pair in pairs if pair[0].name in known]
+    lost = {layout.name for layout, _ in ours} - {
+        layout.name for layout, _ in (surviving_pairs(prior.cells, ours) if ours else ())
+    }
+    return [name for name in dict.fromkeys(layout.name for layout, _ in pairs) if name not in lost]
 
 
 def _choose(times: Mapping[Point, Times]) -> list[Point]:

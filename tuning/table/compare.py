@@ -149,6 +149,7 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
             "cells": merged,
             "noise": noise_of(merged),
             "complete": all(table.complete for table in ordered),
+            "prior": next((table.prior for table in reversed(ordered) if table.prior is not None), None),
             "command": "headway table merge",
         }
     )
