@@ -49,8 +49,10 @@ def state_costs_for(
     :raises ConfigError: a budget that is no number.
     """
     distinct = list(dict.fromkeys(specs))
+    if not distinct or not backend_request.auto_phases:
+        return None
     available = [name for name in registry.state_backends if registry.state_availability(name)]
-    if not distinct or not backend_request.auto_phases or not _rivals(registry, distinct, available):
+    if not _rivals(registry, distinct, available):
         return None
     tables = _StateTables(registry, available, identify_device(distinct[0].device), compile_ahead)
     if budget is None:
