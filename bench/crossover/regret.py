@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from statistics import fmean
 from typing import ClassVar, Literal
 
@@ -36,6 +37,7 @@ from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord
 
+_TURNS = InterleavedTimer(rounds=5)
 LAYERS = 32
 """Layers of a model, which share the plan's cost."""
 
@@ -112,6 +114,7 @@ def measure_regret(
     anywhere: bool = False,
     others: Iterable[tuple[str, int]] = (),
     until: float = math.inf,
+    turns: InterleavedTimer = _TURNS,
 ) -> RegretReport:
     """Measure `count` random points of each seed, within the grid's range but not on it, in the order drawn.
 
@@ -130,7 +133,9 @@ def measure_regret(
     usable = {record.name for record in table.backends if record.usable}
     names = [name for name in registry.backends if name in usable and registry.availability(name)]
     known = {cell.case for cell in table.cells}
-    points = [(seed, point) for seed in seeds for point in held_out(device.type, count, seed, known)]
+    draws = [[(seed, point) for point in held_out(device.type, count, seed, known)] for seed in seeds]
+    # Where time may end early every seed has its part of the points.
+    points = list(chain(*draws) if until == math.inf else chain(*zip(*draws, strict=True)))
     pairs = [(chosen.layout, chosen.block_size)]
     more = [(layout, size) for layout, size in pairs_of(table) if layout and size] if anywhere else list(others)
     pairs += [pair for name, size in dict.fromkeys(more) if (pair := (registry.layout(name).layout, size)) != pairs[0]]
@@ -142,7 +147,7 @@ def measure_regret(
             if time.perf_counter() > until:
                 untimed.append(f"{point.phase} {point.case} and those after it: the time did not suffice")
                 break
-            bench = Bench(registry, spec, InterleavedTimer(rounds=5), table.graph_len or GRAPH_LEN, seed)
+            bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)

@@ -43,8 +43,8 @@ from headway.tuning.table.files import read_table
 from headway.tuning.table.priors import FOLDER_VARIABLE, Prior, find_prior, prior_path
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
-TURNS = InterleavedTimer(rounds=2, round_ms=3.0, host_seconds=0.02, long_ms=10.0)
-_FULL, _FIRST = 0.62, 0.8
+TURNS = InterleavedTimer(rounds=3, round_ms=2.0, host_seconds=0.02, long_ms=10.0)
+_FULL, _FIRST = 0.55, 0.7
 """The part of a layer's seconds that its full table takes, and the part after which held-out points are begun."""
 _START_SECONDS = 45.0
 """What a start in a process of its own is expected to take at most."""
@@ -141,7 +141,10 @@ class PriorsStudy:
         self._say(f"{geometry}: {told}")
 
     def _full(self, spec: AttentionSpec, path: Path, budget: float) -> CrossoverTable:
-        """The table of the whole grid; one that an earlier run of the same sources has left at the path is gone on with."""
+        """The table of the whole grid; one that an earlier run of the same sources has left is taken, or gone on with."""
+        resume = self._goes_on(spec, path)
+        if resume and (known := read_table(path)).complete:
+            return known
         available = [name for name in self.registry.backends if self.registry.availability(name)]
         options = CrossoverOptions(
             spec=spec,
@@ -150,7 +153,7 @@ class PriorsStudy:
             turns=self.turns,
             budget=budget,
             output=path,
-            resume=self._goes_on(spec, path),
+            resume=resume,
             command=command_line(),
             compile_ahead=compile_ahead(self.device),
         )
@@ -190,6 +193,7 @@ class PriorsStudy:
             console=self.console,
             others=chosen,
             until=until,
+            turns=self.turns,
         )
         losses = {}
         for label, table in tables.items():
