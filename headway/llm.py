@@ -49,10 +49,13 @@ class LLM:
             pooled = assemble_pooling(args, found, registry)
             self.registry, self.device, self.num_threads = pooled.registry, pooled.device, pooled.num_threads
             self.tokenizer, self._pooling = pooled.model.tokenizer, PoolingClient(pooled)
+            self.start_times = pooled.start
             return
         assembly = assemble(args, registry)
         self.registry, self.device, self.num_threads = assembly.registry, assembly.device, assembly.num_threads
         self.tokenizer, self._driver = assembly.model.tokenizer, EngineDriver(assembly)
+        self.start_times = assembly.start
+        """Where the seconds of the start went, part by part."""
         self._processor = OutputProcessor(self.tokenizer)
         self._driver.add_listener(self._processor.process)
 
