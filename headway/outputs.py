@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from headway.core.sampling.logprobs import Logprob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LogprobsByToken = dict[int, Logprob]
 """Log-probabilities at one position, by token id: first the token that stands there, then the most likely ones."""
@@ -91,6 +95,49 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     finished: bool = True
+
+
+@dataclass
+class PoolingOutput:
+    """A text's vector as a tensor."""
+
+    data: Tensor
+    """float32 [hidden_size]."""
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+    @classmethod
+    def of(cls, embedded: EmbeddingRequestOutput) -> PoolingRequestOutput:
+        """The output of `LLM.encode` where `LLM.embed` has this one."""
+        import torch
+
+        return cls(
+            embedded.request_id, PoolingOutput(torch.tensor(embedded.outputs.embedding)), embedded.prompt_token_ids, embedded.finished
+        )
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """Parameters of `LLM.embed` and `LLM.encode`, as vLLM's programs hand them over."""
+
+    dimensions: int | None = None
+    """Elements to which vectors are cut, where the model was trained for it."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused."""
+    task: str | None = None
+    """Not read: the model has one task."""
+
+    def clone(self) -> PoolingParams:
+        """A copy."""
+        return replace(self)
 
 
 @dataclass

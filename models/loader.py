@@ -57,6 +57,8 @@ class LoadedModel:
     """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
     """Tokens that end a text unless ignore_eos."""
+    tokenizer_folder: Path | None = None
+    """Where the tokenizer was read; None where there is none."""
 
 
 def load_model(
@@ -71,6 +73,7 @@ def load_model(
     ranks: Ranks = ONE_RANK,
     quantization: str | None = None,
     keep_quantized: bool = True,
+    tokenizer: str | None = None,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -82,6 +85,7 @@ def load_model(
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
     quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
     keep_quantized: False: quantised weights are expanded, whatever the device's products read.
+    tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
@@ -122,9 +126,11 @@ def load_model(
         adapted = load_adapted(folder, config_of(folder, stated, plain=False), chosen, device, dummy, torch_compile)
         decoder, implementation = adapted, adapted.implementation
     log.info("model: %s, computed by %s", name, implementation)
-    without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
-    tokenizer = None if without_tokenizer else read_tokenizer(folder)
-    return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
+    place = None if skip_tokenizer_init else folder if tokenizer in (None, name) else locate(tokenizer, weights=False)
+    if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
+        place = None
+    read = None if place is None else read_tokenizer(place)
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place)
 
 
 def _weights(

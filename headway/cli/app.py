@@ -31,7 +31,7 @@ from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
-from headway.vllm_names import LLM_OPTIONS
+from headway.vllm_api.options import LLM_OPTIONS
 
 _MOST_SAID = 400
 """Most characters of an error."""

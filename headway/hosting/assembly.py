@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
@@ -16,6 +18,7 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
@@ -25,6 +28,7 @@ from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, identity_of
+from headway.requests.rules import RequestRules, processor_classes
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
@@ -33,6 +37,7 @@ from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.self_test import check_named
+from headway.vllm_api.configs import CacheSettings, VllmConfig
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +58,10 @@ class Assembly(NamedTuple):
     engine: EngineLoop
     stats_log: StatsLog | None
     """Logs statistics; None where log_stats_interval asks for none."""
+    rules: RequestRules = RequestRules()
+    """What the options say of requests."""
+    settings: VllmConfig | None = None
+    """The options under vLLM's names, for programs that read them."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -98,6 +107,9 @@ def _assemble(
 ) -> Assembly:
     """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none."""
     config, deterministic = args.engine_config(), args.deterministic
+    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    if rules.processors and config.speculate is not None:
+        raise ConfigError("logits_processors", "steps of one token a sequence", f"speculate={config.speculate}", "leave one of them out")
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = compile_ahead(device)
     num_threads = None
@@ -120,7 +132,7 @@ def _assemble(
         processes.choose(EngineChoices.of(costs, state_costs))
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
     sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
-    eos = model.eos_token_ids
+    eos, settings = model.eos_token_ids, VllmConfig.of(args, model)
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     engine = make_engine(
         model=decoder,
@@ -133,11 +145,34 @@ def _assemble(
         state_costs=state_costs,
         proposer=None if speculate is None else speculate.make(ProposerOptions()),
         compile_ahead=ahead,
-        hosts=HostRows(grammars, registry.logits_processors),
+        hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
         weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
         ranks=ranks,
         processes=processes,
     )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
-    return Assembly(registry, device, num_threads, model, engine, stats_log)
+    settings.model_config.max_model_len = settings.scheduler_config.max_model_len = engine.limits.max_model_len
+    pool = engine.capacity.pool
+    settings.cache_config = CacheSettings(
+        pool.page_format.block_size,
+        pool.num_pages,
+        args.kv_cache_dtype,
+        args.gpu_memory_utilization,
+        args.enable_prefix_caching,
+    )
+    return Assembly(registry, device, num_threads, model, engine, stats_log, rules, settings)
+
+
+def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
+    """The engine's logits processors; None: there are none.
+
+    :raises ConfigError: one that raises when it is made.
+    """
+    made = []
+    for each in classes:
+        try:
+            made.append(each(settings, device, device.type == "cuda"))
+        except Exception as error:  # a user's own code may raise what it likes
+            raise ConfigError("logits_processors", f"{each.__name__} to be made", f"{type(error).__name__}: {error}") from error
+    return ProcessorBatch(made) if made else None

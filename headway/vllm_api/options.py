@@ -1,0 +1,233 @@
+"""The options of vLLM's `EngineArgs`: those that Headway spells otherwise, those that ask for nothing here, and those it lacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.state.config import MAX_DRAFT_TOKENS
+from headway.core.system.text import shown
+from headway.vllm_api.reasons import FREE_MEMORY, NO_ADAPTERS, NO_TRANSFER, TEXT_ALONE, of_each
+
+log = logging.getLogger("headway")
+
+LLM_OPTIONS: Final = {
+    **of_each(
+        "pipeline_parallel_size data_parallel_size data_parallel_size_local enable_expert_parallel nnodes "
+        "decode_context_parallel_size prefill_context_parallel_size enable_eplb",
+        "not supported: tensor_parallel_size cuts a model over GPUs; docs/replicas.md has several engines",
+    ),
+    "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
+    "quantization_param_path": "not supported yet: scales of the cache are the checkpoint's; see kv_cache_dtype",
+    "tokenizer_mode": "the tokenizer is transformers' own; skip_tokenizer_init=True loads none",
+    **of_each("revision code_revision", "not supported yet: load the folder that huggingface-cli download --revision writes"),
+    "tokenizer_revision": "not supported yet: tokenizer names the folder that huggingface-cli download --revision writes",
+    **of_each("enable_lora enable_lora_bias", NO_ADAPTERS),
+    **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
+    "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
+    "convert": "Headway calls it task: embed or score",
+    "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
+    "download_dir": "set the environment variable HF_HOME",
+    "enable_sleep_mode": FREE_MEMORY,
+    "enable_prompt_embeds": "not supported yet: prompts are texts or token ids",
+    **of_each("override_generation_config", "SamplingParams override what the model recommends; see generation_config"),
+    **of_each("hf_overrides rope_scaling rope_theta", "not supported: edit the config.json of the model's folder"),
+    "hf_config_path": "not supported: the folder of the model has its config.json",
+    "config_format": "not supported: a model has a config.json in Hugging Face's form",
+    "kv_offloading_backend": "leave it out: kv_offload_size keeps blocks in the host's memory, kv_offload_dir on disk too",
+    **of_each("kv_transfer_config kv_events_config ec_transfer_config", NO_TRANSFER),
+    "num_gpu_blocks_override": "kv_cache_memory sets the size of the cache",
+    "model_loader_extra_config": "not supported: weights are read as safetensors or .gguf files",
+    "logprobs_mode": "not supported: log-probabilities are those of the model's own logits (raw_logprobs)",
+    "structured_outputs_config": "its backend may be any, since llguidance compiles all forms; the rest is not supported here",
+    "reasoning_parser": "not supported: a completion is one text",
+    "pooler_config": "not supported: the files of the model say how it is pooled",
+    "override_pooler_config": "not supported: the files of the model say how it is pooled",
+    "attention_config": "its backend alone is read: Headway calls it attn_backend, and the rest attn_options",
+    **of_each("worker_cls worker_extension_cls scheduler_cls", "not supported: plugins register backends, layouts and proposers"),
+    "disable_sliding_window": "not supported: a model's windows are part of what it computes",
+    "speculative_config": "method may be ngram or suffix; a draft model is not supported yet",
+    "additional_config": "not supported: docs/options.md lists the options",
+}
+"""Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
+
+NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
+    **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), (1,)),
+    **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_expert_parallel", "enable_sleep_mode", "enable_eplb"), (False,)),
+    **dict.fromkeys(("enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales", "disable_sliding_window"), (False,)),
+    **dict.fromkeys(("override_generation_config", "hf_overrides", "rope_scaling", "model_loader_extra_config"), ({},)),
+    **dict.fromkeys(("mm_processor_kwargs", "additional_config", "structured_outputs_config", "attention_config"), ({},)),
+    **dict.fromkeys(("worker_cls", "config_format"), ("auto", "hf")),
+    **dict.fromkeys(("worker_extension_cls", "reasoning_parser"), ("",)),
+    "revision": ("main",),
+    "tokenizer_revision": ("main",),
+    "code_revision": ("main",),
+    "cpu_offload_gb": (0,),
+    "convert": ("auto", "none"),
+    "tokenizer_mode": ("auto", "hf"),
+    "distributed_executor_backend": ("mp", "uni"),
+    "logprobs_mode": ("raw_logprobs",),
+    "kv_offloading_backend": ("native",),
+}
+"""Options of `LLM_OPTIONS` -> the values that ask for what Headway does anyway; None is such a value of all of them."""
+
+_ANY_VALUE: Final = frozenset(
+    """
+    disable_log_stats disable_log_requests enable_log_requests max_log_len use_tqdm_on_load otlp_traces_endpoint
+    show_hidden_metrics_for_version collect_detailed_traces kv_cache_metrics cudagraph_metrics enable_mfu_metrics
+    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_server_load_tracking
+    aggregate_engine_logging served_model_name hf_token max_parallel_loading_workers safetensors_load_strategy ignore_patterns
+    disable_custom_all_reduce disable_nccl_for_dp_synchronization ray_workers_use_nsight master_addr master_port node_rank
+    distributed_timeout_seconds data_parallel_address data_parallel_rpc_port data_parallel_backend data_parallel_rank
+    data_parallel_start_rank data_parallel_hybrid_lb data_parallel_external_lb eplb_config num_redundant_experts
+    expert_placement_strategy all2all_backend enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+    max_seq_len_to_capture max_context_len_to_capture optimization_level performance_mode compilation_config
+    disable_async_output_proc num_scheduler_steps multi_step_stream_outputs num_lookahead_slots use_v2_block_manager
+    delay_factor scheduler_delay_factor scheduler_reserve_full_isl max_num_partial_prefills max_long_partial_prefills
+    long_prefill_token_threshold disable_chunked_mm_input disable_hybrid_kv_cache_manager stream_interval swap_space
+    prefix_caching_hash_algo kv_sharing_fast_prefill disable_cascade_attn guided_decoding_backend
+    guided_decoding_disable_fallback tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config
+    renderer_num_workers io_processor_plugin allowed_local_media_path allowed_media_domains
+    mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache media_io_kwargs
+    mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend interleave_mm_strings skip_mm_profiling video_pruning_rate
+    language_model_only max_loras max_lora_rank lora_dtype max_cpu_loras fully_sharded_loras default_mm_loras
+    lora_extra_vocab_size long_lora_scaling_factors enable_tower_connector_lora lora_target_modules
+    offload_backend cpu_offload_params moe_backend linear_backend mamba_block_size mamba_cache_mode profiler_config
+    fail_on_environ_validation rope_scaling_type enable_flashinfer_autotune
+    """.split()
+)
+"""Options of vLLM's that can change neither an answer nor the memory of a model of text here: names of metrics and logs, ways of
+doing the same work, and details of features that are refused by the option which turns them on."""
+
+_ATTENTION: Final = {
+    "TORCH_SDPA": "sdpa",
+    "TRITON_ATTN": "triton",
+    "FLASH_ATTN": "flash_attn",
+    "XFORMERS": "xformers",
+    "FLEX_ATTENTION": "flex",
+    "FLASHINFER": "flashinfer",
+}
+"""vLLM's name of an attention backend -> Headway's."""
+
+
+def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
+    """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
+
+    An option that is None asks for its default, as in vLLM. own: names that Headway has. What is in none of the tables is
+    returned as it is, to be refused.
+
+    :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None or name in _ANY_VALUE or (name not in own and _is_neutral(name, value)):
+            continue
+        if name in _VALUES:
+            kept.update(_VALUES[name](value))
+        else:
+            kept[name] = value
+    if options.get("compilation_config") is not None:
+        kept = {**_compilation(options["compilation_config"]), **kept}
+    return kept
+
+
+def _is_neutral(option: str, value: object) -> bool:
+    if option == "limit_mm_per_prompt":
+        return isinstance(value, Mapping) and not any(value.values())
+    neutral = NEUTRAL_VALUES.get(option, ())
+    return option in LLM_OPTIONS and any(value is each or value == each for each in neutral)
+
+
+def _trust(value: object) -> dict[str, Any]:
+    if value:
+        log.warning("trust_remote_code: taken, and nothing is trusted: Headway runs no code that a model brings")
+    return {}
+
+
+def _attention(value: object) -> dict[str, Any]:
+    name = str(getattr(value, "name", value))
+    return {"attn_backend": _ATTENTION.get(name.upper(), name.lower())}
+
+
+def _attention_config(value: Any) -> dict[str, Any]:
+    given = {name: each for name, each in _fields(value).items() if each is not None}
+    if set(given) - {"backend"}:
+        raise ConfigError("attention_config", "a backend alone", ", ".join(given), LLM_OPTIONS["attention_config"])
+    return _attention(given["backend"]) if given else {}
+
+
+def _speculation(value: Any) -> dict[str, Any]:
+    """vLLM's speculative_config as Headway's two options; how many tokens are guessed, and from what, changes no answer."""
+    given = {name: each for name, each in _fields(value).items() if each is not None}
+    method = str(given.get("method", "draft_model" if "model" in given else "ngram"))
+    if method == "[ngram]":
+        method = "ngram"
+    if method not in ("ngram", "suffix", "ngram_gpu"):
+        need, hint = "the method ngram or suffix", "drafts of a model are not supported yet; speculate takes a plugin's proposer too"
+        raise ConfigError("speculative_config", need, method, hint)
+    most = given.get("num_speculative_tokens", MAX_DRAFT_TOKENS)
+    if isinstance(most, int) and most > MAX_DRAFT_TOKENS:
+        log.warning("speculative_config: %d tokens are guessed at most, not %d", MAX_DRAFT_TOKENS, most)
+        most = MAX_DRAFT_TOKENS
+    return {"speculate": method.removesuffix("_gpu"), "num_speculative_tokens": most}
+
+
+def _structured(value: Any) -> dict[str, Any]:
+    surplus = {name: each for name, each in _fields(value).items() if each and name not in ("backend", "disable_fallback")}
+    if surplus:
+        hint = LLM_OPTIONS["structured_outputs_config"]
+        raise ConfigError("structured_outputs_config", "a backend alone", ", ".join(surplus), hint)
+    return {}
+
+
+def _compilation(value: Any) -> dict[str, Any]:
+    """What a compilation_config says of CUDA graphs; all else in it is about vLLM's compiler, and changes no answer."""
+    if isinstance(value, int):
+        return {}
+    given = _fields(value)
+    if str(getattr(given.get("cudagraph_mode"), "name", given.get("cudagraph_mode"))).upper() == "NONE":
+        return {"enforce_eager": True}
+    sizes = given.get("cudagraph_capture_sizes")
+    return {"cudagraph_capture_sizes": sizes} if sizes else {}
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    """The fields of a configuration that may be a dict or an object."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, str) or not hasattr(value, "__dict__"):
+        raise ConfigError("the configuration", "a dict", shown(value))
+    return vars(value)
+
+
+def _gibibytes(value: Any) -> dict[str, Any]:
+    return {"kv_offload_size": int(value * 2**30)} if value else {}
+
+
+def _renamed(name: str, values: Mapping[object, object] | None = None) -> Callable[[Any], dict[str, Any]]:
+    """Reads an option that Headway has by this name. values: vLLM's word for a value -> Headway's."""
+    return lambda value: {name: (values or {}).get(value, value) if isinstance(value, str) else value}
+
+
+_VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
+    "attention_backend": _attention,
+    "attention_config": _attention_config,
+    "batch_invariant": _renamed("deterministic"),
+    "cuda_graph_sizes": lambda sizes: {"cudagraph_capture_sizes": sizes} if sizes else {},
+    "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
+    "kv_offloading_size": _gibibytes,
+    "kv_cache_dtype": _renamed("kv_cache_dtype", {"fp8": "fp8_e4m3"}),
+    "load_format": _renamed("load_format", dict.fromkeys(("safetensors", "hf"), "auto")),
+    "model_impl": _renamed("model_impl", {"vllm": "headway"}),
+    "speculative_config": _speculation,
+    "speculative_model": lambda model: _speculation({"method": model}),
+    "structured_outputs_config": _structured,
+    "trust_remote_code": _trust,
+}
+"""Options of vLLM's -> what makes Headway's of them."""
+
+TAKEN: Final = frozenset(_ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
+"""Options of vLLM's that Headway takes, some of them at some values alone."""
