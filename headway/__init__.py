@@ -85,7 +85,7 @@ class _VllmModules:
         return find_module(full_name)
 
 
-sys.meta_path.append(_VllmModules)  # type: ignore[arg-type]  # last, so that it costs imports of other packages nothing
+sys.meta_path.append(_VllmModules)  # last, so that it costs imports of other packages nothing
 
 
 def __getattr__(name: str) -> Any:

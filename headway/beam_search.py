@@ -113,12 +113,10 @@ class BeamSearch:
 
     def _score(self, beam: BeamSearchSequence) -> float:
         length = len(beam.logprobs) - (beam.finish_reason == "stop")
-        return beam.cum_logprob / max(length, 1) ** self.params.length_penalty
+        return beam.cum_logprob / float(max(length, 1) ** self.params.length_penalty)
 
 
-def search(
-    searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
-) -> None:
+def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
     """Run searches to their ends, token by token. generate: completes prompts of token ids.
 
     Each step is a request of one token for each beam; its prompt but the last token lies in the prefix cache.

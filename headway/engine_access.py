@@ -24,6 +24,9 @@ log = logging.getLogger("headway")
 class EngineAccess(ABC):
     """The engine behind a client, under vLLM's names where it has them."""
 
+    tokenizer: Any
+    """transformers' tokenizer of the model; None where it was loaded without one."""
+
     @property
     @abstractmethod
     def driver(self) -> EngineDriver:
@@ -61,7 +64,7 @@ class EngineAccess(ABC):
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to trace steps, at most a thousand; `stop_profile` writes the trace.
 
-        The trace goes into the folder that the environment variable VLLM_TORCH_PROFILER_DIR names, else into headway-profile here.
+        The trace goes into the folder that the environment variable VLLM_TORCH_PROFILER_DIR names, else into headway-profile.
         """
         folder = Path(os.environ.get("VLLM_TORCH_PROFILER_DIR") or "headway-profile") / (profile_prefix or "")
         request = ProfileRequest(skip_steps=0, num_steps=MOST_STEPS)
@@ -82,5 +85,5 @@ class EngineAccess(ABC):
         raise missing_attribute(name, type(self).__name__)
 
     def get_tokenizer(self, *_: object) -> Any:
-        """transformers' tokenizer of the model; None where it was loaded without one."""
-        return self.model.tokenizer
+        """The tokenizer; see `tokenizer`."""
+        return self.tokenizer

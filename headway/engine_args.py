@@ -101,7 +101,8 @@ class EngineArgs(EngineConfig):
         Iterable[type[AttentionBackend]], "Classes of attention backends, registered as plugins are; attn_backend names one."
     ] = ()
     logits_processors: Annotated[
-        Iterable[object], "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits."
+        Iterable[object],
+        "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits.",
     ] = ()
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
@@ -148,7 +149,7 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Give a parser of Python's a flag for each option, vLLM's included, and return it; `from_cli_args` reads what it parsed."""
+        """Give a parser of Python's a flag for each option, vLLM's included; `from_cli_args` reads what it has parsed."""
         defaults = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
         python_only = ("registry", "backends", "plugins", "logits_processors")
         own = {name: text for name, text in help_texts().items() if name not in python_only}

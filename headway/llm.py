@@ -11,15 +11,23 @@ from typing import Any, Self, overload
 
 from tqdm import tqdm
 
-from headway.core.contract.errors import ConfigError
 from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
+from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.text import shown
 from headway.engine_access import EngineAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble, checked_registry
 from headway.hosting.driver import EngineDriver
 from headway.llm_engine import LLMEngine
-from headway.outputs import EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, RequestOutput, ScoringRequestOutput
+from headway.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from headway.pooling.assembly import assemble_pooling
 from headway.pooling.client import PoolingClient
 from headway.pooling.find import find_pooling_model
@@ -104,7 +112,8 @@ class LLM(EngineAccess):
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
         of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. priority: one for
-        all, or one for each; see scheduling_policy. prompt_token_ids: prompts, in vLLM's older words. others: keywords of vLLM's; those that ask for something are refused.
+        all, or one for each; see scheduling_policy. prompt_token_ids: prompts, in vLLM's older words. others:
+        keywords of vLLM's; those that ask for something are refused.
 
         A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
 
@@ -233,7 +242,8 @@ class LLM(EngineAccess):
 
         prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
         truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused.
-        pooling_params: brings both of these in place of the keywords. others: keywords of vLLM's; those that ask for something are refused.
+        pooling_params: brings both of these in place of the keywords. others: keywords of vLLM's; those
+        that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs.
         :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
@@ -288,13 +298,34 @@ class LLM(EngineAccess):
         *,
         pooling_task: str | None = None,
         use_tqdm: bool = True,
-        **others: object,
+        **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Make a vector of each prompt, as `embed` does, as a tensor. pooling_task: embed, or None for the same."""
-        if pooling_task not in (None, "embed", "encode"):
-            raise ConfigError("pooling_task", "embed", pooling_task, "score answers for classifiers of one label")
-        made = self.embed(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, **others)
+        """Do what `embed` or `classify` does, with the answer as a tensor. pooling_task: embed or classify; None: the model's."""
+        if pooling_task not in (None, "encode", "embed", "classify"):
+            hint = "a model's states are pooled, whatever is asked for"
+            raise ConfigError("pooling_task", "embed or classify", shown(pooling_task), hint)
+        classifies = pooling_task == "classify" or (pooling_task in (None, "encode") and self.pooling.model.task == "score")
+        made: Sequence[EmbeddingRequestOutput | ClassificationRequestOutput] = (self.classify if classifies else self.embed)(
+            prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, **others
+        )
         return [PoolingRequestOutput.of(each) for each in made]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        **others: object,
+    ) -> list[ClassificationRequestOutput]:
+        """Give each prompt the probabilities of the model's labels; the outputs come in their order. Arguments: see `embed`.
+
+        :raises PromptError: an empty or too long prompt; it is found before anything runs.
+        :raises ConfigError: a model that is no classifier.
+        """
+        check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
+        most = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+        return self.pooling.run(self.pooling.jobs.classify(prompts, most), use_tqdm)
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
         """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.

@@ -66,14 +66,16 @@ class LLMEngine(EngineAccess):
     ) -> str:
         """Queue a request; `step` returns its outputs. Returns the id.
 
-        prompt, params: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request arrives now. others,
-        positional: arguments of vLLM's; those that ask for something are refused.
+        prompt, params: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request arrives now.
+        others, positional: arguments of vLLM's; those that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt.
         :raises ConfigError: the id is taken, or a parameter or a keyword cannot work.
         """
         if any(each is not None and not isinstance(each, float) for each in positional):
-            raise ConfigError("LLMEngine.add_request", "keywords after request_id, prompt and params", f"{len(positional)} arguments more")
+            raise ConfigError(
+                "LLMEngine.add_request", "keywords after request_id, prompt and params", f"{len(positional)} arguments more"
+            )
         check_keywords("LLMEngine.add_request", others, ("request_id", "prompt", "params", "priority", "arrival_time"))
         driver = self.driver
         (request,) = driver.validator.check(list_of_one(prompt), params, priority, streamed=True)

@@ -98,6 +98,29 @@ class EmbeddingRequestOutput:
 
 
 @dataclass
+class ClassificationOutput:
+    """What a classifier says of a text."""
+
+    probs: list[float]
+    """For each label its probability, or what the model's configuration says in its place."""
+
+    @property
+    def num_classes(self) -> int:
+        """Labels."""
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """A prompt and what a classifier says of it."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
 class PoolingOutput:
     """A text's vector as a tensor."""
 
@@ -115,13 +138,12 @@ class PoolingRequestOutput:
     finished: bool = True
 
     @classmethod
-    def of(cls, embedded: EmbeddingRequestOutput) -> PoolingRequestOutput:
-        """The output of `LLM.encode` where `LLM.embed` has this one."""
+    def of(cls, pooled: EmbeddingRequestOutput | ClassificationRequestOutput) -> PoolingRequestOutput:
+        """The output of `LLM.encode` where `LLM.embed` or `LLM.classify` has this one."""
         import torch
 
-        return cls(
-            embedded.request_id, PoolingOutput(torch.tensor(embedded.outputs.embedding)), embedded.prompt_token_ids, embedded.finished
-        )
+        row = pooled.outputs.embedding if isinstance(pooled, EmbeddingRequestOutput) else pooled.outputs.probs
+        return cls(pooled.request_id, PoolingOutput(torch.tensor(row)), pooled.prompt_token_ids, pooled.finished)
 
 
 @dataclass(kw_only=True)

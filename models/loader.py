@@ -26,7 +26,7 @@ from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
 from headway.models.plain_config import plain_config
-from headway.models.quantization.config import Quantization, read_quantization
+from headway.models.quantization.config import METHODS, Quantization, read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.quantization.rounding import ON_LOADING
 from headway.models.rounded_weights import QuantizeOnLoading
@@ -96,6 +96,7 @@ def load_model(
     stated = check_folder(folder)
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)
+    quantization = _on_loading(quantization, stored)
     chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
@@ -131,6 +132,20 @@ def load_model(
         place = None
     read = None if place is None else read_tokenizer(place)
     return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place)
+
+
+def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
+    """What weights are rounded to on loading. asked: that, or the checkpoint's own method, which needs no rounding.
+
+    :raises ConfigError: a method that is neither.
+    """
+    own = "" if stored is None else stored.method
+    if asked is None or (own and asked.removesuffix("_marlin") == own):
+        return None
+    if asked not in ON_LOADING:
+        got = f"{asked} for weights in {stored.label} ({stored.place})" if stored is not None else f"{asked} for plain weights"
+        raise ConfigError("quantization", f"none, {', '.join(ON_LOADING)}, or the checkpoint's own method", got)
+    return asked
 
 
 def _weights(
@@ -174,7 +189,7 @@ def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", q
         raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
     if model_impl not in MODEL_IMPLS:
         raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
-    if quantization is not None and quantization not in ON_LOADING:
+    if quantization is not None and quantization.removesuffix("_marlin") not in (*ON_LOADING, *METHODS):
         hint = "a checkpoint's own format needs no option"
         raise ConfigError("quantization", f"none or {', '.join(ON_LOADING)}", repr(quantization), hint)
 

@@ -49,6 +49,7 @@ class BatchLogitsProcessor(ABC):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Check a request's parameters before it is queued; a ValueError refuses the request."""
+        return
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -168,7 +168,7 @@ class SamplingParams:
         self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
         self.__dict__["_checked"] = True
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if "_checked" not in self.__dict__:  # __init__ sets the fields one by one, and checks them together
             object.__setattr__(self, name, value)
             return

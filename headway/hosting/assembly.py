@@ -28,8 +28,8 @@ from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, identity_of
-from headway.requests.rules import RequestRules, processor_classes
 from headway.registry import Registry
+from headway.requests.rules import RequestRules, processor_classes
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
@@ -109,7 +109,9 @@ def _assemble(
     config, deterministic = args.engine_config(), args.deterministic
     rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
     if rules.processors and config.speculate is not None:
-        raise ConfigError("logits_processors", "steps of one token a sequence", f"speculate={config.speculate}", "leave one of them out")
+        raise ConfigError(
+            "logits_processors", "steps of one token a sequence", f"speculate={config.speculate}", "leave one of them out"
+        )
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = compile_ahead(device)
     num_threads = None

@@ -33,7 +33,7 @@ log = logging.getLogger("headway")
 
 _GENERATING = {
     "deterministic": False,
-    "logits_processors": (),
+    "logits_processors": ((),),
     "kv_cache_dtype": "auto",
     "kv_offload_size": None,
     "model_impl": ("auto", "headway"),

@@ -49,7 +49,9 @@ def add_flags(parser: ArgumentParser, flags: Iterable[Flag]) -> None:
         if option in parser._option_string_actions:
             continue
         default = {} if flag.default is MISSING else flag.default
-        group.add_argument(option, *_SHORT.get(flag.name, ()), default=default, help=flag.help.replace("%", "%%"), **_reading(flag))
+        group.add_argument(
+            option, *_SHORT.get(flag.name, ()), default=default, help=flag.help.replace("%", "%%"), **_reading(flag)
+        )
 
 
 def add_foreign_flags(parser: ArgumentParser, names: Iterable[str]) -> None:

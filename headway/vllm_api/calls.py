@@ -19,7 +19,7 @@ CALL_KEYWORDS: Final = {
 }
 """Keywords of vLLM's generate, chat and add_request -> what to do."""
 
-_ASKS_NOTHING: Final = {
+_ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
     "chat_template_content_format": ("auto", "string", "openai"),
     "trace_headers": (None, {}),
     "tokenization_kwargs": ({},),
@@ -28,7 +28,7 @@ _ASKS_NOTHING: Final = {
 """Keyword -> values beside None that change nothing here."""
 
 METHODS: Final = {
-    "reward": "score runs classifiers of one label",
+    "reward": "classify and encode run classifiers",
     **of_each("sleep wake_up is_sleeping", FREE_MEMORY),
     **of_each("collective_rpc apply_model", "Headway runs a model in this process: llm.model.decoder is it"),
     "set_tokenizer": "the option tokenizer names another tokenizer",

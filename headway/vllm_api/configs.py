@@ -105,7 +105,7 @@ class VllmConfig:
 
     @classmethod
     def of(cls, args: EngineArgs, model: LoadedModel, max_model_len: int | None = None) -> VllmConfig:
-        """The settings by the options and the loaded model. max_model_len: the engine's; None: what is known before it is made."""
+        """The settings by the options and the loaded model. max_model_len: the engine's; None: the longest that it may be."""
         decoder = model.decoder
         spec = decoder.attention_specs[0] if decoder.attention_specs else None
         device = spec.device if spec is not None else None

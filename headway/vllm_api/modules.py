@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -69,14 +70,11 @@ def _stand_in(name: str, reason: str) -> type:
     return made
 
 
-class _Loader:
+class _Loader(Loader):
     """Fills a module of the table."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Take Python's own module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module lend its names when they are used."""

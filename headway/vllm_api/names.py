@@ -28,6 +28,8 @@ HOMES: Final = {
     "BeamSearchParams": f"{_BEAMS}.BeamSearchParams",
     "BeamSearchSequence": f"{_BEAMS}.BeamSearchSequence",
     "ChatCompletionMessageParam": f"{_PROMPTS}.Message",
+    "ClassificationOutput": f"{_OUTPUTS}.ClassificationOutput",
+    "ClassificationRequestOutput": f"{_OUTPUTS}.ClassificationRequestOutput",
     "CompilationConfig": f"{_CONFIGS}.CompilationConfig",
     "CompletionOutput": f"{_OUTPUTS}.CompletionOutput",
     "Counter": f"{_METRICS}.EngineCounter",
@@ -83,7 +85,6 @@ LACKING: Final = {
     **of_each("EmbedsPrompt DataPrompt", "not supported yet: prompts are texts or token ids"),
     **of_each("KVTransferConfig KVEventsConfig ECTransferConfig", NO_TRANSFER),
     **of_each("ModelRegistry", "not supported: a model of transformers runs by model_impl='transformers'"),
-    **of_each("ClassificationOutput ClassificationRequestOutput", "not supported yet: score answers for classifiers of one label"),
     **of_each(
         "AttentionConfig PoolerConfig ProfilerConfig StructuredOutputsConfig SpeculativeConfig KernelConfig",
         "not supported as an object: the option takes a dict",

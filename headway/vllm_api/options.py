@@ -1,4 +1,4 @@
-"""The options of vLLM's `EngineArgs`: those that Headway spells otherwise, those that ask for nothing here, and those it lacks."""
+"""The options of vLLM's `EngineArgs`: those spelt otherwise here, those that ask for nothing, and those that Headway lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ LLM_OPTIONS: Final = {
     **of_each("enable_lora enable_lora_bias", NO_ADAPTERS),
     **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
     "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
-    "convert": "Headway calls it task: embed or score",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
     "download_dir": "set the environment variable HF_HOME",
     "enable_sleep_mode": FREE_MEMORY,
@@ -66,7 +65,6 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "tokenizer_revision": ("main",),
     "code_revision": ("main",),
     "cpu_offload_gb": (0,),
-    "convert": ("auto", "none"),
     "tokenizer_mode": ("auto", "hf"),
     "distributed_executor_backend": ("mp", "uni"),
     "logprobs_mode": ("raw_logprobs",),
@@ -74,31 +72,29 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Options of `LLM_OPTIONS` -> the values that ask for what Headway does anyway; None is such a value of all of them."""
 
-_ANY_VALUE: Final = frozenset(
-    """
-    disable_log_stats disable_log_requests enable_log_requests max_log_len use_tqdm_on_load otlp_traces_endpoint
-    show_hidden_metrics_for_version collect_detailed_traces kv_cache_metrics cudagraph_metrics enable_mfu_metrics
-    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_server_load_tracking
-    aggregate_engine_logging served_model_name hf_token max_parallel_loading_workers safetensors_load_strategy ignore_patterns
-    disable_custom_all_reduce disable_nccl_for_dp_synchronization ray_workers_use_nsight master_addr master_port node_rank
-    distributed_timeout_seconds data_parallel_address data_parallel_rpc_port data_parallel_backend data_parallel_rank
-    data_parallel_start_rank data_parallel_hybrid_lb data_parallel_external_lb eplb_config num_redundant_experts
-    expert_placement_strategy all2all_backend enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
-    max_seq_len_to_capture max_context_len_to_capture optimization_level performance_mode compilation_config
-    disable_async_output_proc num_scheduler_steps multi_step_stream_outputs num_lookahead_slots use_v2_block_manager
-    delay_factor scheduler_delay_factor scheduler_reserve_full_isl max_num_partial_prefills max_long_partial_prefills
-    long_prefill_token_threshold disable_chunked_mm_input disable_hybrid_kv_cache_manager stream_interval swap_space
-    prefix_caching_hash_algo kv_sharing_fast_prefill disable_cascade_attn guided_decoding_backend
-    guided_decoding_disable_fallback tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config
-    renderer_num_workers io_processor_plugin allowed_local_media_path allowed_media_domains
-    mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache media_io_kwargs
-    mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend interleave_mm_strings skip_mm_profiling video_pruning_rate
-    language_model_only max_loras max_lora_rank lora_dtype max_cpu_loras fully_sharded_loras default_mm_loras
-    lora_extra_vocab_size long_lora_scaling_factors enable_tower_connector_lora lora_target_modules
-    offload_backend cpu_offload_params moe_backend linear_backend mamba_block_size mamba_cache_mode profiler_config
-    fail_on_environ_validation rope_scaling_type enable_flashinfer_autotune
-    """.split()
-)
+_HARMLESS: Final = """
+aggregate_engine_logging all2all_backend allowed_local_media_path allowed_media_domains collect_detailed_traces
+compilation_config cpu_offload_params cudagraph_metrics data_parallel_address data_parallel_backend data_parallel_external_lb
+data_parallel_hybrid_lb data_parallel_rank data_parallel_rpc_port data_parallel_start_rank dbo_decode_token_threshold
+dbo_prefill_token_threshold default_mm_loras delay_factor disable_async_output_proc disable_cascade_attn
+disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
+disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization distributed_timeout_seconds enable_dbo
+enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
+enable_mfu_metrics enable_server_load_tracking enable_tower_connector_lora eplb_config expert_placement_strategy
+fail_on_environ_validation fully_sharded_loras guided_decoding_backend guided_decoding_disable_fallback hf_token
+ignore_patterns interleave_mm_strings io_processor_plugin kv_cache_metrics kv_sharing_fast_prefill language_model_only
+linear_backend long_lora_scaling_factors long_prefill_token_threshold lora_dtype lora_extra_vocab_size lora_target_modules
+mamba_block_size mamba_cache_mode master_addr master_port max_context_len_to_capture max_cpu_loras max_log_len
+max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
+mm_shm_cache_max_object_size_mb moe_backend multi_step_stream_outputs node_rank num_lookahead_slots num_redundant_experts
+num_scheduler_steps offload_backend optimization_level otlp_traces_endpoint performance_mode prefix_caching_hash_algo
+profiler_config ray_workers_use_nsight renderer_num_workers rope_scaling_type safetensors_load_strategy scheduler_delay_factor
+scheduler_reserve_full_isl served_model_name show_hidden_metrics_for_version skip_mm_profiling stream_interval swap_space
+tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size use_tqdm_on_load use_v2_block_manager
+video_pruning_rate
+"""
+_ANY_VALUE: Final = frozenset(_HARMLESS.split())
 """Options of vLLM's that can change neither an answer nor the memory of a model of text here: names of metrics and logs, ways of
 doing the same work, and details of features that are refused by the option which turns them on."""
 
@@ -111,6 +107,10 @@ _ATTENTION: Final = {
     "FLASHINFER": "flashinfer",
 }
 """vLLM's name of an attention backend -> Headway's."""
+
+
+_TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score"}
+"""vLLM's word for a pooled model's task -> Headway's."""
 
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
@@ -166,7 +166,8 @@ def _speculation(value: Any) -> dict[str, Any]:
     if method == "[ngram]":
         method = "ngram"
     if method not in ("ngram", "suffix", "ngram_gpu"):
-        need, hint = "the method ngram or suffix", "drafts of a model are not supported yet; speculate takes a plugin's proposer too"
+        need = "the method ngram or suffix"
+        hint = "drafts of a model are not supported yet; speculate takes a plugin's proposer too"
         raise ConfigError("speculative_config", need, method, hint)
     most = given.get("num_speculative_tokens", MAX_DRAFT_TOKENS)
     if isinstance(most, int) and most > MAX_DRAFT_TOKENS:
@@ -200,14 +201,24 @@ def _fields(value: Any) -> Mapping[str, Any]:
         return value
     if isinstance(value, str) or not hasattr(value, "__dict__"):
         raise ConfigError("the configuration", "a dict", shown(value))
-    return vars(value)
+    fields: Mapping[str, Any] = vars(value)
+    return fields
+
+
+def _converted(value: object) -> dict[str, Any]:
+    """What a model is converted to, as the task that it has then."""
+    if value in ("auto", "none"):
+        return {}
+    if value not in _TASKS:
+        raise ConfigError("convert", "none, embed or classify", shown(value), "score answers for classifiers of one label")
+    return {"task": _TASKS[value]}
 
 
 def _gibibytes(value: Any) -> dict[str, Any]:
     return {"kv_offload_size": int(value * 2**30)} if value else {}
 
 
-def _renamed(name: str, values: Mapping[object, object] | None = None) -> Callable[[Any], dict[str, Any]]:
+def _renamed(name: str, values: Mapping[Any, object] | None = None) -> Callable[[Any], dict[str, Any]]:
     """Reads an option that Headway has by this name. values: vLLM's word for a value -> Headway's."""
     return lambda value: {name: (values or {}).get(value, value) if isinstance(value, str) else value}
 
@@ -216,6 +227,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "attention_backend": _attention,
     "attention_config": _attention_config,
     "batch_invariant": _renamed("deterministic"),
+    "convert": _converted,
     "cuda_graph_sizes": lambda sizes: {"cudagraph_capture_sizes": sizes} if sizes else {},
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
     "kv_offloading_size": _gibibytes,
@@ -225,6 +237,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "speculative_config": _speculation,
     "speculative_model": lambda model: _speculation({"method": model}),
     "structured_outputs_config": _structured,
+    "task": _renamed("task", _TASKS),
     "trust_remote_code": _trust,
 }
 """Options of vLLM's -> what makes Headway's of them."""

@@ -11,6 +11,7 @@ import pytest
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
 from sandbox import save_tiny_model
+from tiny_encoders import SCORERS, save
 
 SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
 QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
@@ -20,12 +21,14 @@ MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the scripts' models are: each the tiny one."""
+    """A folder in which the programs' models are: those that generate are the tiny one."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "tiny", positions=512, chat=True)
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "tiny")
+    kind, config = SCORERS["bert"]
+    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder / "classifier")
     return folder
 
 
@@ -47,7 +50,7 @@ def run_program(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = script.read_text()
     monkeypatch.setattr(sys, "argv", [script.name, *header(text, "argv").split()])
     names = {"__name__": f"program_{script.stem}" if "__main__" not in text else "__main__"}
-    exec(compile(of_headway(text), str(script), "exec"), names)
+    exec(compile(of_headway(text), str(script), "exec", dont_inherit=True), names)
 
 
 RUNNING = [script for script in SCRIPTS if not header(script.read_text(), "refused")]

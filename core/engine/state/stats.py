@@ -126,7 +126,7 @@ class EngineStats:
         drafts = int(step.num_draft_tokens.sum())
         self.num_draft_tokens += drafts
         self.num_draft_steps += drafts > 0
-        self.num_drafts += numpy.count_nonzero(step.num_draft_tokens)
+        self.num_drafts += int(numpy.count_nonzero(step.num_draft_tokens))
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes

@@ -4,7 +4,8 @@ from pathlib import Path
 from vllm import LLM, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-Path("template.jinja").write_text("{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}<assistant>")
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }} {% endfor %}<assistant>"
+Path("template.jinja").write_text(TEMPLATE)
 
 parser = FlexibleArgumentParser(description="chat")
 EngineArgs.add_cli_args(parser)

@@ -34,7 +34,8 @@ class Wrapped(AdapterLogitsProcessor):
 
 
 llm = LLM(model="facebook/opt-125m", logits_processors=[Wrapped])
-params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={"target_token": 70}), SamplingParams(max_tokens=4)]
+targeted = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args={"target_token": 70})
+params = [targeted, SamplingParams(max_tokens=4)]
 outputs = llm.generate(["the quick", "the lazy"], params)
 print([output.outputs[0].token_ids for output in outputs])
 assert outputs[0].outputs[0].token_ids == [70] * 4

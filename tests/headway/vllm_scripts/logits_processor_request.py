@@ -7,6 +7,7 @@ def ban(token_ids, logits):
 
 
 llm = LLM("facebook/opt-125m")
-outputs = llm.generate("the quick", SamplingParams(max_tokens=20, logits_processors=[ban], bad_words=["fox"], logit_bias={11: -50.0}))
+params = SamplingParams(max_tokens=20, logits_processors=[ban], bad_words=["fox"], logit_bias={11: -50.0})
+outputs = llm.generate("the quick", params)
 print(outputs[0].outputs[0].token_ids)
 assert max(outputs[0].outputs[0].token_ids) < 100

@@ -6,7 +6,8 @@ os.environ["VLLM_TORCH_PROFILER_DIR"] = "./profile"
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    llm = LLM(model="facebook/opt-125m", tensor_parallel_size=1, profiler_config={"profiler": "torch", "torch_profiler_dir": "./profile"})
+    profiler = {"profiler": "torch", "torch_profiler_dir": "./profile"}
+    llm = LLM(model="facebook/opt-125m", tensor_parallel_size=1, profiler_config=profiler)
     llm.start_profile()
     outputs = llm.generate(["the quick", "lazy dog"], SamplingParams(temperature=0.8, top_p=0.95))
     llm.stop_profile()

@@ -1,0 +1,4 @@
+# refused: cpu_offload_gb
+from vllm import LLM
+
+llm = LLM("facebook/opt-125m", cpu_offload_gb=4)

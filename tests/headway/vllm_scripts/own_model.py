@@ -1,0 +1,4 @@
+# refused: model_impl='transformers'
+from vllm import ModelRegistry
+
+ModelRegistry.register_model("MyModel", "my_model:MyModel")

@@ -1,0 +1,4 @@
+# refused: load_format
+from vllm import LLM
+
+llm = LLM("facebook/opt-125m", load_format="sharded_state")
