@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 from headway.core.contract.errors import ConfigError, refuse_unknown
 from headway.core.engine.state.config import EngineConfig
 from headway.core.system.text import shown
+from headway.models.origin import ModelOrigin
 from headway.models.pooling.detect import RUNNERS, TASKS
 from headway.vllm_api.arguments import Flag, add_flags, add_foreign_flags
 from headway.vllm_api.options import LLM_OPTIONS, TAKEN, from_vllm
@@ -59,6 +60,11 @@ class EngineArgs(EngineConfig):
     _: dataclasses.KW_ONLY
     tokenizer: Annotated[
         str | None, "Tokenizer to use in place of the model's: a folder, a .gguf file, or a Hugging Face hub id."
+    ] = None
+    revision: Annotated[str | None, "Branch, tag or commit of a model on a Hugging Face hub. Default: its main branch."] = None
+    download_dir: Annotated[str | None, "Folder that a hub's files are fetched to. Default: the one of huggingface_hub."] = None
+    hf_overrides: Annotated[
+        Mapping[str, Any] | None, "Values in place of those of the model's config.json; one for text_config is merged into it."
     ] = None
     generation_config: Annotated[
         str, "Sampling parameters of requests without any: auto, those that the model recommends, or vllm, vLLM's own defaults."
@@ -114,6 +120,8 @@ class EngineArgs(EngineConfig):
         self._set("dtype", {"half": "float16", "float": "float32"}.get(name, name))
         self._set("logits_processors", tuple(self.logits_processors))
         super().__post_init__()
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")
         if self.tokenizer == self.model:
             self._set("tokenizer", None)
         if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
@@ -170,6 +178,11 @@ class EngineArgs(EngineConfig):
         """
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
+
+    @property
+    def origin(self) -> ModelOrigin:
+        """The options that say which files the model has."""
+        return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
         """The `registry` that was given; else a new one with `plugins` and `backends`.

@@ -35,6 +35,7 @@ from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_api.calls import check_keywords
+from headway.vllm_api.configs import ModelSettings
 
 
 class LLM(EngineAccess):
@@ -84,6 +85,11 @@ class LLM(EngineAccess):
     def llm_engine(self) -> LLMEngine:
         """An `LLMEngine` over the same engine; its requests share the batch. Raises as `driver`."""
         return LLMEngine.over(self.driver)
+
+    @property
+    def model_config(self) -> ModelSettings:
+        """The model's sizes and options under vLLM's names; raises as `driver`."""
+        return self.llm_engine.vllm_config.model_config
 
     @property
     def pooling(self) -> PoolingClient:
@@ -349,7 +355,7 @@ class LLM(EngineAccess):
             for request in checked:
                 request_id = self.driver.names.claim().request_id
                 requests.append(self._processor.add(request_id, request, progress))
-                self.engine.add_request(request_id, request)
+                self.driver.engine.add_request(request_id, request)
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
@@ -377,5 +383,5 @@ class LLM(EngineAccess):
     def _end(self, requests: Sequence[RequestState]) -> None:
         for request in requests:
             self._processor.remove(request.request_id)
-            self.engine.abort(request.request_id)
+            self.driver.engine.abort(request.request_id)
             self.driver.names.release(request.request_id)

@@ -138,6 +138,16 @@ class LLMEngine(EngineAccess):
         """The part of `vllm_config` that is of the cache."""
         return self.vllm_config.cache_config
 
+    @property
+    def scheduler_config(self) -> Any:
+        """The part of `vllm_config` that is of the scheduler."""
+        return self.vllm_config.scheduler_config
+
+    @property
+    def parallel_config(self) -> Any:
+        """The part of `vllm_config` that is of the ranks."""
+        return self.vllm_config.parallel_config
+
     def get_model_config(self) -> Any:
         """The same as `model_config`."""
         return self.model_config

@@ -55,6 +55,16 @@ class RequestMetrics:
         assert self.first_token_time is not None, "no token yet"
         return self.first_token_time - self.arrival_time
 
+    @property
+    def first_token_latency(self) -> float:
+        """The same, by vLLM's name."""
+        return self.time_to_first_token
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step; None before it."""
+        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
+
 
 @dataclass
 class RequestOutput:

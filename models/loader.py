@@ -25,6 +25,7 @@ from headway.models.experts.forms import reads_experts
 from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
+from headway.models.origin import AS_IT_IS, ModelOrigin
 from headway.models.plain_config import plain_config
 from headway.models.quantization.config import METHODS, Quantization, read_quantization
 from headway.models.quantization.forms import QuantizedWeight
@@ -74,6 +75,7 @@ def load_model(
     quantization: str | None = None,
     keep_quantized: bool = True,
     tokenizer: str | None = None,
+    origin: ModelOrigin = AS_IT_IS,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -85,6 +87,7 @@ def load_model(
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
     quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
     keep_quantized: False: quantised weights are expanded, whatever the device's products read.
+    origin: which files the model has.
     tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
 
     :raises ModelError: unknown, unreadable or unsupported model.
@@ -92,7 +95,7 @@ def load_model(
     """
     check_load_options(dtype, load_format, model_impl, quantization)
     dummy = load_format == "dummy"
-    folder, device = locate(name, weights=not dummy), torch.device(device)
+    folder, device = locate(name, weights=not dummy, origin=origin), torch.device(device)
     stated = check_folder(folder)
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)

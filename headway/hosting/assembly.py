@@ -107,11 +107,7 @@ def _assemble(
 ) -> Assembly:
     """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none."""
     config, deterministic = args.engine_config(), args.deterministic
-    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
-    if rules.processors and config.speculate is not None:
-        raise ConfigError(
-            "logits_processors", "steps of one token a sequence", f"speculate={config.speculate}", "leave one of them out"
-        )
+    rules = _rules(args)
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = compile_ahead(device)
     num_threads = None
@@ -154,8 +150,26 @@ def _assemble(
     )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
-    settings.model_config.max_model_len = settings.scheduler_config.max_model_len = engine.limits.max_model_len
-    pool = engine.capacity.pool
+    _settle(settings, args, engine)
+    return Assembly(registry, device, num_threads, model, engine, stats_log, rules, settings)
+
+
+def _rules(args: EngineArgs) -> RequestRules:
+    """What the options say of requests.
+
+    :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
+    """
+    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    if rules.processors and args.speculate is not None:
+        need, hint = "steps of one token a sequence", "leave one of them out"
+        raise ConfigError("logits_processors", need, f"speculate={args.speculate}", hint)
+    return rules
+
+
+def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
+    """Write down what is known since the engine has its cache."""
+    pool, longest = engine.capacity.pool, engine.limits.max_model_len
+    settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
     settings.cache_config = CacheSettings(
         pool.page_format.block_size,
         pool.num_pages,
@@ -163,7 +177,6 @@ def _assemble(
         args.gpu_memory_utilization,
         args.enable_prefix_caching,
     )
-    return Assembly(registry, device, num_threads, model, engine, stats_log, rules, settings)
 
 
 def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:

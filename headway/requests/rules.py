@@ -22,12 +22,10 @@ class RequestRules(NamedTuple):
     """Classes of the processors that change every batch."""
 
     def apply(self, params: SamplingParams) -> SamplingParams:
-        """The parameters that the engine is handed, an object of its own.
+        """The parameters of a request for the engine, with the processors that change every batch.
 
         :raises ConfigError: a processor refuses them.
         """
-        if not self.processors:
-            return params.clone()
         for each in self.processors:
             validate = getattr(each, "validate_params", None)
             try:
@@ -35,7 +33,7 @@ class RequestRules(NamedTuple):
                     validate(params)
             except ValueError as error:
                 raise ConfigError("sampling_params", f"what {each.__name__} takes", str(error)) from error
-        return replace(params.clone(), logits_processors=(*(params.logits_processors or ()), ENGINE_PROCESSORS))
+        return replace(params, logits_processors=(*(params.logits_processors or ()), ENGINE_PROCESSORS))
 
 
 def processor_classes(given: Iterable[object]) -> tuple[type[Any], ...]:

@@ -102,7 +102,8 @@ class RequestValidator:
     def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
         if streamed:
             _check_streamed(params)
-        return resolve(self._rules.apply(params), self.tokenizer, self.model.name)
+        own = self._rules.apply(params) if self._rules.processors else params
+        return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
     def _checked(self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int) -> CheckedRequest:
         """Tokenise and check one prompt of a call. params: resolved."""

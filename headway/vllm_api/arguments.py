@@ -20,7 +20,7 @@ class Flag(NamedTuple):
 
     name: str
     hint: Any
-    """Its annotation, Annotated[type, help]."""
+    """The annotation of the option, Annotated[type, help]."""
     default: Any
     help: str
 

@@ -19,20 +19,18 @@ LLM_OPTIONS: Final = {
         "decode_context_parallel_size prefill_context_parallel_size enable_eplb",
         "not supported: tensor_parallel_size cuts a model over GPUs; docs/replicas.md has several engines",
     ),
-    "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
     "quantization_param_path": "not supported yet: scales of the cache are the checkpoint's; see kv_cache_dtype",
     "tokenizer_mode": "the tokenizer is transformers' own; skip_tokenizer_init=True loads none",
-    **of_each("revision code_revision", "not supported yet: load the folder that huggingface-cli download --revision writes"),
+    "code_revision": "not supported: Headway runs no code that a model brings",
     "tokenizer_revision": "not supported yet: tokenizer names the folder that huggingface-cli download --revision writes",
     **of_each("enable_lora enable_lora_bias", NO_ADAPTERS),
     **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
     "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
-    "download_dir": "set the environment variable HF_HOME",
     "enable_sleep_mode": FREE_MEMORY,
     "enable_prompt_embeds": "not supported yet: prompts are texts or token ids",
     **of_each("override_generation_config", "SamplingParams override what the model recommends; see generation_config"),
-    **of_each("hf_overrides rope_scaling rope_theta", "not supported: edit the config.json of the model's folder"),
+    **of_each("rope_scaling rope_theta", "not supported alone: hf_overrides replaces values of the model's config.json"),
     "hf_config_path": "not supported: the folder of the model has its config.json",
     "config_format": "not supported: a model has a config.json in Hugging Face's form",
     "kv_offloading_backend": "leave it out: kv_offload_size keeps blocks in the host's memory, kv_offload_dir on disk too",
@@ -57,16 +55,14 @@ NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), (1,)),
     **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_expert_parallel", "enable_sleep_mode", "enable_eplb"), (False,)),
     **dict.fromkeys(("enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales", "disable_sliding_window"), (False,)),
-    **dict.fromkeys(("override_generation_config", "hf_overrides", "rope_scaling", "model_loader_extra_config"), ({},)),
+    **dict.fromkeys(("override_generation_config", "rope_scaling", "model_loader_extra_config"), ({},)),
     **dict.fromkeys(("mm_processor_kwargs", "additional_config", "structured_outputs_config", "attention_config"), ({},)),
     **dict.fromkeys(("worker_cls", "config_format"), ("auto", "hf")),
     **dict.fromkeys(("worker_extension_cls", "reasoning_parser"), ("",)),
-    "revision": ("main",),
     "tokenizer_revision": ("main",),
     "code_revision": ("main",),
     "cpu_offload_gb": (0,),
-    "tokenizer_mode": ("auto", "hf"),
-    "distributed_executor_backend": ("mp", "uni"),
+    "tokenizer_mode": ("auto", "hf", "slow"),
     "logprobs_mode": ("raw_logprobs",),
     "kv_offloading_backend": ("native",),
 }
@@ -189,7 +185,8 @@ def _compilation(value: Any) -> dict[str, Any]:
     if isinstance(value, int):
         return {}
     given = _fields(value)
-    if str(getattr(given.get("cudagraph_mode"), "name", given.get("cudagraph_mode"))).upper() == "NONE":
+    mode = given.get("cudagraph_mode")
+    if mode is not None and str(getattr(mode, "name", mode)).upper() == "NONE":
         return {"enforce_eager": True}
     sizes = given.get("cudagraph_capture_sizes")
     return {"cudagraph_capture_sizes": sizes} if sizes else {}
@@ -214,6 +211,17 @@ def _converted(value: object) -> dict[str, Any]:
     return {"task": _TASKS[value]}
 
 
+def _executor(value: object) -> dict[str, Any]:
+    """Who starts the ranks of tensor_parallel_size: Headway, whatever is asked for, and never another program."""
+    if value not in ("mp", "uni", "ray"):
+        raise ConfigError(
+            "distributed_executor_backend", "mp, uni or ray", shown(value), "tensor_parallel_size starts a process for each rank"
+        )
+    if value == "ray":
+        log.warning("distributed_executor_backend: ranks are processes of this machine; Ray starts none of them")
+    return {}
+
+
 def _gibibytes(value: Any) -> dict[str, Any]:
     return {"kv_offload_size": int(value * 2**30)} if value else {}
 
@@ -229,6 +237,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "batch_invariant": _renamed("deterministic"),
     "convert": _converted,
     "cuda_graph_sizes": lambda sizes: {"cudagraph_capture_sizes": sizes} if sizes else {},
+    "distributed_executor_backend": _executor,
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
     "kv_offloading_size": _gibibytes,
     "kv_cache_dtype": _renamed("kv_cache_dtype", {"fp8": "fp8_e4m3"}),

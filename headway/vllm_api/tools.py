@@ -26,6 +26,47 @@ def set_random_seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
+class Platform:
+    """The devices that torch sees here."""
+
+    @property
+    def device_type(self) -> str:
+        """cuda or cpu."""
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def is_cuda(self) -> bool:
+        """Whether there is a GPU of NVIDIA's."""
+        return self.device_type == "cuda" and torch.version.hip is None
+
+    def is_cuda_alike(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device_type == "cuda"
+
+    def is_cpu(self) -> bool:
+        """Whether there is no GPU."""
+        return self.device_type == "cpu"
+
+    def is_rocm(self) -> bool:
+        """Whether there is a GPU of AMD's."""
+        return self.device_type == "cuda" and torch.version.hip is not None
+
+    def is_tpu(self) -> bool:
+        """No."""
+        return False
+
+    def is_xpu(self) -> bool:
+        """No."""
+        return False
+
+    def seed_everything(self, seed: int | None = None) -> None:
+        """See `set_random_seed`."""
+        set_random_seed(seed)
+
+
+current_platform = Platform()
+"""The one that vLLM's programs ask."""
+
+
 def init_logger(name: str) -> logging.Logger:
     """Python's logger of this name."""
     return logging.getLogger(name)

@@ -12,8 +12,9 @@ from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
 from sandbox import save_tiny_model
 from tiny_encoders import SCORERS, save
+from vllm_programs import FOLDER, PAGE, header, page
 
-SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
+SCRIPTS = sorted(FOLDER.glob("*.py"))
 QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
 """Programs of the everyday suite."""
 MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
@@ -40,12 +41,6 @@ def of_headway(text: str) -> str:
     return text
 
 
-def header(text: str, word: str) -> str:
-    """What the program's first line says after a word, "refused" or "argv"; empty where it says none."""
-    found = re.match(rf"# {word}: (.*)", text)
-    return found[1] if found else ""
-
-
 def run_program(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = script.read_text()
     monkeypatch.setattr(sys, "argv", [script.name, *header(text, "argv").split()])
@@ -70,6 +65,11 @@ def test_program_runs_with_headways_import(
     monkeypatch.chdir(models)
     run_program(script, monkeypatch)
     assert capsys.readouterr().out, "a program shows what it found"
+
+
+def test_the_page_lists_the_programs() -> None:
+    assert all(header(script.read_text(), "shows") for script in SCRIPTS)
+    assert PAGE.read_text() == page(), "python docs/_tools/vllm_programs.py --write"
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+# shows: AsyncLLMEngine: several requests at once, and one that is aborted
 import asyncio
 import uuid
 

@@ -1,3 +1,4 @@
+# shows: AsyncLLM: new text as it comes (RequestOutputKind.DELTA)
 import asyncio
 
 from vllm import SamplingParams

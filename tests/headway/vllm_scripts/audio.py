@@ -1,3 +1,4 @@
+# shows: audio beside a prompt
 # refused: models read text alone
 from vllm.assets.audio import AudioAsset
 

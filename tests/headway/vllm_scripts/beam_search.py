@@ -1,3 +1,4 @@
+# shows: LLM.beam_search
 from vllm import LLM
 from vllm.sampling_params import BeamSearchParams
 

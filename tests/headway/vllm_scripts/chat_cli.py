@@ -1,3 +1,4 @@
+# shows: LLM.chat with every engine option as a flag, and a template from a file
 # argv: --chat-template-path template.jinja --enforce-eager --trust-remote-code
 from pathlib import Path
 

@@ -1,3 +1,4 @@
+# shows: tools in the chat template, and their results
 import json
 import random
 import string

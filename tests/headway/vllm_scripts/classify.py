@@ -1,3 +1,4 @@
+# shows: a sequence classifier: probabilities of labels
 from vllm import LLM, ClassificationRequestOutput
 
 llm = LLM(model="classifier", runner="pooling", enforce_eager=True)

@@ -1,3 +1,4 @@
+# shows: weights in the host's memory
 # refused: cpu_offload_gb
 from vllm import LLM
 

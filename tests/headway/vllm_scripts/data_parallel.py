@@ -1,3 +1,4 @@
+# shows: several copies of a model in one LLM, experts over GPUs
 # refused: data_parallel_size
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: speculation with a draft model
 # refused: drafts of a model are not supported yet
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: speculation with EAGLE heads
 # refused: speculative_config
 from vllm import LLM
 

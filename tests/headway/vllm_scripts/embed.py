@@ -1,3 +1,4 @@
+# shows: embeddings, by runner=pooling, with flags
 from argparse import Namespace
 
 from vllm import LLM, EngineArgs

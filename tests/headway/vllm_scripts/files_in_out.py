@@ -1,3 +1,4 @@
+# shows: a file of prompts to a file of answers, in a chat template applied by hand
 import json
 from pathlib import Path
 

@@ -1,3 +1,4 @@
+# shows: LLM.generate with every engine option as a flag
 # argv: --model facebook/opt-125m --max-tokens 8 --temperature 0.5 --max_model_len 128
 from vllm import LLM, EngineArgs
 from vllm.utils import FlexibleArgumentParser

@@ -1,3 +1,4 @@
+# shows: an image in a conversation
 # refused: texts
 from vllm import LLM
 

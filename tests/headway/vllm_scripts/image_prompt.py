@@ -1,3 +1,4 @@
+# shows: multi_modal_data beside a prompt
 # refused: models read text alone
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: images, with limits and processor options
 # refused: models read text alone
 from vllm import LLM, SamplingParams
 from vllm.assets.image import ImageAsset

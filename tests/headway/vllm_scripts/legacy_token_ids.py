@@ -1,3 +1,4 @@
+# shows: prompt_token_ids as a keyword, trust_remote_code
 from vllm import LLM, SamplingParams
 
 llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", trust_remote_code=True, tensor_parallel_size=1, max_model_len=256)

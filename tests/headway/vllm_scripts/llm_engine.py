@@ -1,3 +1,4 @@
+# shows: LLMEngine: add_request, step, abort_request
 # argv: --model facebook/opt-125m
 import argparse
 

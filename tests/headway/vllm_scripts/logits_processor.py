@@ -1,3 +1,4 @@
+# shows: a v1 logits processor for the whole batch
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig

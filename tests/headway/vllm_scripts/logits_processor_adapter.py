@@ -1,3 +1,4 @@
+# shows: a v1 logits processor made of one for each request
 from typing import Any
 
 import torch

@@ -1,3 +1,4 @@
+# shows: adapters (LoRA)
 # refused: merge the adapter
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest

@@ -1,3 +1,4 @@
+# shows: a program that could take an adapter, and is given none
 from typing import Optional
 
 from vllm import LLM, SamplingParams

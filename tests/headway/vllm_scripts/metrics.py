@@ -1,3 +1,4 @@
+# shows: LLM.get_metrics
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 

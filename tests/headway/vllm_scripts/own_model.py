@@ -1,3 +1,4 @@
+# shows: a model class registered with ModelRegistry
 # refused: model_impl='transformers'
 from vllm import ModelRegistry
 

@@ -1,3 +1,4 @@
+# shows: log-probabilities of prompts
 import math
 
 from vllm import LLM, SamplingParams

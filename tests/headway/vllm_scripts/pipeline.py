@@ -1,3 +1,4 @@
+# shows: pipeline parallelism
 # refused: pipeline_parallel_size
 from vllm import EngineArgs
 

@@ -1,3 +1,4 @@
+# shows: start_profile and stop_profile
 import os
 import time
 

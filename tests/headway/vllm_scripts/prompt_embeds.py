@@ -1,3 +1,4 @@
+# shows: embeddings in place of token ids
 # refused: not supported yet: prompts are texts or token ids
 import torch
 from vllm import LLM

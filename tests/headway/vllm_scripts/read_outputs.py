@@ -1,3 +1,4 @@
+# shows: every field of outputs, harmless options
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sequence import Logprob

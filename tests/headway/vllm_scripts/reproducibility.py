@@ -1,3 +1,4 @@
+# shows: equal seeds, equal texts
 import os
 import random
 

@@ -1,3 +1,4 @@
+# shows: reward models
 # refused: classify and encode run classifiers
 from vllm import LLM
 

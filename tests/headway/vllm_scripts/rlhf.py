@@ -1,3 +1,4 @@
+# shows: new weights into a running engine, by collective_rpc
 # refused: llm.model.decoder
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: checkpoints saved rank by rank
 # refused: load_format
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: sleep and wake_up
 # refused: del llm frees the device's memory
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: a benchmark with random weights and ignore_eos, options by dataclasses.asdict
 import dataclasses
 import time
 

@@ -1,3 +1,4 @@
+# shows: ranks started by torchrun
 # refused: tensor_parallel_size starts a process for each rank
 from vllm import LLM
 

@@ -1,3 +1,4 @@
+# shows: one model after another, with vLLM's functions that clean up
 import contextlib
 import gc
 
