@@ -12,7 +12,7 @@ from typing import Any, Self, overload
 from tqdm import tqdm
 
 from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.engine_access import EngineAccess
@@ -32,7 +32,7 @@ from headway.pooling.assembly import assemble_pooling
 from headway.pooling.client import PoolingClient
 from headway.pooling.find import find_pooling_model
 from headway.requests.chat_template import list_of_messages
-from headway.requests.prompts import Message, Prompt, is_one
+from headway.requests.prompts import FORMS, Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
 from headway.vllm_api.calls import check_keywords
 from headway.vllm_api.configs import ModelSettings
@@ -130,7 +130,7 @@ class LLM(EngineAccess):
             check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
         given = prompts if prompt_token_ids is None else prompt_token_ids
         if given is None:
-            raise ConfigError("LLM.generate", "prompts", "none")
+            raise PromptError("prompt", FORMS, "None")
         requests, progress = self._add(given, sampling_params, priority)
         with (
             self._ended(requests),

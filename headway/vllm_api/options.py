@@ -50,6 +50,31 @@ LLM_OPTIONS: Final = {
 }
 """Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
 
+FLAGS: Final = {
+    **LLM_OPTIONS,
+    "attention_backend": "Headway calls it attn_backend",
+    "batch_invariant": "Headway calls it deterministic",
+    "cuda_graph_sizes": "Headway calls it cudagraph_capture_sizes",
+    "disable_log_stats": "Headway calls it log_stats_interval: seconds between two lines of statistics in the log",
+    "kv_cache_memory_bytes": "Headway calls it kv_cache_memory",
+    "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
+    "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
+    "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
+    "convert": "Headway calls it task: embed or score",
+    "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
+    "disable_custom_all_reduce": "leave it out: ranks sum by NCCL or our kernel, as measured",
+    **of_each(
+        "max_seq_len_to_capture max_context_len_to_capture compilation_config",
+        "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
+    ),
+    "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
+    "disable_log_requests": "leave it out: RequestOutput.metrics has the times of each request",
+    "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
+    "max_num_partial_prefills": "leave it out: max_num_batched_tokens bounds a step",
+    "trust_remote_code": "leave it out: Headway never runs code that a model brings",
+}
+"""Flags of vLLM's commands that Headway's own commands lack -> what to do; in Python most of them are taken."""
+
 NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), (1,)),
@@ -105,6 +130,9 @@ _ATTENTION: Final = {
 """vLLM's name of an attention backend -> Headway's."""
 
 
+_MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed")
+"""Options that Headway has under the same names, whose default in vLLM is None."""
+
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
@@ -112,16 +140,20 @@ _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
 
-    An option that is None asks for its default, as in vLLM. own: names that Headway has. What is in none of the tables is
+    An option of vLLM's that is None asks for its default. own: names that Headway has. What is in none of the tables is
     returned as it is, to be refused.
 
     :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
     """
     kept: dict[str, Any] = {}
     for name, value in options.items():
-        if value is None or name in _ANY_VALUE or (name not in own and _is_neutral(name, value)):
+        if name in own:
+            asks_nothing = value is None and name in _MAY_BE_NONE
+        else:
+            asks_nothing = value is None or name in _ANY_VALUE or _is_neutral(name, value)
+        if asks_nothing:
             continue
-        if name in _VALUES:
+        if name in _VALUES and value is not None:
             kept.update(_VALUES[name](value))
         else:
             kept[name] = value
@@ -214,9 +246,8 @@ def _converted(value: object) -> dict[str, Any]:
 def _executor(value: object) -> dict[str, Any]:
     """Who starts the ranks of tensor_parallel_size: Headway, whatever is asked for, and never another program."""
     if value not in ("mp", "uni", "ray"):
-        raise ConfigError(
-            "distributed_executor_backend", "mp, uni or ray", shown(value), "tensor_parallel_size starts a process for each rank"
-        )
+        hint = "tensor_parallel_size starts a process for each rank"
+        raise ConfigError("distributed_executor_backend", "mp, uni or ray", shown(value), hint)
     if value == "ray":
         log.warning("distributed_executor_backend: ranks are processes of this machine; Ray starts none of them")
     return {}
