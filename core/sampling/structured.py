@@ -20,13 +20,17 @@ MOST_SCHEMA_LEVELS: Final = 120
 
 _ELSEWHERE: Final = {
     "structural_tag": "not supported yet: grammar can say where a schema begins and ends",
-    "backend": "leave it out: Headway compiles all forms with llguidance",
     "json_schema": "it is called json",
-    "disable_fallback": "leave it out: nothing falls back",
 }
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
+def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords of a call without those of vLLM's that choose how a form is compiled, which changes no answer."""
+    ways = ("backend", "disable_fallback", "structural_tag")
+    return {name: value for name, value in given.items() if name not in ways or (name == ways[-1] and value is not None)}
+
+
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of a completion. Exactly one of the first five is given; names and meanings are vLLM's."""

@@ -19,7 +19,7 @@ PANEL = "Model and engine"
 """The panel in which the help of a command lists these options."""
 SWITCHES = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("backends", "registry")
+_PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry")
 """Options whose values are Python objects."""
 
 
@@ -129,8 +129,8 @@ def options_page() -> str:
         flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
         shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
         kind = " or ".join(_kind(each) for each in get_args(hints[name]) or (hints[name],) if each is not NoneType)
-        if name in ("attn_options", "plugins", "backends"):
-            kind = "mapping" if name == "attn_options" else "iterable"
+        if name in ("attn_options", "hf_overrides", "plugins", "backends", "logits_processors"):
+            kind = "mapping" if name in ("attn_options", "hf_overrides") else "iterable"
         lines.append(f"| `{name}` | {flag} | {kind} | {shown} | {text} |")
     lines += ["", "`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
     return "\n".join(lines)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
@@ -19,6 +21,7 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
@@ -30,6 +33,7 @@ from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, identity_of
 from headway.registry import Registry
+from headway.requests.rules import RequestRules, processor_classes
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
@@ -38,6 +42,7 @@ from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.self_test import check_named
 from headway.tuning.measure.timing import SharedBudget
+from headway.vllm_api.configs import CacheSettings, VllmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,6 +74,10 @@ class Assembly(NamedTuple):
     """Logs statistics; None where log_stats_interval asks for none."""
     start: PartClock
     """Where the seconds of this start went."""
+    rules: RequestRules = RequestRules()
+    """What the options say of requests."""
+    settings: VllmConfig | None = None
+    """The options under vLLM's names, for programs that read them."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -128,6 +137,7 @@ def _assemble(
 ) -> Assembly:
     """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none. clock: of the start."""
     config, deterministic = args.engine_config(), args.deterministic
+    rules = _rules(args)
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = clock.within("compiling", compile_ahead(device))
     num_threads = None
@@ -151,7 +161,7 @@ def _assemble(
         processes.choose(EngineChoices.of(costs, state_costs))
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
     sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
-    eos = model.eos_token_ids
+    eos, settings = model.eos_token_ids, VllmConfig.of(args, model)
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     with clock.part("memory and graphs"):
         engine = make_engine(
@@ -165,14 +175,15 @@ def _assemble(
             state_costs=state_costs,
             proposer=None if speculate is None else speculate.make(ProposerOptions()),
             compile_ahead=ahead,
-            hosts=HostRows(grammars, registry.logits_processors),
+            hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
             weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
             ranks=ranks,
             processes=processes,
         )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
-    return Assembly(registry, device, num_threads, model, engine, stats_log, clock)
+    _settle(settings, args, engine)
+    return Assembly(registry, device, num_threads, model, engine, stats_log, clock, rules, settings)
 
 
 def _measured(
@@ -200,3 +211,42 @@ def _measured(
     with clock.part("measuring products"), budget.part() as seconds:
         choose_products(products, seconds, ahead)
     return costs, state_costs
+
+
+def _rules(args: EngineArgs) -> RequestRules:
+    """What the options say of requests.
+
+    :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
+    """
+    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    if rules.processors and args.speculate is not None:
+        need, hint = "steps of one token a sequence", "leave one of them out"
+        raise ConfigError("logits_processors", need, f"speculate={args.speculate}", hint)
+    return rules
+
+
+def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
+    """Write down what is known since the engine has its cache."""
+    pool, longest = engine.capacity.pool, engine.limits.max_model_len
+    settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
+    settings.cache_config = CacheSettings(
+        pool.page_format.block_size,
+        pool.num_pages,
+        args.kv_cache_dtype,
+        args.gpu_memory_utilization,
+        args.enable_prefix_caching,
+    )
+
+
+def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
+    """The engine's logits processors; None: there are none.
+
+    :raises ConfigError: one that raises when it is made.
+    """
+    made = []
+    for each in classes:
+        try:
+            made.append(each(settings, device, device.type == "cuda"))
+        except Exception as error:  # a user's own code may raise what it likes
+            raise ConfigError("logits_processors", f"{each.__name__} to be made", f"{type(error).__name__}: {error}") from error
+    return ProcessorBatch(made) if made else None

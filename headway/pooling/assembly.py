@@ -34,11 +34,13 @@ log = logging.getLogger("headway")
 
 _GENERATING = {
     "deterministic": False,
+    "logits_processors": ((),),
     "kv_cache_dtype": "auto",
     "kv_offload_size": None,
     "model_impl": ("auto", "headway"),
     "speculate": None,
     "tensor_parallel_size": 1,
+    "tokenizer": None,
 }
 """Options that ask for what only a model that generates text has -> the values that ask for nothing."""
 
