@@ -63,7 +63,16 @@ def _calls(
     syntaxes: tuple[CallSyntax, ...] = (),
     make_id: Callable[[str, int], str] = call_id,
 ) -> ChatParserInfo:
-    return ChatParserInfo(name, summary, "calls", lambda _: ProgramParser(program, make_id), recognizes, syntaxes, make_id, marks)
+    return ChatParserInfo(
+        name,
+        summary,
+        "calls",
+        lambda _: ProgramParser(program, make_id),
+        recognizes,
+        syntaxes,
+        make_id=make_id,
+        marks=marks,
+    )
 
 
 def _tagged(name: str, summary: str, syntax: TagSyntax, recognizes: Callable[[str], bool] = recognizes_none) -> ChatParserInfo:

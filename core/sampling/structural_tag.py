@@ -1,7 +1,7 @@
 """Structural tags: texts that are free up to a mark, and have a form behind it. From their JSON to llguidance's notation.
 
-The vocabulary is xgrammar's, which vLLM takes: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html. Beside its formats there
-are `token`, one token by its name or id, `optional`, and `free_tokens`, any tokens but some.
+The vocabulary is xgrammar's, which vLLM takes: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html. Beside its formats
+there are `token`, one token by its name or id, `optional`, and `free_tokens`, any tokens but some.
 """
 
 from __future__ import annotations

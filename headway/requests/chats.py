@@ -164,7 +164,8 @@ class ChatFormat:
         elif reasoning is not None and reasoning.whole:
             calls = reasoning
         tokens = dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
-        special = frozenset(getattr(tokenizer, "all_special_tokens", None) or ())
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        special = frozenset(str(token) for token in added.values() if getattr(token, "special", False))
         by = {False: "by the model's template", True: "as asked for"}
         found = calls or next(each for each in BUILTIN if (each.reads, each.name) == ("calls", _GENERAL))
         why = f"calls of tools: {found.name} ({by[tool_parser is not None] if calls else 'the template names no format'})"
@@ -204,8 +205,10 @@ class ChatFormat:
         return params
 
     def reader(self, use: ToolUse, prompt: str, skip_special_tokens: bool = True) -> ChatReader | None:
-        """The reader of one completion; None: its text is its content. prompt: in the template. skip_special_tokens: as the request
-        has it."""
+        """The reader of one completion; None: its text is its content.
+
+        prompt: in the template. skip_special_tokens: as the request has it.
+        """
         context = ChatContext(prompt, use.schemas)
         active = self._active(use)
         if not active:

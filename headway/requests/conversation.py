@@ -34,8 +34,7 @@ def template_text(tokenizer: Any) -> str:
 
 
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
-    """Messages for a template: content that is null becomes empty, arguments of calls become objects, and reasoning has both of its
-    names.
+    """Messages for a template: content that is null becomes empty, arguments of calls objects, and reasoning has both its names.
 
     :raises ConfigError: a call whose arguments are no JSON object.
     """

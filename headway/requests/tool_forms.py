@@ -44,14 +44,14 @@ class ToolForms:
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
-            return self._made(self._behind_reasoning(self._must_call(use), prompt, answer=False))
+            return self._made(self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False))
         if use.choice == "auto" and use.strict and given is None:
-            return self._made(self._may_call(use))
+            return self._made(self._may_call(use, prompt))
         if given is None or (self._reasoning is None and use.choice == "none" and given.structural_tag is None):
             return given
         form = self._part_of(given)
         if use.choice == "auto" and self._calls.syntaxes:
-            form = {"type": "or", "elements": [self._must_call(use), form]}
+            form = {"type": "or", "elements": [self._must_call(use, use.schemas), form]}
         return replace(
             given,
             **dict.fromkeys(("json", "regex", "choice", "grammar", "json_object")),
@@ -116,46 +116,47 @@ class ToolForms:
         syntaxes = self.writer_of(self._calls).syntaxes
         return next((each for each in syntaxes if not each.needs or each.needs in self._tokens), syntaxes[-1])
 
-    def _must_call(self, use: ToolUse) -> Part:
+    def _must_call(self, use: ToolUse, schemas: Mapping[str, Any]) -> Part:
         syntax = self._syntax
-        one = not use.parallel or syntax.between is None
         calls = {
             "type": "tags_with_separator",
-            "tags": [self._tag(syntax, name, schema) for name, schema in use.schemas.items()],
+            "tags": [self._tag(syntax, name, schema) for name, schema in schemas.items()],
             "separator": self._text(syntax.between or ""),
             "at_least_one": True,
-            "stop_after_first": one,
+            "stop_after_first": not use.parallel or syntax.between is None,
         }
         return {"type": "sequence", "elements": [self._text(syntax.before), calls, self._text(syntax.after)]}
 
-    def _may_call(self, use: ToolUse) -> Part:
+    def _may_call(self, use: ToolUse, prompt: str) -> Part:
         """Free text in which each call of a strict tool keeps its schema."""
-        syntax = self._syntax
-        trigger = self._trigger(syntax.trigger)
+        syntax, marks = self._syntax, self._reasoning
         schemas = {name: schema if name in use.strict else {"type": "object"} for name, schema in use.schemas.items()}
-        before = syntax.before if syntax.before.startswith(syntax.trigger) else ""
-        tags = [self._tag(syntax, name, schema, before) for name, schema in schemas.items()]
-        if before:  # a list of calls: the mark stands once, before the first
-            rest = {**self._must_call(use), "type": "sequence"}
-            begin, *others = rest["elements"]
-            tags = [{"begin": begin, "content": {"type": "sequence", "elements": others}, "end": ""}]
-        one = not use.parallel
-        return {"type": "triggered_tags", "triggers": [trigger], "tags": tags, "stop_after_first": one}
+        if marks is not None and marks.answer:  # answers have a mark of their own, and it begins as that of calls does
+            answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
+            either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
+            return self._behind_reasoning(either, prompt, answer=False)
+        tags = [self._tag(syntax, name, schema) for name, schema in schemas.items()]
+        if syntax.before.startswith(syntax.trigger):  # the mark stands once, before the first call
+            elements = [*self._must_call(use, schemas)["elements"][1:]]
+            tags = [{"begin": self._begin(syntax.before), "content": {"type": "sequence", "elements": elements}, "end": ""}]
+        triggers = [self._trigger(syntax.trigger)]
+        return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": not use.parallel}
 
-    def _tag(self, syntax: CallSyntax, name: str, schema: Any, before: str = "") -> Part:
-        begin, number, rest = (before + syntax.head.replace("NAME", name)).partition("NUMBER")
-        parts = [self._text(begin)]
-        if number:
-            parts += [{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(rest)]
-        flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
-        begun = flat[0]["value"] if len(flat) == 1 and flat[0]["type"] == "const_string" else None
-        content = {"type": "json_schema", "json_schema": schema}
+    def _tag(self, syntax: CallSyntax, name: str, schema: Any) -> Part:
         return {
             "type": "tag",
-            "begin": {"type": "sequence", "elements": flat} if begun is None else begun,
-            "content": content,
+            "begin": self._begin(syntax.head.replace("NAME", name)),
+            "content": {"type": "json_schema", "json_schema": schema},
             "end": self._text(syntax.tail),
         }
+
+    def _begin(self, text: str) -> str | Part:
+        """The beginning of a tag: a text, or parts of which some are tokens or digits."""
+        before, number, behind = text.partition("NUMBER")
+        parts = [self._text(before), *([{"type": "regex", "pattern": "[0-9]{1,3}"}, self._text(behind)] if number else [])]
+        flat = [part for each in parts for part in (each["elements"] if each["type"] == "sequence" else [each])]
+        alone = len(flat) == 1 and flat[0]["type"] == "const_string"
+        return str(flat[0]["value"]) if alone else {"type": "sequence", "elements": flat}
 
     def _has_token(self, text: str) -> bool:
         return self._names is not None and self._names.search(text) is not None

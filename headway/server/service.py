@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 from headway.async_llm import AsyncLLM
+from headway.core.sampling.params import SamplingParams
+from headway.requests.chats import ChatFormat
+from headway.requests.sampling_defaults import default_params
 from headway.server.admission import Admission
 from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
+
+log = logging.getLogger("headway")
 
 
 class Service(Admission):
@@ -16,9 +24,28 @@ class Service(Admission):
         super().__init__([*options.served_model_names] or [llm.model.name], options)
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
-        self.params_maker = ParamsMaker(llm.get_default_sampling_params())
+        self.params_maker = ParamsMaker(self.default_params())
+        self.chat_format = ChatFormat.of(
+            llm.get_tokenizer(),
+            tool_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            auto=options.enable_auto_tool_choice,
+            parsers=options.chat_parsers,
+        )
+        if self.chat_format.template:
+            log.info("%s: %s", self.names[0], self.chat_format.why)
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests that give none: what `generation_config` says.
+
+        :raises ConfigError: a value in the file that is not allowed.
+        """
+        where = self.options.generation_config
+        if where == "auto":
+            return self.llm.get_default_sampling_params()
+        return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""
