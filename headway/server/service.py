@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
+from typing import Any, Final
 
 from headway.async_llm import AsyncLLM
 from headway.core.sampling.params import SamplingParams
@@ -14,7 +14,21 @@ from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
 
-log = logging.getLogger("headway")
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
+    """How a model writes its chats, as far as the options leave that open.
+
+    :raises ConfigError: no parser has a name that the options give.
+    """
+    return ChatFormat.of(
+        llm.get_tokenizer(),
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        auto=options.enable_auto_tool_choice,
+        parsers=options.chat_parsers,
+    )
 
 
 class Service(Admission):
@@ -25,15 +39,7 @@ class Service(Admission):
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
         self.params_maker = ParamsMaker(self.default_params())
-        self.chat_format = ChatFormat.of(
-            llm.get_tokenizer(),
-            tool_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-            auto=options.enable_auto_tool_choice,
-            parsers=options.chat_parsers,
-        )
-        if self.chat_format.template:
-            log.info("%s: %s", self.names[0], self.chat_format.why)
+        self.chat_format = chat_format_of(llm, options)
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
 
@@ -46,6 +52,11 @@ class Service(Admission):
         if where == "auto":
             return self.llm.get_default_sampling_params()
         return SamplingParams() if where == "vllm" else default_params(Path(where))
+
+    def recommended_sampling(self) -> dict[str, Any]:
+        """The sampling parameters among them that the model recommends, for the page; none: it recommends nothing."""
+        given, plain = self.default_params(), SamplingParams()
+        return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""
