@@ -225,3 +225,12 @@ def test_a_template_that_is_not_there_is_refused() -> None:
         ServerOptions(chat_template="nowhere.jinja")
     with pytest.raises(ConfigError, match=r"--generation-config: needs auto, vllm or a folder"):
         ServerOptions(generation_config="nowhere")
+
+
+def test_a_schema_forbids_what_it_does_not_name(client: OpenAI) -> None:
+    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": WORDS}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 100, "logit_bias": {"220": -50}, **off}
+    answer = client.chat.completions.create(**asked, response_format=form).choices[0]
+    assert answer.finish_reason == "stop"
+    assert list(json.loads(answer.message.content or "")) == ["word"]
