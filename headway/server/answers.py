@@ -49,6 +49,8 @@ class Answer(ABC):
         self.tells_usage = options is not None and options.continuous_usage_stats
         """Whether every chunk has the usage so far."""
         self.is_structured = body.response_format is not None or body.structured_outputs is not None
+        self.form_field = "structured_outputs"
+        """The field that has asked for the form which the completion has."""
         self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
         self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
         self._heads: dict[int, bytes] = {}
@@ -103,13 +105,15 @@ def num_written(output: RequestOutput) -> int:
     return sum(len(each.token_ids) for each in output.outputs)
 
 
-def check_ended(new: CompletionOutput, structured: bool) -> None:
-    """Check that a completion has not failed. structured: the request asked for a form, which perhaps could not be compiled.
+def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
+    """Check that a completion has not failed.
+
+    structured: the request asked for a form, by this field, which perhaps could not be compiled.
 
     :raises ApiError: the completion has failed, or was ended by the server.
     """
     if new.finish_reason == "error":
-        said = new.error or "the completion has failed"
+        said = (new.error or "the completion has failed").replace("structured_outputs", field, 1)
         raise ApiError(400 if NO_TOKEN_LEFT in said or (structured and not new.token_ids) else 500, said)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")

@@ -20,6 +20,7 @@ from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
+from headway.requests.tool_use import ToolUse
 from headway.server.chat import ChatAnswer
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
@@ -27,7 +28,7 @@ from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
-from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
+from headway.server.params import chat_params, completion_params, prompts_of, template_kwargs, tool_use
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -100,7 +101,8 @@ class Routes:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
         body = await self._body(request, ChatRequest)
-        return Reply(self._service, ChatAnswer(body, body.model or self._service.names[0]), partial(self._prepare_chat, body))
+        answer = ChatAnswer(body, body.model or self._service.names[0])
+        return Reply(self._service, answer, partial(self._prepare_chat, body, answer))
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -116,11 +118,13 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
         if body.messages is not None:
+            messages, tools = self._service.chat_format.conversation(body.messages, ToolUse.of(body.tools))
             prompt: Any = await self._llm.chat_prompt(
-                body.messages,
+                messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                tools=body.tools,
+                tools=tools,
+                chat_template=self._service.options.template_text,
                 chat_template_kwargs=template_kwargs(body),
                 split_special_tokens=self._splits(body.split_special_tokens),
             )
@@ -170,20 +174,25 @@ class Routes:
         self._service.check_model(body.model)  # type: ignore[attr-defined]
         return body
 
-    async def _prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
+    async def _prepare_chat(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
         params = chat_params(body, self._service.params_maker)
-        tokenizer = self._llm.get_tokenizer()
-        messages, tools = messages_of(body, getattr(tokenizer, "chat_template", None))
-        prompt = await self._llm.chat_prompt(
+        use, chats = tool_use(body), self._service.chat_format
+        messages, tools = chats.conversation(body.messages, use)
+        prompt: Any = await self._llm.chat_prompt(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=tools,
+            chat_template=self._service.options.template_text,
             chat_template_kwargs=template_kwargs(body),
             split_special_tokens=self._splits(body.split_special_tokens),
         )
+        formed = chats.params(params, use, prompt)
+        if formed.structured_outputs is not None and params.structured_outputs is None:
+            answer.is_structured, answer.form_field = True, "tools"
+        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
         try:
-            return await self._llm.check([prompt], params, priority=body.priority)
+            return await self._llm.check([prompt], formed, priority=body.priority)
         except PromptError as error:  # which the client knows by another name
             raise PromptError("messages", *error.reason[1:]) from None
 
@@ -199,7 +208,10 @@ class Routes:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        chats = self._service.chat_format
+        parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
+        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any, Final
+
 from headway.async_llm import AsyncLLM
+from headway.core.sampling.params import SamplingParams
+from headway.requests.chats import ChatFormat
+from headway.requests.sampling_defaults import default_params
 from headway.server.admission import Admission
 from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
+
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
+    """How a model writes its chats, as far as the options leave that open.
+
+    :raises ConfigError: no parser has a name that the options give.
+    """
+    return ChatFormat.of(
+        llm.get_tokenizer(),
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        auto=options.enable_auto_tool_choice,
+        parsers=options.chat_parsers,
+        template=options.template_text,
+    )
 
 
 class Service(Admission):
@@ -16,9 +39,25 @@ class Service(Admission):
         super().__init__([*options.served_model_names] or [llm.model.name], options)
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
-        self.params_maker = ParamsMaker(llm.get_default_sampling_params())
+        self.params_maker = ParamsMaker(self.default_params())
+        self.chat_format = chat_format_of(llm, options)
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests that give none: what `generation_config` says.
+
+        :raises ConfigError: a value in the file that is not allowed.
+        """
+        where = self.options.generation_config
+        if where == "auto":
+            return self.llm.get_default_sampling_params()
+        return SamplingParams() if where == "vllm" else default_params(Path(where))
+
+    def recommended_sampling(self) -> dict[str, Any]:
+        """The sampling parameters among them that the model recommends, for the page; none: it recommends nothing."""
+        given, plain = self.default_params(), SamplingParams()
+        return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""
