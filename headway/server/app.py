@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from openai.types import Model
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +19,10 @@ from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
+from headway.requests.prompts import Prompt
+from headway.server.anthropic.routes import MessagesRoutes
 from headway.server.chat import ChatAnswer
+from headway.server.chat_parts import ChatPaths
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import CONTENT_TYPE
@@ -31,11 +33,9 @@ from headway.server.params import chat_params, completion_params, messages_of, p
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.routing import DirectMiddleware, Endpoint, endpoint, read_body
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
 from headway.server.service import Service
 from headway.version import __version__
-
-Body = TypeVar("Body", bound=BaseModel)
 
 OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
 """Paths that need no API key: probes and scrapers carry none, and the page's files are no secret; its data need the key."""
@@ -47,10 +47,11 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
     routes = Routes(service)
-    app.state.routes = routes, PageRoutes(service), ProfileRoutes(service)
+    messages = MessagesRoutes(service, ChatPaths(routes.chat_prompt, routes.prepare_chat, routes.chat_answer))
+    app.state.routes = routes, messages, PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints=routes.direct, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints={**routes.direct, **messages.direct}, refuse=routes.refuse)
     if service.options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
@@ -73,14 +74,13 @@ class Routes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
-        for path, answer, kind in (
+        add_posts(
+            app,
             ("/v1/chat/completions", self.chat, ChatRequest),
             ("/v1/completions", self.completions, CompletionRequest),
             ("/tokenize", self.tokenize, TokenizeRequest),
             ("/detokenize", self.detokenize, DetokenizeRequest),
-        ):
-            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+        )
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -99,19 +99,23 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
-        body = await self._body(request, ChatRequest)
-        return Reply(self._service, ChatAnswer(body, body.model or self._service.names[0]), partial(self._prepare_chat, body))
+        body = await self._service.read(request, ChatRequest)
+        return Reply(self._service, self.chat_answer(body), partial(self.prepare_chat, body), body.unknown())
+
+    def chat_answer(self, body: ChatRequest) -> ChatAnswer:
+        """What writes the answer to a chat."""
+        return ChatAnswer(body, body.model or self._service.names[0])
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
-        body = await self._body(request, CompletionRequest)
+        body = await self._service.read(request, CompletionRequest)
         answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
-        return Reply(self._service, answer, partial(self._prepare_completions, body))
+        return Reply(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's template."""
-        body = await self._body(request, TokenizeRequest)
+        body = await self._service.read(request, TokenizeRequest)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
@@ -136,7 +140,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._service.read(request, DetokenizeRequest)
         if body.tokens:
             self._llm.facts.limits.check_ids(body.tokens, "tokens")
         decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
@@ -165,16 +169,11 @@ class Routes:
         snapshot = await self._llm.stats()
         return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
 
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
-        body = await read_body(request, kind, self._service.options)
-        self._service.check_model(body.model)  # type: ignore[attr-defined]
-        return body
-
-    async def _prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
-        params = chat_params(body, self._service.params_maker)
+    async def chat_prompt(self, body: ChatRequest) -> Prompt:
+        """A chat's conversation in the model's template."""
         tokenizer = self._llm.get_tokenizer()
         messages, tools = messages_of(body, getattr(tokenizer, "chat_template", None))
-        prompt = await self._llm.chat_prompt(
+        return await self._llm.chat_prompt(
             messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
@@ -182,6 +181,11 @@ class Routes:
             chat_template_kwargs=template_kwargs(body),
             split_special_tokens=self._splits(body.split_special_tokens),
         )
+
+    async def prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
+        """Check a chat and tokenise its conversation."""
+        params = chat_params(body, self._service.params_maker)
+        prompt = await self.chat_prompt(body)
         try:
             return await self._llm.check([prompt], params, priority=body.priority)
         except PromptError as error:  # which the client knows by another name
@@ -211,13 +215,13 @@ class Routes:
         tokenizer = self._llm.get_tokenizer()
         return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    async def refuse(self, _: Request, error: Exception) -> Response:
+    async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed before its admission."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._service.metrics.refused[str(told.status)] += 1
-        return told.response()
+        return told.response(request.url.path)
 
 
 def _json(data: object) -> Response:

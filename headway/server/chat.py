@@ -9,14 +9,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.answers import Answer, chat_logprobs, extras, num_written, usage
+from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, usage
 from headway.server.requests import ChatRequest
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkedAnswer):
     """Writes the answer to a ChatRequest."""
 
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 

@@ -113,7 +113,11 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
-    wanted = body.response_format
+    wanted, older = body.response_format, _older_form(body)
+    if older:
+        if body.structured_outputs or (wanted is not None and wanted.type != "text"):
+            raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
+        return StructuredOutputsParams.of(older)
     if wanted is not None and wanted.type != "text":
         if body.structured_outputs:
             raise ConfigError("response_format", "no structured_outputs beside it", "both")
@@ -123,6 +127,12 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
             raise ConfigError("response_format.json_schema", "a schema", "none")
         return StructuredOutputsParams(json=wanted.json_schema.schema_)  # type: ignore[arg-type]
     return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
+
+
+def _older_form(body: SamplingRequest) -> dict[str, Any]:
+    """The form in fields of the names that vLLM once had, by its name today."""
+    names = ("json", "regex", "choice", "grammar")
+    return {name: value for name in names if (value := getattr(body, f"guided_{name}")) is not None}
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:

@@ -15,7 +15,7 @@ from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
-from headway.server.answers import DONE, Answer, check_ended, usage
+from headway.server.answers import Answer, check_ended
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import Metrics
 from headway.server.service import Service, Ticket
@@ -112,17 +112,22 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 class Reply(Response):
     """The answer to one request, sent by ASGI itself: no task, lock or queue lies between the engine's tokens and the socket."""
 
-    def __init__(self, service: Service, answer: Answer, prepare: Prepare) -> None:
+    def __init__(self, service: Service, answer: Answer, prepare: Prepare, ignored: Sequence[str] = ()) -> None:
+        """ignored: names of fields of the request that are ignored."""
         super().__init__()
+        self._ignored = ignored
         self._service, self._answer, self._prepare = service, answer, prepare
         self._body = answer.body
         self._streams: list[RequestStream] = []
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
+        self._path = ""
+        self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve the request, which ends with its client's connection."""
-        arrived, ticket = time.perf_counter(), None
+        arrived, ticket, self._path = time.perf_counter(), None, scope["path"]
+        self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
             ticket = self._service.admit()
             async with asyncio.timeout(self._service.options.request_timeout):
@@ -158,10 +163,7 @@ class Reply(Response):
         await (parts[0] if len(parts) == 1 else _all(parts))
         if self._left:
             return
-        end = DONE
-        if self._answer.includes_usage:
-            end = self._answer.chunk([], usage([(reader.output, reader.num_written) for reader in readers])) + DONE
-        await self._write(send, end, more=False)
+        await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
 
     async def _stream(self, reader: PromptReader, send: Send) -> None:
         async with aclosing(reader.events()) as events:
@@ -172,12 +174,12 @@ class Reply(Response):
         """Send a part of a stream; waits for a client that does not read, until `write_timeout`."""
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + self._more_headers})
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         self._started = True
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self._more_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -198,9 +200,9 @@ class Reply(Response):
         if self._left:
             return
         if self._started:
-            await send({"type": "http.response.body", "body": told.event() + DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._answer.failed(told), "more_body": False})
             return
-        await told.response()({"type": "http"}, _nothing, send)
+        await told.response(self._path)({"type": "http"}, _nothing, send)
 
 
 async def _nothing() -> Any:

@@ -1,10 +1,12 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds. Other fields are ignored, as OpenAI's servers do."""
+"""The bodies of requests: OpenAI's fields, and those that vLLM adds. See `Fields` for others."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from headway.server.unknown_fields import Fields
 
 MOST_COMPLETIONS = 128
 """Most completions of one prompt, as in OpenAI's API: a large n is quickly written and slowly computed."""
@@ -42,10 +44,8 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(Fields):
     """The fields that chats and completions share. None: the field was not given."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
     """One of the server's names for its model; None: that model."""
@@ -78,6 +78,11 @@ class SamplingRequest(BaseModel):
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
+    guided_json: str | dict[str, Any] | None = None
+    """This and the next three: forms of the answer, by the names that they had in vLLM before 0.10."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: int = 0
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
@@ -118,7 +123,7 @@ class CompletionRequest(SamplingRequest):
     suffix: str | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Fields):
     """The body of /tokenize: a text, or a conversation."""
 
     model: str | None = None
@@ -135,7 +140,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Fields):
     """The body of /detokenize."""
 
     model: str | None = None

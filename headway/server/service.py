@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from starlette.requests import Request
+
 from headway.async_llm import AsyncLLM
 from headway.server.admission import Admission
 from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
+from headway.server.routing import read_body
+from headway.server.unknown_fields import Fields, IgnoredFields
+
+Body = TypeVar("Body", bound=Fields)
 
 
 class Service(Admission):
@@ -17,8 +25,19 @@ class Service(Admission):
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
         self.params_maker = ParamsMaker(llm.get_default_sampling_params())
+        self.ignored_fields = IgnoredFields()
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Read the body of a request for the model.
+
+        :raises ApiError: the body is too large, too slow, or incomplete, or names another model.
+        :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
+        """
+        body = await read_body(request, kind, self.options)
+        self.check_model(body.model)  # type: ignore[attr-defined]
+        return body
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""
