@@ -79,6 +79,10 @@ def serve(
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    max_stored_responses: Annotated[
+        int,
+        typer.Option(min=0, help="Responses of /v1/responses kept in memory to be continued by id.", rich_help_panel=LIMITS),
+    ] = 1000,
     request_timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that a request may take. Default: any.", rich_help_panel=LIMITS)
     ] = None,
@@ -123,6 +127,7 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),

@@ -33,6 +33,7 @@ from headway.server.params import chat_params, completion_params, messages_of, p
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headway.server.responses.routes import ResponsesRoutes
 from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
 from headway.server.service import Service
 from headway.version import __version__
@@ -47,11 +48,12 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
     routes = Routes(service)
-    messages = MessagesRoutes(service, ChatPaths(routes.chat_prompt, routes.prepare_chat, routes.chat_answer))
-    app.state.routes = routes, messages, PageRoutes(service), ProfileRoutes(service)
+    chats = ChatPaths(routes.chat_prompt, routes.prepare_chat, routes.chat_answer)
+    messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
+    app.state.routes = routes, messages, responses, PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints={**routes.direct, **messages.direct}, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints={**routes.direct, **messages.direct, **responses.direct}, refuse=routes.refuse)
     if service.options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)

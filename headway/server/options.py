@@ -44,6 +44,8 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    max_stored_responses: int = 1000
+    """Responses of /v1/responses that can be asked for again and continued; 0: none."""
     allowed_hosts: Sequence[str] = ()
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 

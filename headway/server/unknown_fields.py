@@ -57,7 +57,7 @@ class Fields(BaseModel):
         for name, need in _REFUSED.items():
             if extra.get(name):
                 raise ConfigError(name, need, shown(extra[name], 60))
-        known = _WITHOUT_EFFECT | self.known_extras
+        known = _WITHOUT_EFFECT | _REFUSED.keys() | self.known_extras
         return [name for name, value in extra.items() if value is not None and name not in known]
 
 
