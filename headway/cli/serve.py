@@ -79,6 +79,18 @@ def serve(
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    files_dir: Annotated[
+        Path | None,
+        typer.Option(help="Let clients store files and run batches, kept in this folder over restarts.", rich_help_panel=SERVER),
+    ] = None,
+    max_file: Annotated[int, typer.Option(min=1, help="Bytes of a file, with --files-dir.", rich_help_panel=LIMITS)] = 200
+    * 2**20,
+    batch_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.", rich_help_panel=LIMITS
+        ),
+    ] = None,
     max_stored_responses: Annotated[
         int,
         typer.Option(min=0, help="Responses of /v1/responses kept in memory to be continued by id.", rich_help_panel=LIMITS),
@@ -127,6 +139,9 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        files_dir=files_dir,
+        max_file_bytes=max_file,
+        batch_concurrency=batch_concurrency,
         max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,

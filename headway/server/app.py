@@ -21,6 +21,8 @@ from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
 from headway.requests.prompts import Prompt
 from headway.server.anthropic.routes import MessagesRoutes
+from headway.server.batches.lines import LineAnswers
+from headway.server.batches.routes import BatchRoutes
 from headway.server.chat import ChatAnswer
 from headway.server.chat_parts import ChatPaths
 from headway.server.completions import CompletionAnswer
@@ -50,16 +52,25 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     routes = Routes(service)
     chats = ChatPaths(routes.chat_prompt, routes.prepare_chat, routes.chat_answer)
     messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
-    app.state.routes = routes, messages, responses, PageRoutes(service), ProfileRoutes(service)
+    direct = {**routes.direct, **messages.direct, **responses.direct}
+    answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
+    batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
+    app.state.batches, app.state.line_answers = batches, answers
+    app.state.routes = routes, messages, responses, batches, PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints={**routes.direct, **messages.direct, **responses.direct}, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints=direct, refuse=routes.refuse)
     if service.options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
     if service.options.allowed_hosts:
         app.add_middleware(HostMiddleware, allowed=service.options.allowed_hosts)
     return app
+
+
+def batch_concurrency(options: ServerOptions, most: int) -> int:
+    """Lines of a batch that are answered at a time, so that others find room beside them. most: sequences of a step."""
+    return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
 
 
 class Routes:
@@ -223,7 +234,7 @@ class Routes:
             error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._service.metrics.refused[str(told.status)] += 1
-        return told.response(request.url.path)
+        return told.response(request.scope["path"])
 
 
 def _json(data: object) -> Response:

@@ -14,12 +14,12 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
 from headway.machine.threads import SWITCH_INTERVAL
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.app import create_app
+from headway.server.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
@@ -50,7 +50,8 @@ class Server(uvicorn.Server):
     ) -> None:
         """started_at: called with the URL once the server listens."""
         self._llm = llm
-        app: ASGIApp = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+        app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+        self._batches: BatchRoutes = app.state.batches
         config = uvicorn.Config(
             app,
             host,
@@ -88,6 +89,7 @@ class Server(uvicorn.Server):
         sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections have it from the listener
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
+        self._batches.start()
         if self._started_at is not None:
             host = str(self.config.host)
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
@@ -103,6 +105,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end for `shutdown_timeout` seconds, then end them."""
+        await self._batches.close()
         ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
         try:
             await super().shutdown(sockets)

@@ -72,6 +72,10 @@ class HostMiddleware:
         await error.response(scope["path"])(scope, receive, send)
 
 
+FILES: Final = "/v1/files"
+"""The path whose bodies are forms."""
+
+
 class JsonMiddleware:
     """ASGI middleware that refuses bodies that are not declared to be JSON; for servers without a key.
 
@@ -95,6 +99,8 @@ class JsonMiddleware:
 def _is_json(scope: Any) -> bool:
     """Whether a request declares JSON, or has no body and comes from no page."""
     kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data" and scope["path"] == FILES:
+        return not _header(scope, b"origin")  # a browser names the page that posts a form
     if kind:
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     has_body = _header(scope, b"content-length") not in ("", "0") or bool(_header(scope, b"transfer-encoding"))

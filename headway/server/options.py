@@ -44,6 +44,11 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    files_dir: Path | None = None
+    """Folder for files and batches, this server's alone; None: /v1/files and /v1/batches are refused."""
+    max_file_bytes: int = 200 * 2**20
+    batch_concurrency: int | None = None
+    """Lines of a batch that are answered at a time; None: half of what the engine or the queue takes."""
     max_stored_responses: int = 1000
     """Responses of /v1/responses that can be asked for again and continued; 0: none."""
     allowed_hosts: Sequence[str] = ()
@@ -51,7 +56,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
-        key, folder = self.api_key, self.profile_dir
+        key = self.api_key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
             hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
@@ -68,8 +73,9 @@ class ServerOptions:
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
                 need = "names or addresses without ports, or *.NAME for all below one"
                 raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ConfigError("--profile-dir", "a folder", f"{folder}, which is none", "name another place")
+        for option, folder in (("--profile-dir", self.profile_dir), ("--files-dir", self.files_dir)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise ConfigError(option, "a folder", f"{folder}, which is none", "name another place")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
