@@ -42,6 +42,15 @@ class Answer(ABC):
         """Whether every chunk has the usage so far."""
         forms = (body.response_format, body.structured_outputs, body.guided_json, body.guided_regex, body.guided_grammar)
         self.is_structured = any(form is not None for form in forms)
+        self.form_field = "structured_outputs"
+        """The field that has asked for the form which the completion has."""
+
+    def check_ended(self, new: CompletionOutput) -> None:
+        """Check that a completion, which has ended, has not failed.
+
+        :raises ApiError: it has failed, or was ended by the server.
+        """
+        check_ended(new, self.is_structured, self.form_field)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
@@ -134,13 +143,15 @@ def num_written(output: RequestOutput) -> int:
     return sum(len(each.token_ids) for each in output.outputs)
 
 
-def check_ended(new: CompletionOutput, structured: bool) -> None:
-    """Check that a completion has not failed. structured: the request asked for a form, which perhaps could not be compiled.
+def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
+    """Check that a completion has not failed.
+
+    structured: the request asked for a form, by this field, which perhaps could not be compiled.
 
     :raises ApiError: the completion has failed, or was ended by the server.
     """
     if new.finish_reason == "error":
-        said = new.error or "the completion has failed"
+        said = (new.error or "the completion has failed").replace("structured_outputs", field, 1)
         raise ApiError(400 if NO_TOKEN_LEFT in said or (structured and not new.token_ids) else 500, said)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")

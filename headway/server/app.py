@@ -16,22 +16,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
-from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
-from headway.requests.prompts import Prompt
+from headway.requests.tool_use import ToolUse
 from headway.server.anthropic.routes import MessagesRoutes
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.routes import BatchRoutes
-from headway.server.chat import ChatAnswer
-from headway.server.chat_parts import ChatPaths
+from headway.server.chats import Chats
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
-from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
+from headway.server.params import completion_params, prompts_of, template_kwargs
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -49,8 +48,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
-    routes = Routes(service)
-    chats = ChatPaths(routes.chat_prompt, routes.prepare_chat, routes.chat_answer)
+    chats = Chats(service)
+    routes = Routes(service, chats)
     messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
     direct = {**routes.direct, **messages.direct, **responses.direct}
     answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
@@ -76,8 +75,8 @@ def batch_concurrency(options: ServerOptions, most: int) -> int:
 class Routes:
     """The API's routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+    def __init__(self, service: Service, chats: Chats) -> None:
+        self._service, self._llm, self._chats = service, service.llm, chats
         self._started = int(time.time())
 
     @property
@@ -113,11 +112,8 @@ class Routes:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, ChatRequest)
-        return Reply(self._service, self.chat_answer(body), partial(self.prepare_chat, body), body.unknown())
-
-    def chat_answer(self, body: ChatRequest) -> ChatAnswer:
-        """What writes the answer to a chat."""
-        return ChatAnswer(body, body.model or self._service.names[0])
+        answer = self._chats.answer(body)
+        return Reply(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -133,13 +129,14 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
         if body.messages is not None:
+            messages, tools = self._service.chat_format.conversation(body.messages, ToolUse.of(body.tools))
             prompt: Any = await self._llm.chat_prompt(
-                body.messages,
+                messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                tools=body.tools,
+                tools=tools,
                 chat_template_kwargs=template_kwargs(body),
-                split_special_tokens=self._splits(body.split_special_tokens),
+                split_special_tokens=self._service.splits(body.split_special_tokens),
             )
             tokens = prompt["prompt_token_ids"]
         elif body.split_special_tokens:
@@ -182,37 +179,12 @@ class Routes:
         snapshot = await self._llm.stats()
         return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
 
-    async def chat_prompt(self, body: ChatRequest) -> Prompt:
-        """A chat's conversation in the model's template."""
-        tokenizer = self._llm.get_tokenizer()
-        messages, tools = messages_of(body, getattr(tokenizer, "chat_template", None))
-        return await self._llm.chat_prompt(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=tools,
-            chat_template_kwargs=template_kwargs(body),
-            split_special_tokens=self._splits(body.split_special_tokens),
-        )
-
-    async def prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
-        """Check a chat and tokenise its conversation."""
-        params = chat_params(body, self._service.params_maker)
-        prompt = await self.chat_prompt(body)
-        try:
-            return await self._llm.check([prompt], params, priority=body.priority)
-        except PromptError as error:  # which the client knows by another name
-            raise PromptError("messages", *error.reason[1:]) from None
-
     async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
         params = completion_params(body, self._service.params_maker)
         prompts = prompts_of(body)
         if body.split_special_tokens:
             prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
         return await self._llm.check(prompts, params, priority=body.priority)
-
-    def _splits(self, asked: bool | None) -> bool:
-        return self._service.options.split_special_tokens if asked is None else asked
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")

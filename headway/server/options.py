@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
@@ -54,6 +55,18 @@ class ServerOptions:
     allowed_hosts: Sequence[str] = ()
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 
+    generation_config: str = "auto"
+    """Where parameters come from that a request leaves out: "auto": the model's generation_config.json; "vllm": none of it; or a
+    folder with such a file."""
+    tool_call_parser: str | None = None
+    """Parser of calls of tools; None: by the model's chat template."""
+    reasoning_parser: str | None = None
+    """Parser of reasoning; None: by the model's chat template; "none": reasoning is content."""
+    enable_auto_tool_choice: bool = True
+    """Whether calls are read where a request leaves it to the model to make some."""
+    chat_parsers: Sequence[ChatParserInfo] = ()
+    """Parsers of plugins."""
+
     def __post_init__(self) -> None:
         """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
         key = self.api_key
@@ -73,6 +86,9 @@ class ServerOptions:
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
                 need = "names or addresses without ports, or *.NAME for all below one"
                 raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
+        given = self.generation_config
+        if given not in ("auto", "vllm") and not Path(given).is_dir():
+            raise ConfigError("--generation-config", "auto, vllm or a folder with a generation_config.json", repr(given))
         for option, folder in (("--profile-dir", self.profile_dir), ("--files-dir", self.files_dir)):
             if folder is not None and folder.exists() and not folder.is_dir():
                 raise ConfigError(option, "a folder", f"{folder}, which is none", "name another place")

@@ -15,7 +15,7 @@ from headway.core.engine.state.request_limits import CheckedRequest
 from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
-from headway.server.answers import Answer, check_ended
+from headway.server.answers import Answer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import Metrics
 from headway.server.service import Service, Ticket
@@ -53,7 +53,7 @@ class PromptReader:
             return None
         self._ticket.begun()
         for new in last.outputs:
-            check_ended(new, self._answer.is_structured)
+            self._answer.check_ended(new)
             self._reasons[new.index] = str(new.finish_reason)
             self.num_written += len(new.token_ids)
         self._note(last)
@@ -74,7 +74,7 @@ class PromptReader:
             for new in news:
                 index, tokens = new.index, len(new.token_ids)
                 if new.finish_reason is not None:
-                    check_ended(new, answer.is_structured)
+                    answer.check_ended(new)
                     self._reasons[index] = new.finish_reason
                 self.num_written += tokens
                 before = times.get(index)
@@ -86,7 +86,8 @@ class PromptReader:
                     observe((now - (before or now)) / tokens, tokens)
                 used = (self.output, self.num_written) if answer.tells_usage else None
                 parts.append(answer.piece(self._first + index, new, used))
-            yield parts[0] if len(parts) == 1 else b"".join(parts)
+            if found := parts[0] if len(parts) == 1 else b"".join(parts):
+                yield found
         self._note(self.output)
 
     def _note(self, output: RequestOutput) -> None:

@@ -40,8 +40,11 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    """Of "json_schema"; the fields of "structural_tag" are `format`, or `structures` and `triggers`."""
 
 
 class SamplingRequest(Fields):
@@ -101,9 +104,20 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    """Shown to the model by its chat template; calls come as the text in which the model writes them."""
+    """Shown to the model by its chat template, or described in the first message where the template has none."""
     tool_choice: str | dict[str, Any] | None = None
+    """None: "auto" where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template; "none" also sets enable_thinking to false."""
+    functions: list[Any] | None = None
+    """Refused: `tools` have taken their place."""
+    function_call: Any = None
+    """Refused, as `functions`."""
     # vLLM's
+    include_reasoning: bool = True
+    """Whether the answer has the reasoning."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from headway.async_llm import AsyncLLM
+from headway.core.sampling.params import SamplingParams
+from headway.requests.chats import ChatFormat
+from headway.requests.sampling_defaults import default_params
 from headway.server.admission import Admission
 from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
@@ -16,6 +21,8 @@ from headway.server.unknown_fields import Fields, IgnoredFields
 
 Body = TypeVar("Body", bound=Fields)
 
+log = logging.getLogger("headway")
+
 
 class Service(Admission):
     """One engine and its clients; for the server's event loop alone."""
@@ -24,10 +31,29 @@ class Service(Admission):
         super().__init__([*options.served_model_names] or [llm.model.name], options)
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
-        self.params_maker = ParamsMaker(llm.get_default_sampling_params())
         self.ignored_fields = IgnoredFields()
+        self.params_maker = ParamsMaker(self.default_params())
+        self.chat_format = ChatFormat.of(
+            llm.get_tokenizer(),
+            tool_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            auto=options.enable_auto_tool_choice,
+            parsers=options.chat_parsers,
+        )
+        if self.chat_format.template:
+            log.info("%s: %s", self.names[0], self.chat_format.why)
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests that give none: what `generation_config` says.
+
+        :raises ConfigError: a value in the file that is not allowed.
+        """
+        where = self.options.generation_config
+        if where == "auto":
+            return self.llm.get_default_sampling_params()
+        return SamplingParams() if where == "vllm" else default_params(Path(where))
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
         """Read the body of a request for the model.
@@ -38,6 +64,10 @@ class Service(Admission):
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body
+
+    def splits(self, asked: bool | None) -> bool:
+        """Whether the names of control tokens are text in a chat. asked: what its request says."""
+        return self.options.split_special_tokens if asked is None else asked
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
-from uuid import uuid4
 
 import orjson
 
+from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.answers import Answer, num_written
+from headway.requests.chats import ChatText, ToolCall
+from headway.server.answers import num_written
 from headway.server.chat import ChatAnswer
-from headway.server.chat_parts import ChatEnd, Part, streamed_parts, whole_parts
+from headway.server.converted import ConvertedAnswer
 from headway.server.errors import ApiError
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesAnswer(Answer):
+class MessagesAnswer(ConvertedAnswer):
     """Writes a chat's answer as a message of Anthropic's API."""
 
     prefix = "msg_"
 
     def __init__(self, chat: ChatAnswer) -> None:
-        super().__init__(chat.body, chat.model)
-        self._chat = chat
+        super().__init__(chat)
         self._open: tuple[str, int] | None = None
-        """Kind and call of the block that is being written."""
+        """Type and call of the block that is being written."""
         self._block = -1
         """Number of that block."""
-        self._end = ChatEnd("stop", None)
+        self._stop = _stop("stop", None)
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the message without its content, and the ping that Anthropic's servers send."""
@@ -39,21 +38,23 @@ class MessagesAnswer(Answer):
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """See `Answer`."""
-        parts, end = streamed_parts(self._chat, new)
-        self._end = end or self._end
-        return b"".join(self._part(each) for each in parts)
+        pieces, reason = self.chat.read(0, new)
+        if reason is not None:
+            self._stop = _stop(reason, new.stop_reason)
+        return b"".join(self._piece(each) for each in pieces)
 
-    def _part(self, part: Part) -> bytes:
-        """Write a part, and before it the end of a block of another kind and the start of its own."""
-        said = b""
-        if self._open != (part.kind, part.call):
+    def _piece(self, piece: ChatPiece) -> bytes:
+        """Write a piece, and before it the end of a block of another kind and the start of its own."""
+        said, kind = b"", _TYPES[piece.kind]
+        if self._open != (kind, piece.call):
             said = self._close()
-            self._open = part.kind, part.call
+            self._open = kind, piece.call
             self._block += 1
-            start = _block(replace(part, text=""))
-            said += _event({"type": "content_block_start", "index": self._block, "content_block": start})
-        if part.text:
-            delta = {"type": _DELTA[part.kind], _DELTA_FIELD[part.kind]: part.text}
+            call = ToolCall(piece.id, piece.text) if piece.kind == "call" else None
+            block = _text_block(kind, "") if call is None else _call_block(call)
+            said += _event({"type": "content_block_start", "index": self._block, "content_block": block})
+        if piece.kind != "call":
+            delta = {"type": _DELTAS[kind][0], _DELTAS[kind][1]: piece.text}
             said += _event({"type": "content_block_delta", "index": self._block, "delta": delta})
         return said
 
@@ -61,7 +62,7 @@ class MessagesAnswer(Answer):
         if self._open is None:
             return b""
         said = b""
-        if self._open[0] == "reasoning":
+        if self._open[0] == "thinking":
             delta = {"type": "signature_delta", "signature": ""}
             said = _event({"type": "content_block_delta", "index": self._block, "delta": delta})
         self._open = None
@@ -70,7 +71,7 @@ class MessagesAnswer(Answer):
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """See `Answer`."""
         ((output, count),) = used
-        told = {"type": "message_delta", "delta": _stop(self._end), "usage": usage_of(output, count)}
+        told = {"type": "message_delta", "delta": self._stop, "usage": usage_of(output, count)}
         return self._close() + _event(told) + _event({"type": "message_stop"})
 
     def failed(self, error: ApiError) -> bytes:
@@ -80,9 +81,14 @@ class MessagesAnswer(Answer):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
         (output,) = outputs
-        parts, end = whole_parts(self._chat, outputs)
-        message = self._message([_block(each) for each in parts], usage_of(output, num_written(output)))
-        return orjson.dumps(message | _stop(end))
+        (new,) = output.outputs
+        pieces, reason = self.chat.read(0, new)
+        found = ChatText()
+        found.add(pieces)
+        content = [_text_block("thinking", found.reasoning)] if found.reasoning else []
+        content += [_text_block("text", found.content)] if found.content else []
+        message = self._message([*content, *map(_call_block, found.calls)], usage_of(output, num_written(output)))
+        return orjson.dumps(message | _stop(reason, new.stop_reason))
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -97,36 +103,34 @@ class MessagesAnswer(Answer):
         }
 
 
-_DELTA: Final = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
-_DELTA_FIELD: Final = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
+_TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
+"""Kind of a piece -> type of its block."""
+_DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+"""Type of a block -> type and field of its deltas."""
 
 
-def _block(part: Part) -> dict[str, Any]:
-    """A block of content."""
-    if part.kind == "call":
-        return {
-            "type": "tool_use",
-            "id": part.call_id or f"toolu_{uuid4().hex}",
-            "name": part.name,
-            "input": _object(part.text),
-        }
-    if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
-    return {"type": "text", "text": part.text}
+def _text_block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, "thinking": text, "signature": ""} if kind == "thinking" else {"type": kind, "text": text}
 
 
-def _object(arguments: str) -> Any:
-    """The arguments of a call; a text that is no JSON, for the answer was cut short, is an empty object."""
+def _call_block(call: ToolCall) -> dict[str, Any]:
+    """A block of a call. Arguments that are no JSON, for the answer was cut short, are an empty object."""
     try:
-        return orjson.loads(arguments)
+        given = orjson.loads(call.arguments)
     except ValueError:
-        return {}
+        given = {}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
-def _stop(end: ChatEnd) -> dict[str, Any]:
-    if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
-    return {"stop_reason": _REASONS.get(end.finish_reason, "end_turn"), "stop_sequence": None}
+def _stop(reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
+    """Why a message has ended. reason: a chat's finish_reason. stop_reason: the stop text or token that ended it."""
+    if reason == "stop" and isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": _REASONS.get(reason or "", "end_turn"), "stop_sequence": None}
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, int]:

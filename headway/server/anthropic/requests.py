@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.chat_parts import SHARED_FIELDS
+from headway.server.converted import SHARED_FIELDS
 from headway.server.errors import ApiError
 from headway.server.requests import MOST_STOPS, ChatRequest
 from headway.server.unknown_fields import Fields

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -12,7 +11,8 @@ from starlette.responses import Response
 
 from headway.server.anthropic.answer import MessagesAnswer
 from headway.server.anthropic.requests import MessagesRequest, TokenCountRequest
-from headway.server.chat_parts import ChatPaths
+from headway.server.chats import Chats
+from headway.server.params import tool_use
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest
 from headway.server.routing import Endpoint, add_posts
@@ -22,7 +22,7 @@ from headway.server.service import Service
 class MessagesRoutes:
     """/v1/messages, and the count of its tokens."""
 
-    def __init__(self, service: Service, chats: ChatPaths) -> None:
+    def __init__(self, service: Service, chats: Chats) -> None:
         self._service, self._chats = service, chats
 
     @property
@@ -44,10 +44,11 @@ class MessagesRoutes:
         body = await self._service.read(request, MessagesRequest)
         chat = body.chat()
         answer = MessagesAnswer(self._chats.answer(chat))
-        return Reply(self._service, answer, partial(self._chats.prepare, chat), body.unknown())
+        return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), body.unknown())
 
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a conversation in the model's template."""
         body = await self._service.read(request, TokenCountRequest)
-        prompt: Any = await self._chats.prompt(ChatRequest(**body.fields()))
+        chat = ChatRequest(**body.fields())
+        prompt = await self._chats.prompt(chat, tool_use(chat))
         return Response(orjson.dumps({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")

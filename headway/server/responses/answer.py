@@ -8,25 +8,35 @@ from uuid import uuid4
 
 import orjson
 
+from headway.core.contract.chat_parsers import ChatPiece
 from headway.core.sampling.params import SamplingParams
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.answers import Answer, num_written
+from headway.server.answers import num_written
 from headway.server.chat import ChatAnswer
-from headway.server.chat_parts import ChatEnd, Part, streamed_parts, whole_parts
+from headway.server.converted import ConvertedAnswer
 from headway.server.errors import ApiError
 from headway.server.responses.requests import Item, ResponsesRequest
 
-_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
+"""Kind of a piece -> type of its item."""
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXT_EVENTS: Final = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
 
 
 class OpenItem:
     """The item that is being written."""
 
-    def __init__(self, part: Part, place: int) -> None:
-        """part: its first. place: its number among the items of the answer."""
-        self.part, self.place = part, place
-        self.id = f"{_PREFIXES[part.kind]}_{uuid4().hex}"
-        self._call_id = part.call_id or f"call_{uuid4().hex}"
+    def __init__(self, piece: ChatPiece, place: int) -> None:
+        """piece: its first. place: its number among the items of the answer."""
+        self.kind, self.call, self.place = _TYPES[piece.kind], piece.call, place
+        self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
+        self._call_id = piece.id
+        self.name = piece.text if piece.kind == "call" else ""
+        """Of the function."""
         self._texts: list[str] = []
 
     @property
@@ -41,30 +51,30 @@ class OpenItem:
     @property
     def content(self) -> dict[str, Any] | None:
         """The one part of its content; None: calls have none."""
-        if self.part.kind == "call":
+        if self.kind == "function_call":
             return None
-        if self.part.kind == "reasoning":
+        if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def item(self, status: str) -> Item:
         """The item. status: "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
         common = {"id": self.id, "status": status}
-        if self.part.kind == "call":
+        if self.kind == "function_call":
             return {
-                "type": "function_call",
+                "type": self.kind,
                 **common,
                 "call_id": self._call_id,
-                "name": self.part.name,
+                "name": self.name,
                 "arguments": self.text,
             }
         content = [] if status == "in_progress" else [self.content]
-        if self.part.kind == "reasoning":
-            return {"type": "reasoning", **common, "summary": [], "content": content}
-        return {"type": "message", **common, "role": "assistant", "content": content}
+        if self.kind == "reasoning":
+            return {"type": self.kind, **common, "summary": [], "content": content}
+        return {"type": self.kind, **common, "role": "assistant", "content": content}
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(ConvertedAnswer):
     """Writes a chat's answer as a response."""
 
     prefix = "resp_"
@@ -73,11 +83,11 @@ class ResponsesAnswer(Answer):
         self, chat: ChatAnswer, asked: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
     ) -> None:
         """default: values of fields that a request leaves out. keep: called with the response when it is complete."""
-        super().__init__(chat.body, chat.model)
-        self._chat, self._asked, self._default, self._keep = chat, asked, default, keep
+        super().__init__(chat)
+        self._asked, self._default, self._keep = asked, default, keep
         self._items: list[Item] = []
         self._open: OpenItem | None = None
-        self._end: ChatEnd | None = None
+        self._status = "completed"
         self._number = 0
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
@@ -87,24 +97,30 @@ class ResponsesAnswer(Answer):
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """See `Answer`."""
-        parts, end = streamed_parts(self._chat, new)
-        self._end = end or self._end
-        return b"".join(self._part(each) for each in parts)
+        pieces, reason = self.chat.read(0, new)
+        self._note(reason)
+        return b"".join(self._piece(each) for each in pieces)
 
-    def _part(self, part: Part) -> bytes:
-        """Write a part, and before it the end of an item of another kind and the start of its own."""
+    def _note(self, reason: str | None) -> None:
+        """Take note why the answer has ended, if it has."""
+        if reason == "length":
+            self._status = "incomplete"
+
+    def _piece(self, piece: ChatPiece) -> bytes:
+        """Write a piece, and before it the end of an item of another kind and the start of its own."""
         said = b""
-        if self._open is None or (self._open.part.kind, self._open.part.call) != (part.kind, part.call):
-            said = self._close("completed") + self._start(part)
+        if self._open is None or (self._open.kind, self._open.call) != (_TYPES[piece.kind], piece.call):
+            said = self._close("completed") + self._start(piece)
         assert self._open is not None
-        if part.text:
-            self._open.add(part.text)
-            more: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-            said += self._event(f"{_TEXT_EVENTS[part.kind]}.delta", **self._place(self._open), delta=part.text, **more)
+        if piece.kind != "call":
+            self._open.add(piece.text)
+            more: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
+            event = f"{_TEXT_EVENTS[self._open.kind]}.delta"
+            said += self._event(event, **self._place(self._open), delta=piece.text, **more)
         return said
 
-    def _start(self, part: Part) -> bytes:
-        opened = self._open = OpenItem(part, len(self._items))
+    def _start(self, piece: ChatPiece) -> bytes:
+        opened = self._open = OpenItem(piece, len(self._items))
         said = self._event("response.output_item.added", output_index=opened.place, item=opened.item("in_progress"))
         if opened.content is not None:
             said += self._event("response.content_part.added", **self._place(opened), part=opened.content)
@@ -115,11 +131,11 @@ class ResponsesAnswer(Answer):
         opened, self._open = self._open, None
         if opened is None:
             return b""
-        kind, place = opened.part.kind, self._place(opened)
-        if kind == "call":
-            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, arguments=opened.text, name=opened.part.name)
+        kind, place = opened.kind, self._place(opened)
+        if kind == "function_call":
+            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, arguments=opened.text, name=opened.name)
         else:
-            more: dict[str, Any] = {"logprobs": []} if kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, text=opened.text, **more)
             said += self._event("response.content_part.done", **place, part=opened.content)
         item = opened.item(status)
@@ -129,11 +145,10 @@ class ResponsesAnswer(Answer):
     def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
         """See `Answer`."""
         ((output, count),) = used
-        status = _status(self._end)
-        said = self._close(status)
-        response = self._response(status, usage_of(output, count))
+        said = self._close(self._status)
+        response = self._response(self._status, usage_of(output, count))
         self._keep(response)
-        return said + self._event(f"response.{status}", response=response)
+        return said + self._event(f"response.{self._status}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         """See `Answer`."""
@@ -143,13 +158,12 @@ class ResponsesAnswer(Answer):
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
         (output,) = outputs
-        parts, end = whole_parts(self._chat, outputs)
-        status = _status(end)
-        for place, part in enumerate(parts):
-            item = OpenItem(part, place)
-            item.add(part.text)
-            self._items.append(item.item(status if place == len(parts) - 1 else "completed"))
-        response = self._response(status, usage_of(output, num_written(output)))
+        pieces, reason = self.chat.read(0, output.outputs[0])
+        self._note(reason)
+        for piece in pieces:
+            self._piece(piece)  # the events of a stream make the items
+        self._close(self._status)
+        response = self._response(self._status, usage_of(output, num_written(output)))
         self._keep(response)
         return orjson.dumps(response)
 
@@ -184,23 +198,12 @@ class ResponsesAnswer(Answer):
 
     def _place(self, opened: OpenItem) -> dict[str, Any]:
         place = {"item_id": opened.id, "output_index": opened.place}
-        return place if opened.part.kind == "call" else {**place, "content_index": 0}
+        return place if opened.kind == "function_call" else {**place, "content_index": 0}
 
     def _event(self, kind: str, **data: Any) -> bytes:
         told = {"type": kind, "sequence_number": self._number, **data}
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(told) + b"\n\n"
-
-
-_TEXT_EVENTS: Final = {
-    "text": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "call": "response.function_call_arguments",
-}
-
-
-def _status(end: ChatEnd | None) -> str:
-    return "incomplete" if end is not None and end.finish_reason == "length" else "completed"
 
 
 def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:

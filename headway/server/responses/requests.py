@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.chat_parts import SHARED_FIELDS
+from headway.server.converted import SHARED_FIELDS
 from headway.server.errors import ApiError
 from headway.server.requests import ChatRequest
 from headway.server.unknown_fields import Fields
@@ -120,10 +120,8 @@ class ResponsesRequest(Fields):
             found["parallel_tool_calls"] = self.parallel_tool_calls
         if self.text is not None and self.text.format is not None:
             found["response_format"] = self.text.format.response_format
-        if self.reasoning is not None and self.reasoning.effort is not None:
-            effort = self.reasoning.effort
-            said = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-            found["chat_template_kwargs"] = {**said, **(found.get("chat_template_kwargs") or {})}
+        if self.reasoning is not None:
+            found["reasoning_effort"] = self.reasoning.effort
         return ChatRequest(
             **found,
             model=self.model,

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.server.chat_parts import ChatPaths
+from headway.server.chats import Chats
 from headway.server.errors import ApiError
 from headway.server.reply import Reply
 from headway.server.responses.answer import ResponsesAnswer
@@ -24,7 +24,7 @@ from headway.server.service import Service
 class ResponsesRoutes:
     """/v1/responses and what hangs below it."""
 
-    def __init__(self, service: Service, chats: ChatPaths) -> None:
+    def __init__(self, service: Service, chats: Chats) -> None:
         self._service, self._chats = service, chats
         self.store = ResponseStore(service.options.max_stored_responses)
 
@@ -52,8 +52,8 @@ class ResponsesRoutes:
             before = self.store.get(asked.previous_response_id, "previous_response_id").conversation
         chat = asked.chat(before)
         keep = partial(self._keep, before, asked.items) if asked.store is not False else _forget
-        answer = ResponsesAnswer(self._chats.answer(chat), asked, self._service.llm.get_default_sampling_params(), keep)
-        return Reply(self._service, answer, partial(self._chats.prepare, chat), asked.ignored())
+        answer = ResponsesAnswer(self._chats.answer(chat), asked, self._service.default_params(), keep)
+        return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), asked.ignored())
 
     def _keep(self, before: Sequence[Item], own: Sequence[Item], response: dict[str, Any]) -> None:
         self.store.put(StoredResponse(response, before, own))

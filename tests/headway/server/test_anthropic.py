@@ -9,8 +9,11 @@ import httpx
 import pytest
 
 from headway import LLM
+from headway.core.contract.chat_parsers import ChatPiece
+from headway.outputs import CompletionOutput
 from headway.server.chat import ChatAnswer
 from headway.server.options import ServerOptions
+from sandbox import CHAT
 from server_thread import Running, running
 
 PATH = "/v1/messages"
@@ -80,40 +83,74 @@ def test_tokens_are_counted(served: Running, http: httpx.Client) -> None:
     assert found == {"input_tokens": http.post("/tokenize", json={"messages": messages}).json()["count"]}
 
 
-class ThinkingChat(ChatAnswer):
-    """Stands for a chat whose parser finds a thought, a text and two calls in every answer."""
+PIECES = [
+    ChatPiece("reasoning", "hm"),
+    ChatPiece("content", "so"),
+    ChatPiece("call", "f", 0, "a"),
+    ChatPiece("arguments", '{"x"', 0),
+    ChatPiece("arguments", ": 1}", 0),
+    ChatPiece("call", "g", 1, "b"),
+]
 
-    def choice(self, index: int, new: Any) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        if new.finish_reason is not None:
-            call = {"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}
-            delta = {"reasoning": "hm", "content": "so", "tool_calls": [{**call, "index": 0}, call]}
-        return {"delta": delta, "finish_reason": new.finish_reason and "tool_calls"}
 
-    def whole(self, outputs: Any) -> bytes:
-        message = self.choice(0, outputs[0].outputs[0])["delta"]
-        return json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]}).encode()
+def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
+    """Stands for a parser that finds a thought, a text and two calls in every answer."""
+    return (PIECES, "tool_calls") if new.finish_reason else ([], None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_and_calls_are_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr("headway.server.app.ChatAnswer", ThinkingChat)
-    with running(llm, ServerOptions(served_model_names=("tiny",))) as own:
-        answer = httpx.post(own.url + PATH, json={**BODY, "stream": stream})
+def test_thoughts_and_calls_are_blocks(
+    served: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(ChatAnswer, "read", read)
+    answer = http.post(PATH, json={**BODY, "stream": stream})
     if not stream:
         message = answer.json()
-        assert [each["type"] for each in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
-        assert message["content"][3] == {"type": "tool_use", "id": "b", "name": "g", "input": {}}
+        assert message["content"] == [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}},
+            {"type": "tool_use", "id": "b", "name": "g", "input": {}},
+        ]
         assert message["stop_reason"] == "tool_use"
         return
     events = events_of(answer)
     started = [each["content_block"] for each in events if each["type"] == "content_block_start"]
     assert [each["type"] for each in started] == ["thinking", "text", "tool_use", "tool_use"]
+    assert started[2] == {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     assert [each["index"] for each in events if each["type"] == "content_block_stop"] == [0, 1, 2, 3]
     deltas = [each["delta"] for each in events if each["type"] == "content_block_delta"]
-    assert {"type": "thinking_delta", "thinking": "hm"} in deltas
-    assert {"type": "input_json_delta", "partial_json": "{}"} in deltas
+    assert [each["type"] for each in deltas] == [
+        *("thinking_delta", "signature_delta", "text_delta", "input_json_delta", "input_json_delta")
+    ]
+    assert "".join(each["partial_json"] for each in deltas[3:]) == '{"x": 1}'
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+TOOL = {"name": "f", "description": "does it", "input_schema": SCHEMA}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_that_must_be_called_is_and_its_result_is_read(llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(llm.get_tokenizer(), "chat_template", CHAT + "{# whose tools need no room #}")
+    asked = {**BODY, "ignore_eos": False, "max_tokens": 150, "tools": [TOOL], "tool_choice": {"type": "any"}, "stream": stream}
+    asked["logit_bias"] = {"220": -90, "198": -90}  # spaces, which random weights would fill the room with
+    with running(llm) as own:
+        answer = httpx.post(own.url + PATH, json=asked)
+        if stream:
+            events = events_of(answer)
+            block = events[2]["content_block"]
+            text = "".join(each["delta"].get("partial_json", "") for each in events if each["type"] == "content_block_delta")
+            assert (events[-2]["delta"]["stop_reason"], list(json.loads(text))) == ("tool_use", ["a"])
+        else:
+            (block,) = answer.json()["content"]
+            assert (answer.json()["stop_reason"], list(block["input"])) == ("tool_use", ["a"])
+        assert (block["type"], block["name"]) == ("tool_use", "f")
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "42"}]}
+        turns = [*ASK, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+        assert httpx.post(own.url + PATH, json={**BODY, "tools": [TOOL], "messages": turns}).status_code == 200
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -11,11 +11,12 @@ import pytest
 from openai import OpenAI
 from pydantic import TypeAdapter
 
-from headway import LLM
+from headway.core.contract.chat_parsers import ChatPiece
+from headway.outputs import CompletionOutput
 from headway.server.chat import ChatAnswer
-from headway.server.options import ServerOptions
+from headway.server.responses.requests import messages_of_items
 from headway.server.responses.store import ResponseStore, StoredResponse
-from server_thread import Running, running
+from server_thread import Running
 
 responses = pytest.importorskip("openai.types.responses", reason="openai below 1.66 has no responses")
 PATH = "/v1/responses"
@@ -104,38 +105,34 @@ def test_the_oldest_responses_give_way() -> None:
     assert store.get("6").conversation == [{"content": "x" * 1900}]
 
 
-class CallingChat(ChatAnswer):
-    """Stands for a chat whose parser finds a thought, a text and a call in every answer; keeps what it was asked."""
+PIECES = [
+    ChatPiece("reasoning", "hm"),
+    ChatPiece("content", "so"),
+    ChatPiece("call", "f", 0, "call_1"),
+    ChatPiece("arguments", '{"x": 1}', 0),
+]
 
-    asked: list[Any]
 
-    def choice(self, index: int, new: Any) -> dict[str, Any]:
-        self.asked.append(self.body)
-        call = {"index": 0, "id": "call_1", "function": {"name": "f", "arguments": '{"x": 1}'}}
-        delta = {"reasoning": "hm", "content": "so", "tool_calls": [call]} if new.finish_reason else {}
-        return {"delta": delta, "finish_reason": new.finish_reason and "tool_calls"}
-
-    def whole(self, outputs: Any) -> bytes:
-        message = self.choice(0, outputs[0].outputs[0])["delta"]
-        return json.dumps({"choices": [{"message": message, "finish_reason": "tool_calls"}]}).encode()
+def read(answer: ChatAnswer, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
+    """Stands for a parser that finds a thought, a text and a call in every answer."""
+    return (PIECES, "tool_calls") if new.finish_reason else ([], None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_and_calls_are_items(llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr("headway.server.app.ChatAnswer", CallingChat)
-    monkeypatch.setattr(CallingChat, "asked", [], raising=False)
-    with running(llm, ServerOptions(served_model_names=("tiny",))) as own:
-        answer = httpx.post(own.url + PATH, json={**BODY, "stream": stream})
-        response = events_of(answer)[-1]["response"] if stream else answer.json()
-        responses.Response.model_validate(response)
-        assert [each["type"] for each in response["output"]] == ["reasoning", "message", "function_call"]
-        assert response["output"][2]["call_id"] == "call_1"
-        assert response["output"][2]["arguments"] == '{"x": 1}'
-        assert response["status"] == "completed"
-        result = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
-        asked = {**BODY, "input": [result], "previous_response_id": response["id"]}
-        assert httpx.post(own.url + PATH, json=asked).status_code == 200
-    user, model, tool = CallingChat.asked[-1].messages
+def test_thoughts_and_calls_are_items(served: Running, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(ChatAnswer, "read", read)
+    answer = http.post(PATH, json={**BODY, "stream": stream})
+    response = events_of(answer)[-1]["response"] if stream else answer.json()
+    responses.Response.model_validate(response)
+    assert [each["type"] for each in response["output"]] == ["reasoning", "message", "function_call"]
+    call = response["output"][2]
+    assert (call["call_id"], call["name"], call["arguments"]) == ("call_1", "f", '{"x": 1}')
+    assert response["status"] == "completed"
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "42"}
+    asked = {**BODY, "input": [result], "previous_response_id": response["id"]}
+    assert http.post(PATH, json=asked).status_code == 200
+    items = [{"role": "user", "content": "the quick fox"}, *response["output"], result]
+    user, model, tool = messages_of_items(items)
     assert (user, tool) == (ASK[0], {"role": "tool", "tool_call_id": "call_1", "content": "42"})
     assert (model["role"], model["content"], model["reasoning_content"]) == ("assistant", "so", "hm")
     assert model["tool_calls"] == [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
