@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from headway.hosting.process_messages import SpawnedEngine
     from headway.pooling.async_pooling import AsyncPooling
     from headway.pooling.find import PoolingModel
+    from headway.server.options import ServerOptions
 
 SERVER = "Server"
 LIMITS = "Limits"
+CHATS = "Tools and reasoning"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
@@ -74,6 +78,27 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling where a request is silent: auto (generation_config.json of the model), vllm (no file), or a folder.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "auto",
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="Format in which the model calls tools. Default: by its chat template.", rich_help_panel=CHATS),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of the model's reasoning; none: it is content. Default: by its chat template.", rich_help_panel=CHATS
+        ),
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(help="Read calls where a request leaves it to the model to make some.", rich_help_panel=CHATS),
+    ] = True,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -123,8 +148,6 @@ def serve(
     ] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
-    from headway.hosting.process_messages import spawn_engine
-    from headway.pooling.find import find_pooling_model
     from headway.server.options import ServerOptions, bound_socket
 
     model = model_option or model
@@ -146,28 +169,46 @@ def serve(
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
+        generation_config=generation_config,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
     )
     args = EngineArgs.of(model, **engine)
-    sock = bound_socket(host, port)
     if restart_engine and sys.platform == "win32":
         raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
-    pooled = find_pooling_model(args)
+    _listen(args, options, host, bound_socket(host, port), log_requests, restart_engine)
+
+
+def _listen(
+    args: EngineArgs, options: ServerOptions, host: str, sock: socket.socket, log_requests: bool, restart_engine: int
+) -> None:
+    """Load the model and serve it until a signal. sock: bound to the host."""
+    from headway.hosting.process_messages import spawn_engine
+    from headway.pooling.find import find_pooling_model
+
+    model, pooled = args.model, find_pooling_model(args)
     if pooled is not None:
-        _refuse_generating(model, {"--profile-dir": profile_dir, "--restart-engine": restart_engine})
+        _refuse_generating(str(model), {"--profile-dir": options.profile_dir, "--restart-engine": restart_engine})
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
     try:
         from headway.server.launch import serve as listen
+        from headway.server.service import chat_format_of
     except ImportError as error:
         if spawned is not None:
             spawned.wire.close()
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    if pooled is None:
+        options = _with_parsers(options, args)
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
         llm, selection = _load(args, spawned, restart_engine) if pooled is None else _load_pooled(args, pooled)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {selection}")
+    if pooled is None and (chats := chat_format_of(llm, options)).template:
+        err.print(f"chats: {chats.why}")
     from headway.hosting.host import EngineDeadError
 
     try:
@@ -175,6 +216,19 @@ def serve(
     except EngineDeadError as error:
         err.print(f"headway: the server has ended with its engine: {error}")
         raise typer.Exit(1) from error
+
+
+def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
+    """The options with the parsers of chats that plugins bring.
+
+    :raises HeadwayError: a plugin that cannot be registered, or no parser has a name that was given.
+    """
+    from headway.core.chat.builtin import BUILTIN
+    from headway.requests.chats import check_names
+
+    brought = tuple(info for info in args.make_registry().chat_parsers.values() if info not in BUILTIN)
+    check_names(options.tool_call_parser, options.reasoning_parser, brought)
+    return replace(options, chat_parsers=brought)
 
 
 def _refuse_generating(model: str, options: Mapping[str, object]) -> None:

@@ -5,7 +5,6 @@ No HTTP: every endpoint that holds a conversation goes through a `ChatFormat`.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +14,11 @@ from headway.core.chat.builtin import ALIASES, BUILTIN
 from headway.core.contract.chat_parsers import ChatContext, ChatParser, ChatParserInfo, ChatPiece
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.logs import warn_once
 from headway.requests.conversation import described, prepared, template_text
 from headway.requests.tool_forms import ToolForms
 from headway.requests.tool_use import ToolUse
 
-log = logging.getLogger("headway")
 Reads = Literal["calls", "reasoning"]
 _GENERAL = "hermes"
 """The parser of calls where a model's template names no format."""
@@ -168,7 +167,8 @@ class ChatFormat:
         special = frozenset(str(token) for token in added.values() if getattr(token, "special", False))
         by = {False: "by the model's template", True: "as asked for"}
         found = calls or next(each for each in BUILTIN if (each.reads, each.name) == ("calls", _GENERAL))
-        why = f"calls of tools: {found.name} ({by[tool_parser is not None] if calls else 'the template names no format'})"
+        shown = "" if "tools" in template else ", tools are described in the first message"
+        why = f"calls of tools: {found.name} ({by[tool_parser is not None] if calls else 'the template names no format'}{shown})"
         why += f"; reasoning: {reasoning.name} ({by[reasoning_parser is not None]})" if reasoning else "; no reasoning"
         return cls(found, reasoning, template, tokens, special, auto, why)
 
@@ -187,6 +187,8 @@ class ChatFormat:
         listed = prepared(messages, self.template)
         if self.shows_tools:
             return listed, [dict(tool) for tool in use.tools] or None
+        if use.tools:
+            warn_once("the model's chat template has no tools: they are described in the first message")
         return described(listed, use.tools, self.template), None
 
     def params(self, params: SamplingParams, use: ToolUse, prompt: Mapping[str, Any]) -> SamplingParams:
@@ -235,6 +237,16 @@ class ChatFormat:
     def _keeps_special(self, use: ToolUse) -> bool:
         """Whether special tokens are a part of the format."""
         return any(token in mark for info in self._active(use) for mark in info.marks for token in self.special)
+
+
+def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:
+    """Check names of parsers before a model is loaded; see `ChatFormat.of`.
+
+    :raises ConfigError: no parser has such a name.
+    """
+    known = [*parsers, *BUILTIN]
+    _named(known, "calls", tool_parser)
+    _named(known, "reasoning", None if reasoning_parser == "none" else reasoning_parser)
 
 
 def _named(known: Sequence[ChatParserInfo], reads: Reads, name: str | None) -> ChatParserInfo | None:

@@ -188,7 +188,10 @@ class Routes:
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        chats = self._service.chat_format
+        parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
+        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
@@ -21,7 +20,21 @@ from headway.server.unknown_fields import Fields, IgnoredFields
 
 Body = TypeVar("Body", bound=Fields)
 
-log = logging.getLogger("headway")
+_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
+    """How a model writes its chats, as far as the options leave that open.
+
+    :raises ConfigError: no parser has a name that the options give.
+    """
+    return ChatFormat.of(
+        llm.get_tokenizer(),
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        auto=options.enable_auto_tool_choice,
+        parsers=options.chat_parsers,
+    )
 
 
 class Service(Admission):
@@ -33,15 +46,7 @@ class Service(Admission):
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
-        self.chat_format = ChatFormat.of(
-            llm.get_tokenizer(),
-            tool_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-            auto=options.enable_auto_tool_choice,
-            parsers=options.chat_parsers,
-        )
-        if self.chat_format.template:
-            log.info("%s: %s", self.names[0], self.chat_format.why)
+        self.chat_format = chat_format_of(llm, options)
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
 
@@ -68,6 +73,11 @@ class Service(Admission):
     def splits(self, asked: bool | None) -> bool:
         """Whether the names of control tokens are text in a chat. asked: what its request says."""
         return self.options.split_special_tokens if asked is None else asked
+
+    def recommended_sampling(self) -> dict[str, Any]:
+        """The sampling parameters among them that the model recommends, for the page; none: it recommends nothing."""
+        given, plain = self.default_params(), SamplingParams()
+        return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""
