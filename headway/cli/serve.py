@@ -104,6 +104,14 @@ def serve(
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    operator_paths: Annotated[
+        bool,
+        typer.Option(
+            "--operator-paths",
+            help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     files_dir: Annotated[
         Path | None,
         typer.Option(help="Let clients store files and run batches, kept in this folder over restarts.", rich_help_panel=SERVER),
@@ -162,6 +170,7 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        operator_paths=operator_paths,
         files_dir=files_dir,
         max_file_bytes=max_file,
         batch_concurrency=batch_concurrency,
@@ -207,7 +216,7 @@ def _listen(
     with err.status(f"loading {model}"):
         llm, selection = _load(args, spawned, restart_engine) if pooled is None else _load_pooled(args, pooled)
     err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {selection}")
-    if pooled is None and (chats := chat_format_of(llm, options)).template:
+    if pooled is None and (chats := chat_format_of(llm, options)).template:  # type: ignore[arg-type]
         err.print(f"chats: {chats.why}")
     from headway.hosting.host import EngineDeadError
 

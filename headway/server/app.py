@@ -28,6 +28,7 @@ from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
+from headway.server.operator_routes import OperatorRoutes
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import completion_params, prompts_of, template_kwargs
@@ -55,7 +56,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
     batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
     app.state.batches, app.state.line_answers = batches, answers
-    app.state.routes = routes, messages, responses, batches, PageRoutes(service), ProfileRoutes(service)
+    app.state.routes = routes, messages, responses, batches, OperatorRoutes(service), PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints=direct, refuse=routes.refuse)

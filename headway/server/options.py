@@ -45,6 +45,8 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    operator_paths: bool = False
+    """Whether requests may pause the server, end the requests of others and empty the prefix cache."""
     files_dir: Path | None = None
     """Folder for files and batches, this server's alone; None: /v1/files and /v1/batches are refused."""
     max_file_bytes: int = 200 * 2**20

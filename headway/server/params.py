@@ -73,9 +73,8 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
     """
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, maker, most, logprobs)  # no limit: until the answer ends or there is no room left
+    return _params(body, maker, body.most_tokens, logprobs)  # no limit: until the answer ends or there is no room left
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:

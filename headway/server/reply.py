@@ -94,7 +94,8 @@ class PromptReader:
         """Count the prompt, which has ended."""
         ended = [self._reasons.get(index, "abort") for index in range(self._n)]
         times, metrics = output.metrics, self._metrics
-        metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended)
+        longest = max(len(each.token_ids) for each in output.outputs)
+        metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended, longest, self._answer.body.most_tokens)
         if not self._answer.body.stream and times.first_token_time is not None and times.finished_time is not None:
             metrics.first_token(times.time_to_first_token)
             later = self.num_written - len(ended)
@@ -143,6 +144,7 @@ class Reply(Response):
                 self._watcher.cancel()
             for stream in self._streams:
                 stream.close()
+            self._service.running.pop(self._answer.id, None)
             if ticket is not None:
                 ticket.begun()
             self._service.took(time.perf_counter() - arrived)
@@ -150,10 +152,14 @@ class Reply(Response):
     async def _serve(self, ticket: Ticket, receive: Receive, send: Send) -> None:
         requests = await self._prepare()
         llm, metrics = self._service.llm, self._service.metrics
+        if self._service.is_paused and not await self._wait_resumed(receive):
+            return
         for number, request in enumerate(requests):
             self._streams.append(llm.submit(request, f"{self._answer.id}-{number}"))
         ticket.submitted()
-        self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
+        self._service.running[self._answer.id] = [stream.request_id for stream in self._streams]
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
         readers = [PromptReader(each, number, self._answer, ticket, metrics) for number, each in enumerate(self._streams)]
         if not self._body.stream:
             outputs = [await reader.whole() for reader in readers]
@@ -165,6 +171,16 @@ class Reply(Response):
         if self._left:
             return
         await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
+
+    async def _wait_resumed(self, receive: Receive) -> bool:
+        """Wait until a paused server goes on; False: the client has left meanwhile."""
+        self._watcher = asyncio.ensure_future(self._watch(receive))
+        resumed = asyncio.ensure_future(self._service.resumed())
+        try:
+            await asyncio.wait((self._watcher, resumed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            resumed.cancel()
+        return not self._left
 
     async def _stream(self, reader: PromptReader, send: Send) -> None:
         async with aclosing(reader.events()) as events:

@@ -95,6 +95,11 @@ class SamplingRequest(Fields):
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as "token_id:123"."""
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a completion at most; None: the request does not say."""
+        return self.max_tokens
+
 
 class ChatRequest(SamplingRequest):
     """The body of /v1/chat/completions."""
@@ -125,6 +130,11 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
     """Begin the answer with the last message, where it is continued."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See `SamplingRequest`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(SamplingRequest):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -20,6 +22,8 @@ from headway.server.unknown_fields import Fields, IgnoredFields
 
 Body = TypeVar("Body", bound=Fields)
 
+_ENDED_INTERVAL: Final = 0.02
+"""Seconds between two looks at whether requests have ended."""
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -47,6 +51,9 @@ class Service(Admission):
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
+        self.running: dict[str, Sequence[str]] = {}
+        """Id of the answer to each request that the engine has -> its ids there, one for each prompt."""
+        self._resumed: asyncio.Event | None = None
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
 
@@ -69,6 +76,31 @@ class Service(Admission):
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]
         return body
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait before the engine hears of them."""
+        return self._resumed is not None
+
+    def pause(self) -> None:
+        """Let no request go on to the engine until `resume`."""
+        self._resumed = self._resumed or asyncio.Event()
+
+    def resume(self) -> None:
+        """Let requests go on."""
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+    async def resumed(self) -> None:
+        """Wait until requests may go on."""
+        while self._resumed is not None:
+            await self._resumed.wait()
+
+    async def ended(self) -> None:
+        """Wait until no request is in the engine, or requests may go on."""
+        while self.running and self.is_paused:
+            await asyncio.sleep(_ENDED_INTERVAL)
 
     def splits(self, asked: bool | None) -> bool:
         """Whether the names of control tokens are text in a chat. asked: what its request says."""
