@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
@@ -49,6 +50,7 @@ def batch(
         list[str] | None,
         typer.Option(help="Name by which lines call the model. Repeatable; default: MODEL.", rich_help_panel=BATCH),
     ] = None,
+    config: ConfigFile = None,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Lines at a time. Default: twice what a step of the engine serves.", rich_help_panel=BATCH),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
@@ -37,6 +38,7 @@ def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
     model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
+    config: ConfigFile = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
