@@ -106,6 +106,10 @@ def serve(
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request to this OTLP endpoint (extra otel).", rich_help_panel=SERVER),
+    ] = None,
     operator_paths: Annotated[
         bool,
         typer.Option(
@@ -172,6 +176,7 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         operator_paths=operator_paths,
         files_dir=files_dir,
         max_file_bytes=max_file,
@@ -200,7 +205,9 @@ def _listen(
 
     model, pooled = args.model, find_pooling_model(args)
     if pooled is not None:
-        _refuse_generating(str(model), {"--profile-dir": options.profile_dir, "--restart-engine": restart_engine})
+        generating = {"--profile-dir": options.profile_dir, "--restart-engine": restart_engine}
+        generating |= {"--operator-paths": options.operator_paths, "--otlp-traces-endpoint": options.otlp_traces_endpoint}
+        _refuse_generating(str(model), generating)
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()

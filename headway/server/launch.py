@@ -23,6 +23,7 @@ from headway.server.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
+from headway.server.tracing import Tracing
 
 log = logging.getLogger("headway")
 
@@ -52,6 +53,7 @@ class Server(uvicorn.Server):
         self._llm = llm
         app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         self._batches: BatchRoutes = app.state.batches
+        self._tracing: Tracing | None = app.state.service.tracing if isinstance(llm, AsyncLLM) else None
         config = uvicorn.Config(
             app,
             host,
@@ -112,6 +114,8 @@ class Server(uvicorn.Server):
         finally:
             ending.cancel()
             self._llm.shutdown()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     @property
     def port(self) -> int:

@@ -45,6 +45,8 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent, by OpenTelemetry's protocol; None: there are none."""
     operator_paths: bool = False
     """Whether requests may pause the server, end the requests of others and empty the prefix cache."""
     files_dir: Path | None = None

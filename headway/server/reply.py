@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
@@ -23,12 +25,15 @@ from headway.server.service import Service, Ticket
 log = logging.getLogger("headway")
 
 
+Ended = Callable[[RequestOutput, int], None]
+
+
 class PromptReader:
     """Reads the stream of one prompt."""
 
-    def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics) -> None:
-        """number: the prompt's place in its request."""
-        self._stream, self._answer, self._ticket, self._metrics = stream, answer, ticket, metrics
+    def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
+        """number: the prompt's place in its request. end: called with the output and its tokens when the prompt has ended."""
+        self._stream, self._answer, self._ticket, self._metrics, self._end = stream, answer, ticket, metrics, end
         self._n = answer.body.n or 1
         self._first = number * self._n
         """Index of the prompt's first choice."""
@@ -92,6 +97,7 @@ class PromptReader:
 
     def _note(self, output: RequestOutput) -> None:
         """Count the prompt, which has ended."""
+        self._end(output, self.num_written)
         ended = [self._reasons.get(index, "abort") for index in range(self._n)]
         times, metrics = output.metrics, self._metrics
         longest = max(len(each.token_ids) for each in output.outputs)
@@ -124,11 +130,13 @@ class Reply(Response):
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
         self._path = ""
+        self._asked_headers: Sequence[tuple[bytes, bytes]] = ()
         self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve the request, which ends with its client's connection."""
-        arrived, ticket, self._path = time.perf_counter(), None, scope["path"]
+        arrived, ticket = time.perf_counter(), None
+        self._path, self._asked_headers = scope["path"], scope["headers"]
         self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
             ticket = self._service.admit()
@@ -160,7 +168,10 @@ class Reply(Response):
         self._service.running[self._answer.id] = [stream.request_id for stream in self._streams]
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
-        readers = [PromptReader(each, number, self._answer, ticket, metrics) for number, each in enumerate(self._streams)]
+        ends = [_nothing_more if self._service.tracing is None else partial(self._trace, each.params) for each in requests]
+        readers = [
+            PromptReader(each, number, self._answer, ticket, metrics, ends[number]) for number, each in enumerate(self._streams)
+        ]
         if not self._body.stream:
             outputs = [await reader.whole() for reader in readers]
             if not self._left:
@@ -171,6 +182,10 @@ class Reply(Response):
         if self._left:
             return
         await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
+
+    def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
+        assert self._service.tracing is not None
+        self._service.tracing.finished(output, written, params, self._asked_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
         """Wait until a paused server goes on; False: the client has left meanwhile."""
@@ -220,6 +235,10 @@ class Reply(Response):
             await send({"type": "http.response.body", "body": self._answer.failed(told), "more_body": False})
             return
         await told.response(self._path)({"type": "http"}, _nothing, send)
+
+
+def _nothing_more(output: RequestOutput, written: int) -> None:
+    """Take no further note of a prompt that has ended."""
 
 
 async def _nothing() -> Any:

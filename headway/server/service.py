@@ -18,6 +18,7 @@ from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
 from headway.server.routing import read_body
+from headway.server.tracing import Tracing, tracing_to
 from headway.server.unknown_fields import Fields, IgnoredFields
 
 Body = TypeVar("Body", bound=Fields)
@@ -48,6 +49,8 @@ class Service(Admission):
         super().__init__([*options.served_model_names] or [llm.model.name], options)
         self.llm = llm
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
+        endpoint = options.otlp_traces_endpoint
+        self.tracing: Tracing | None = None if endpoint is None else tracing_to(endpoint, self.names[0])
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
