@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from headway.async_llm import AsyncLLM
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.requests.tool_use import ToolUse
 from headway.server.anthropic.routes import MessagesRoutes
@@ -183,9 +185,27 @@ class Routes:
     async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
         params = completion_params(body, self._service.params_maker)
         prompts = prompts_of(body)
+        if body.suffix:
+            return await self._prepare_infills(body, params, prompts, body.suffix)
         if body.split_special_tokens:
             prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
         return await self._llm.check(prompts, params, priority=body.priority)
+
+    async def _prepare_infills(
+        self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
+    ) -> Sequence[CheckedRequest]:
+        """Prepare the completions of prompts that are followed by a suffix.
+
+        :raises ApiError: a prompt of token ids.
+        """
+        if not all(isinstance(each, str) for each in prompts):
+            raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
+        split = bool(body.split_special_tokens)
+        made = [await self._llm.infill_prompt(each, suffix, split_special_tokens=split) for each in prompts]
+        if not body.ignore_eos:
+            ends = self._llm.host.validator.infill.stop_token_ids
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
+        return await self._llm.check(made, params, priority=body.priority)
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")

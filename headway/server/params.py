@@ -82,8 +82,8 @@ def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingPa
 
     :raises ConfigError: a value that cannot work.
     """
-    if body.suffix:
-        raise ConfigError("suffix", "none, because models continue texts", repr(body.suffix[:40]))
+    if body.suffix and body.echo:
+        raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
     if most == 0 and body.echo:  # the prompt and its log-probabilities are all that is wanted
         most = 1
