@@ -98,7 +98,7 @@ class ChatParserInfo:
     """Registration of a parser by a plugin."""
 
     name: str
-    """By which `--tool-call-parser` or `--reasoning-parser` names it."""
+    """The name that `--tool-call-parser` or `--reasoning-parser` takes."""
     summary: str
     """One line that says whose format it reads."""
     reads: Literal["calls", "reasoning"]

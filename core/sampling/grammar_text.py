@@ -36,7 +36,7 @@ def grammar_text(form: StructuredOutputsParams) -> str:
     if form.whitespace_pattern is not None:
         spaces = {"whitespace_pattern": form.whitespace_pattern}
     if form.structural_tag is not None:
-        tag = _closed(form.structural_tag) if form.disable_additional_properties else form.structural_tag
+        tag: Any = _closed(form.structural_tag) if form.disable_additional_properties else form.structural_tag
         return structural_tag_text(tag, spaces)
     schema: Any = {"type": "object"} if form.json is None else form.json
     if form.disable_additional_properties:

@@ -109,7 +109,8 @@ class StructuredOutputsParams:
         try:
             size = len(self.key)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"structured_outputs.{kind}", "JSON", f"values that are not JSON ({error})") from None
+            need = "a JSON schema" if kind == "json" else "a form"
+            raise ConfigError(f"structured_outputs.{kind}", need, f"values that are not JSON ({error})") from None
         if size > MOST_FORM_BYTES:
             raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_FORM_BYTES} bytes", f"{size} bytes")
 

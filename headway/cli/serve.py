@@ -191,29 +191,34 @@ def serve(
         enable_auto_tool_choice=enable_auto_tool_choice,
     )
     args = EngineArgs.of(model, **engine)
-    if restart_engine and sys.platform == "win32":
-        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
-    _listen(args, options, host, bound_socket(host, port), log_requests, restart_engine)
+    generating = {
+        "--profile-dir": profile_dir,
+        "--restart-engine": restart_engine,
+        "--operator-paths": operator_paths,
+        "--otlp-traces-endpoint": otlp_traces_endpoint,
+    }
+    sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
+    _listen(args, pooled, options, host, sock, log_requests, restart_engine)
 
 
 def _listen(
-    args: EngineArgs, options: ServerOptions, host: str, sock: socket.socket, log_requests: bool, restart_engine: int
+    args: EngineArgs,
+    pooled: PoolingModel | None,
+    options: ServerOptions,
+    host: str,
+    sock: socket.socket,
+    log_requests: bool,
+    restart_engine: int,
 ) -> None:
     """Load the model and serve it until a signal. sock: bound to the host."""
     from headway.hosting.process_messages import spawn_engine
-    from headway.pooling.find import find_pooling_model
 
-    model, pooled = args.model, find_pooling_model(args)
-    if pooled is not None:
-        generating = {"--profile-dir": options.profile_dir, "--restart-engine": restart_engine}
-        generating |= {"--operator-paths": options.operator_paths, "--otlp-traces-endpoint": options.otlp_traces_endpoint}
-        _refuse_generating(str(model), generating)
+    model = args.model
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
     try:
         from headway.server.launch import serve as listen
-        from headway.server.service import chat_format_of
     except ImportError as error:
         if spawned is not None:
             spawned.wire.close()
@@ -223,10 +228,8 @@ def _listen(
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        llm, selection = _load(args, spawned, restart_engine) if pooled is None else _load_pooled(args, pooled)
-    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {selection}")
-    if pooled is None and (chats := chat_format_of(llm, options)).template:  # type: ignore[arg-type]
-        err.print(f"chats: {chats.why}")
+        llm, found = _load(args, spawned, restart_engine, options) if pooled is None else _load_pooled(args, pooled)
+    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {found}")
     from headway.hosting.host import EngineDeadError
 
     try:
@@ -249,11 +252,20 @@ def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
     return replace(options, chat_parsers=brought)
 
 
-def _refuse_generating(model: str, options: Mapping[str, object]) -> None:
-    """:raises ConfigError: an option that only a model which generates text has."""
-    for name, value in options.items():
-        if value:
-            raise ConfigError(name, "a model that generates text", f"{model}, which is pooled", f"leave {name} out")
+def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, object]) -> PoolingModel | None:
+    """The model, if it is one that is pooled.
+
+    :raises ConfigError: an option that this machine or, of `generating`, a model which is pooled does not have.
+    """
+    from headway.pooling.find import find_pooling_model
+
+    if restarts and sys.platform == "win32":
+        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restarts)
+    pooled = find_pooling_model(args)
+    for name, value in generating.items():
+        if value and pooled is not None:
+            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
+    return pooled
 
 
 def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
@@ -266,15 +278,20 @@ def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, s
     return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
 
 
-def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> tuple[AsyncLLM, str]:
-    """Have the engine's process load the model; without one, load it here. Returns it and the choice of its backends."""
+def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
+    """Have the engine's process load the model; without one, load it here.
+
+    Returns it, and in words the choice of its backends and how its chats are read.
+    """
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.process_host import EngineProcess
     from headway.hosting.restarting_host import RestartingEngine
     from headway.hosting.thread_host import EngineThread
+    from headway.server.service import chat_format_of
 
     make = partial(driver_of, args)
     host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
     llm = AsyncLLM.over(host)
-    return llm, llm.facts.selection
+    chats = chat_format_of(llm, options)
+    return llm, f"{llm.facts.selection}\nchats: {chats.why}" if chats.template else llm.facts.selection

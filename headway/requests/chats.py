@@ -131,7 +131,7 @@ class ChatFormat:
     tokens: Mapping[str, int] = field(default_factory=dict, repr=False)
     """Added tokens of the tokenizer, by name."""
     special: frozenset[str] = frozenset()
-    """Those that a tokenizer leaves out of a text."""
+    """Added tokens that a tokenizer leaves out of a text."""
     auto: bool = True
     """Whether calls are read where a request leaves it to the model to make some."""
     why: str = ""
@@ -212,7 +212,7 @@ class ChatFormat:
         prompt: in the template. skip_special_tokens: as the request has it.
         """
         context = ChatContext(prompt, use.schemas)
-        active = self._active(use)
+        active = self._parsers_for(use)
         if not active:
             return None
         made = {info.reads: info.make(context) for info in active}
@@ -226,7 +226,7 @@ class ChatFormat:
             made.get("reasoning"), made.get("calls"), one_call=not use.parallel, hidden=hidden, marks=marks_of_calls
         )
 
-    def _active(self, use: ToolUse) -> list[ChatParserInfo]:
+    def _parsers_for(self, use: ToolUse) -> list[ChatParserInfo]:
         """The parsers that read the answer to a request."""
         if self.calls.whole:
             return [self.calls]
@@ -236,7 +236,7 @@ class ChatFormat:
 
     def _keeps_special(self, use: ToolUse) -> bool:
         """Whether special tokens are a part of the format."""
-        return any(token in mark for info in self._active(use) for mark in info.marks for token in self.special)
+        return any(token in mark for info in self._parsers_for(use) for mark in info.marks for token in self.special)
 
 
 def check_names(tool_parser: str | None, reasoning_parser: str | None, parsers: Sequence[ChatParserInfo]) -> None:

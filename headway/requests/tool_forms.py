@@ -52,11 +52,8 @@ class ToolForms:
         form = self._part_of(given)
         if use.choice == "auto" and self._calls.syntaxes:
             form = {"type": "or", "elements": [self._must_call(use, use.schemas), form]}
-        return replace(
-            given,
-            **dict.fromkeys(("json", "regex", "choice", "grammar", "json_object")),
-            structural_tag={"format": self._behind_reasoning(form, prompt, answer=True)},
-        )
+        tag = {"format": self._behind_reasoning(form, prompt, answer=True)}
+        return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
 
     @staticmethod
     def _made(form: Part) -> StructuredOutputsParams:
@@ -163,8 +160,8 @@ class ToolForms:
 
     def _trigger(self, text: str) -> str | Part:
         """A trigger: the token that it begins with, or a text."""
-        first = self._text(text)
-        first = first["elements"][0] if first["type"] == "sequence" else first
+        whole = self._text(text)
+        first: Part = whole["elements"][0] if whole["type"] == "sequence" else whole
         return first if first["type"] == "token" else text
 
     def _text(self, text: str) -> Part:

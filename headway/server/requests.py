@@ -44,7 +44,7 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    """Of "json_schema"; the fields of "structural_tag" are `format`, or `structures` and `triggers`."""
+    """The schema of "json_schema"; a "structural_tag" has `format`, or `structures` and `triggers`, in its place."""
 
 
 class SamplingRequest(Fields):

@@ -53,7 +53,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": ASK, "response_format": {"type": "json_schema"}},
         "response_format.json_schema",
     ),
-    "tools without a template": (CHAT, {"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
     "a template of one's own": (CHAT, {"messages": ASK, "chat_template": "{% for i in range(9) %}{% endfor %}"}, "chat_template"),
     "and by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
     "messages by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

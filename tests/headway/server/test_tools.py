@@ -19,9 +19,10 @@ from server_thread import running
 pytest.importorskip("llguidance")
 
 TEMPLATE = (
-    "{% for tool in tools or [] %}tool {{ tool.function.name }}\n{% endfor %}"
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}{{ '\n' }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is defined and not enable_thinking %}<think></think>"
     "{% elif enable_thinking %}<think>{% endif %}{% endif %}"
 )
