@@ -165,7 +165,7 @@ def options_page() -> str:
         "",
         "Each option is a keyword of `LLM(...)` and a flag of `headway generate`; other commands take those that concern them.",
         "They are written in `headway/engine_args.py` and `core/engine/state/config.py`;",
-        "`python -m headway.cli.engine_options` prints this page. The options of the server alone stand in [server.md](server.md).",
+        "`python -m headway.cli.engine_options` prints this page. Those of the server alone are in [server.md](server.md).",
         "",
     ]
     listed = {name for names in _USES.values() for name in names}

@@ -198,6 +198,8 @@ class ChatFormat:
 
         :raises ConfigError: a form of the answer beside a tool that must be called.
         """
+        if not self.shows_tools and use.choice == "required":  # what was not learnt has no end: such models call again and again
+            use = replace(use, parallel=False)
         forms = ToolForms(self.calls, self.reasoning, self.tokens)
         form = forms.form(params.structured_outputs, use, str(prompt.get("prompt") or ""))
         if form is not params.structured_outputs:

@@ -23,7 +23,7 @@ class ToolUse:
     choice: Choice = "none"
     """Whether calls may come, or must."""
     parallel: bool = True
-    """Whether an answer may have several calls."""
+    """Whether an answer may have several calls; a choice of one tool asks for one call."""
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
@@ -44,7 +44,8 @@ class ToolUse:
         if choice == "required" and not listed:
             raise ConfigError("tool_choice", "tools beside it", "none")
         kept = [tool for tool in listed if chosen is None or tool["function"]["name"] in chosen]
-        return cls(tuple(kept) if choice != "none" else (), choice if kept else "none", parallel_tool_calls is not False)
+        one = parallel_tool_calls is False or (isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function")
+        return cls(tuple(kept) if choice != "none" else (), choice if kept else "none", not one)
 
     @cached_property
     def schemas(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ TOOLS: list[Any] = [
 ]
 STRICT = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}, TOOLS[1]]
 MUST, MAY, NONE = ToolUse.of(TOOLS, "required"), ToolUse.of(STRICT), ToolUse()
-ONE = ToolUse.of(TOOLS, {"type": "function", "function": {"name": "f"}}, parallel_tool_calls=False)
+ONE = ToolUse.of(TOOLS, {"type": "function", "function": {"name": "f"}})
 DEEPSEEK = [f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
 KIMI = [
     f"<|tool_{word}|>" for word in ("calls_section_begin", "call_begin", "call_argument_begin", "call_end", "calls_section_end")
@@ -126,6 +126,8 @@ def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:
 def test_one_call_alone_may_come_where_no_others_are_wanted() -> None:
     assert accepts("hermes", ONE, CALL)
     assert not accepts("hermes", ONE, f"{CALL}\n{CALL}")
+    assert accepts("hermes", MUST, f"{CALL}\n{CALL}")
+    assert not accepts("plain", MUST, f"{CALL}\n{CALL}")  # a model that was never taught when to end
     assert [call.name for call in reading("hermes", ToolUse.of(TOOLS, "auto", False), f"{CALL}\n{CALL}").calls] == ["f"]
 
 
