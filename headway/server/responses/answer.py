@@ -36,7 +36,7 @@ class OpenItem:
         self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
         self._call_id = piece.id
         self.name = piece.text if piece.kind == "call" else ""
-        """Of the function."""
+        """The function's name, of a call."""
         self._texts: list[str] = []
 
     @property
