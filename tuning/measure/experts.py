@@ -71,6 +71,9 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
         if kept is not None:
             kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
         log.info("experts: %s", kind.describe())
+        taken = kind.prepare()
+        if taken:
+            log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
 def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
@@ -172,19 +175,22 @@ class SampleLayer:
         method.add(x, method.route(x, self.norm, self.weights), self.weights)
 
     def is_right(self, method: Method) -> bool:
-        """Whether its answer for a few tokens agrees with that of torch's operations; one that raises is wrong, too."""
+        """Whether its answers for one token and for a few agree with torch's operations; a method that raises is wrong, too."""
+        taken = [count for count in TOKEN_COUNTS if method.takes(count, self._kind.dtype)]
+        few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
-            taken = [count for count in TOKEN_COUNTS if method.takes(count, self._kind.dtype)]
-            count = max([count for count in taken if count <= _FEW] or taken[:1])
-            routed = method.route(self.tokens(count), self.norm, self.weights)
-            found = torch.zeros_like(routed.x)
-            method.add(found, routed, self.weights)
-            plain = PlainExperts(self._kind.config, self.weights)
-            expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
-            error = float((found - expected).float().norm() / expected.float().norm())
+            error = max(self._error(method, count) for count in {taken[0], few})
             what = f"its answer is off by {error:.1e}"
         except Exception as raised:
             error, what = torch.inf, f"{type(raised).__name__}: {raised}"
         if not error < _TOLERANCE:
             log.warning("experts: %s is left out: %s", method.name, what)
         return error < _TOLERANCE
+
+    def _error(self, method: Method, count: int) -> float:
+        routed = method.route(self.tokens(count), self.norm, self.weights)
+        found = torch.zeros_like(routed.x)
+        method.add(found, routed, self.weights)
+        plain = PlainExperts(self._kind.config, self.weights)
+        expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
+        return float((found - expected).float().norm() / expected.float().norm())

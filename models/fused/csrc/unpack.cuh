@@ -12,6 +12,13 @@ namespace fused {
 
 constexpr int HALVES = WEIGHT == FP8 ? 1 : 2;  // codes of a byte
 
+// What floats e4m3 that were moved to their place in half precision must be multiplied by: their exponents are too small.
+#if HALF_TYPE == 1
+constexpr float CODE_FACTOR = 256.0f;
+#else
+constexpr float CODE_FACTOR = 0x1p120f;
+#endif
+
 // The code of each byte of a word of codes of 4 bits.
 template <int half>
 __device__ __forceinline__ u32 nibbles(u32 word) {
@@ -19,14 +26,14 @@ __device__ __forceinline__ u32 nibbles(u32 word) {
 }
 
 #if WEIGHT == FP8
-// Floats e4m3 without NaN: moved to their place, the exponent is too small by 120 (float16: 8), which one multiplication mends.
+// Floats e4m3 without NaN. factor: CODE_FACTOR in both halves, times a scale where that has place (not WIDE).
 template <int pair>
-__device__ __forceinline__ u32 codes(u32 word) {
+__device__ __forceinline__ u32 codes(u32 word, u32 factor) {
   const u32 high = permute(word, 0, pair ? 0x3424 : 0x1404);
 #if HALF_TYPE == 1
-  return multiply_pair(and_or(high, 0x80008000, (high >> 1) & 0x3f803f80), 0x5c005c00);
+  return multiply_pair(and_or(high, 0x80008000, (high >> 1) & 0x3f803f80), factor);
 #else
-  return multiply_pair(and_or(high, 0x80008000, (high >> 4) & 0x07f007f0), 0x7b807b80);
+  return multiply_pair(and_or(high, 0x80008000, (high >> 4) & 0x07f007f0), factor);
 #endif
 }
 #elif WEIGHT == INT4
