@@ -123,6 +123,11 @@ class StructuredOutputsParams:
         return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], default=dict)
 
 
+def may_be_closed(schema: Any) -> bool:
+    """Whether properties that a JSON schema does not name can be forbidden: not where several parts of it name some together."""
+    return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
+
+
 def _deeper(value: Any, most: int) -> bool:
     """Whether objects and arrays are nested in more than `most` levels; also for one that contains itself."""
     level = [value]

@@ -87,6 +87,10 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = "auto",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="File with a chat template, or its text. Default: the model's own.", rich_help_panel=CHATS),
+    ] = None,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="Format in which the model calls tools. Default: by its chat template.", rich_help_panel=CHATS),
@@ -186,6 +190,7 @@ def serve(
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
         generation_config=generation_config,
+        chat_template=chat_template,
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         enable_auto_tool_choice=enable_auto_tool_choice,

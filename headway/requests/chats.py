@@ -146,13 +146,15 @@ class ChatFormat:
         reasoning_parser: str | None = None,
         auto: bool = True,
         parsers: Sequence[ChatParserInfo] = (),
+        template: str | None = None,
     ) -> ChatFormat:
         """Find out how a model writes. tool_parser, reasoning_parser: names; None: by the model's chat template, "none": no
-        reasoning is looked for. parsers: those of plugins, which are asked before the built-in ones.
+        reasoning is looked for. parsers: those of plugins, which are asked before the built-in ones. template: in place of the
+        model's own.
 
         :raises ConfigError: no parser has such a name.
         """
-        template = template_text(tokenizer)
+        template = template_text(tokenizer) if template is None else template
         known = [*parsers, *BUILTIN]
         calls = _named(known, "calls", tool_parser) or _recognized(known, "calls", template)
         reasoning = None

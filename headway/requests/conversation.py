@@ -36,14 +36,20 @@ def template_text(tokenizer: Any) -> str:
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Messages for a template: content that is null becomes empty, arguments of calls objects, and reasoning has both its names.
 
+    A developer's messages are the system's where the template does not know developers.
+
     :raises ConfigError: a call whose arguments are no JSON object.
     """
     as_text = _WRITES_TEXT.search(template) is not None
-    return [_prepared(message, as_text) if isinstance(message, Mapping) else message for message in messages]
+    role = "developer" if "developer" in template else "system"
+    return [_prepared(message, as_text, role) if isinstance(message, Mapping) else message for message in messages]
 
 
-def _prepared(message: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+def _prepared(message: Mapping[str, Any], as_text: bool, developer: str) -> dict[str, Any]:
+    """A message for a template. developer: the role of a developer's messages."""
     made = dict(message)
+    if made.get("role") == "developer":
+        made["role"] = developer
     if made.get("role") == "assistant" and made.get("content") is None:
         made["content"] = ""
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):

@@ -11,7 +11,7 @@ from headway.core.chat.builtin import BUILTIN, HERMES
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.structural_tag import format_of
-from headway.core.sampling.structured import StructuredOutputsParams
+from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.requests.tool_use import ToolUse
 
 Part = dict[str, Any]
@@ -44,9 +44,9 @@ class ToolForms:
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
-            return self._made(self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False))
+            return self._made(use, self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False))
         if use.choice == "auto" and use.strict and given is None:
-            return self._made(self._may_call(use, prompt))
+            return self._made(use, self._may_call(use, prompt))
         if given is None or (self._reasoning is None and use.choice == "none" and given.structural_tag is None):
             return given
         form = self._part_of(given)
@@ -56,9 +56,10 @@ class ToolForms:
         return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
 
     @staticmethod
-    def _made(form: Part) -> StructuredOutputsParams:
+    def _made(use: ToolUse, form: Part) -> StructuredOutputsParams:
+        closed = may_be_closed(use.schemas)
         return StructuredOutputsParams(
-            structural_tag={"format": form}, disable_additional_properties=True, whitespace_pattern=_SPACE
+            structural_tag={"format": form}, disable_additional_properties=closed, whitespace_pattern=_SPACE
         )
 
     def _part_of(self, given: StructuredOutputsParams) -> Any:

@@ -36,6 +36,7 @@ class Chats:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=tools,
+            chat_template=self._service.options.template_text,
             chat_template_kwargs=template_kwargs(body),
             split_special_tokens=self._service.splits(body.split_special_tokens),
         )

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -68,8 +69,24 @@ class ServerOptions:
     """Parser of reasoning; None: by the model's chat template; "none": reasoning is content."""
     enable_auto_tool_choice: bool = True
     """Whether calls are read where a request leaves it to the model to make some."""
+    chat_template: str | None = None
+    """A file with a chat template, or its text, in place of the model's own."""
     chat_parsers: Sequence[ChatParserInfo] = ()
     """Parsers of plugins."""
+
+    @cached_property
+    def template_text(self) -> str | None:
+        """The chat template that stands in place of the model's own; None: the model's own.
+
+        :raises ConfigError: there is no such file.
+        """
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("--chat-template", "a file with a template, or its text", f"{given} ({error})") from None
 
     def __post_init__(self) -> None:
         """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
@@ -90,6 +107,7 @@ class ServerOptions:
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
                 need = "names or addresses without ports, or *.NAME for all below one"
                 raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
+        _ = self.template_text  # a file that cannot be read is told of at once
         given = self.generation_config
         if given not in ("auto", "vllm") and not Path(given).is_dir():
             raise ConfigError("--generation-config", "auto, vllm or a folder with a generation_config.json", repr(given))

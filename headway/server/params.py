@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
-from headway.core.sampling.structured import StructuredOutputsParams
+from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
@@ -125,7 +125,9 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
             return StructuredOutputsParams(structural_tag=wanted.model_extra or {})
         if wanted.json_schema is None:
             raise ConfigError("response_format.json_schema", "a schema", "none")
-        return StructuredOutputsParams(json=wanted.json_schema.schema_)  # type: ignore[arg-type]
+        schema: Any = wanted.json_schema.schema_
+        closed = wanted.json_schema.strict is not False and may_be_closed(schema)
+        return StructuredOutputsParams(json=schema, disable_additional_properties=closed)
     return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
 
 

@@ -34,6 +34,8 @@ class JsonSchema(BaseModel):
     model_config = ConfigDict(populate_by_name=True)
 
     name: str = "schema"
+    strict: bool | None = None
+    """False: properties that the schema does not name may come, too."""
     schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
 
 

@@ -39,6 +39,7 @@ def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
         reasoning_parser=options.reasoning_parser,
         auto=options.enable_auto_tool_choice,
         parsers=options.chat_parsers,
+        template=options.template_text,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
+from headway.contract import ConfigError
 from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
 from server_thread import running
@@ -202,13 +203,34 @@ def test_a_schema_that_no_grammar_can_hold_is_refused_as_a_tool(url: str) -> Non
     assert answer.json()["error"]["message"].startswith("tools cannot be compiled")
 
 
-def test_parsers_may_be_named(llm: LLM) -> None:
-    options = ServerOptions(served_model_names=("tiny",), tool_call_parser="llama3_json", reasoning_parser="none")
+def test_parsers_and_the_template_may_be_given(llm: LLM) -> None:
+    template = "tools {% for message in messages %}{{ message.role }} says {{ message.content }}{% endfor %}"
+    names = {"tool_call_parser": "llama3_json", "reasoning_parser": "none"}
+    options = ServerOptions(served_model_names=("tiny",), chat_template=template, **names)
     with running(llm, options) as found:
         body = {"messages": ASK, "tools": TOOLS, "tool_choice": NAMED, "parallel_tool_calls": False, "temperature": 0}
         answer = httpx.post(f"{found.url}/v1/chat/completions", json={**body, "return_token_ids": True}).json()["choices"][0]
         assert llm.tokenizer.decode(answer["token_ids"]).startswith('{"name": "find", "parameters": {')
         assert answer["message"]["tool_calls"][0]["function"]["name"] == "find"
         assert "reasoning" not in answer["message"]
+        asked = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None}]
+        tokens = httpx.post(f"{found.url}/tokenize", json={"messages": asked}).json()["tokens"]
+        assert llm.tokenizer.decode(tokens) == "tools system says aassistant says "
         (model,) = httpx.get(f"{found.url}/v1/models").json()["data"]
         assert (model["tool_call_parser"], model["reasoning_parser"]) == ("llama3_json", None)
+
+
+def test_a_template_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--chat-template: needs a file with a template.*nowhere"):
+        ServerOptions(chat_template="nowhere.jinja")
+    with pytest.raises(ConfigError, match=r"--generation-config: needs auto, vllm or a folder"):
+        ServerOptions(generation_config="nowhere")
+
+
+def test_a_schema_forbids_what_it_does_not_name(client: OpenAI) -> None:
+    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": WORDS}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": 100, "logit_bias": {"220": -50}, **off}
+    answer = client.chat.completions.create(**asked, response_format=form).choices[0]
+    assert answer.finish_reason == "stop"
+    assert list(json.loads(answer.message.content or "")) == ["word"]
