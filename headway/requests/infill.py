@@ -23,7 +23,9 @@ FAMILIES: Final = (
     InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-"""The tokens of families of models, all of which have the prefix first. Bavarian et al., "Efficient training of language models to fill in the middle", 2022."""
+"""The tokens of families of models, all of which have the prefix first.
+
+Bavarian et al., "Efficient training of language models to fill in the middle", 2022."""
 _ENDS: Final = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|endoftext|>")
 """Tokens with which some of these models end what fills a gap."""
 

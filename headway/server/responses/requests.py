@@ -24,6 +24,7 @@ class TextFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "schema"
     schema_: dict[str, Any] | None = Field(alias="schema", default=None)
+    strict: bool | None = None
 
     @property
     def response_format(self) -> dict[str, Any]:
@@ -32,7 +33,7 @@ class TextFormat(BaseModel):
             return {"type": self.type}
         if self.schema_ is None:
             raise ApiError(400, "text.format.schema: needs a schema, got none", "text.format.schema")
-        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_, "strict": self.strict}}
 
 
 class TextConfig(Fields):
