@@ -80,7 +80,7 @@ test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 2 GB on 
 	.venv-dynamo/bin/python -m pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	touch $@
 
-CLIENTS ?= openai anthropic langchain llama_index instructor outlines litellm
+CLIENTS ?= openai anthropic langchain llama_index instructor outlines litellm lm_eval
 test-clients: $(READY) $(CLIENTS:%=.venv-clients/%/.ready)  ## programs of others against one server, each with an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/python tests/clients/serve_and_run.py $(CLIENTS)
 
