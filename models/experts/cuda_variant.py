@@ -9,20 +9,18 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
-from headway.models.fused.cuda_cuts import SHARED_BYTES, CudaCut
+from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut
 from headway.models.fused.cuda_products import CSRC, ArrangedWeight, CudaVariant
 from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 64
 """Tokens up to which the kernel computes."""
-_SLICE, _PART = 64, 16
-"""Bytes of a row that a warp multiplies at a time, and rows of the weight that the matrix units take."""
 _SWISH = 6
 """ACTIVATION of product.cuh: x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
 """Warps that may share a sum over K: the first that has slices for nearly all of them, as 8 mostly have."""
 _ROOM = 126 * 1024
-"""Shared memory of a block of threads that has a multiprocessor to itself, but for one of the layer's other product."""
+"""Shared memory of a block of threads beside which there is none of the same product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ class ExpertProduct:
 
     weight: WeightBytes
     out_features: int
-    """Of an expert, after the activation."""
+    """Rows of y: of one expert, after the activation."""
     first: bool
     """Whether rows are those of tokens, and are activated; else they are those of pairs, and each token's are added up."""
     gated: bool
@@ -44,15 +42,15 @@ ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
 
 
 def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product so that its blocks of threads and those of the layer's other product find room beside each other."""
+    """Cut a product: as many warps along K as there are slices for, and rings as deep as there is room."""
     weight, lot, out_features = product.weight, product.lot, product.out_features
-    slices = -(-weight.row // _SLICE)
+    slices = -(-weight.row // SLICE_BYTES)
     padded = {warps: -(-slices // warps) * warps for warps in _WARPS}
     warps = next((count for count in _WARPS if padded[count] <= 1.05 * slices), min(_WARPS, key=padded.__getitem__))
-    tiles = 2 if product.gated or (not product.first and out_features > 2 * _PART * multiprocessors) else 1
+    tiles = 2 if product.gated or (not product.first and out_features > 2 * PART_ROWS * multiprocessors) else 1
     step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * lot * 128)
-    kept = 2 * warps * lot * (_PART * tiles + 4) * 4 + (5 if product.first else 12) * 1024
-    alone = product.first or -(-out_features // (_PART * tiles)) <= multiprocessors
+    kept = 2 * warps * lot * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
+    alone = product.first or -(-out_features // (PART_ROWS * tiles)) <= multiprocessors
     stages = ((_ROOM if alone else SHARED_BYTES) - kept) // step
     return CudaCut(tiles, warps, max(2, min(stages, 6)), per_multiprocessor=1 if product.first else 2)
 
@@ -71,7 +69,7 @@ class ExpertVariant:
 
     @property
     def tokens(self) -> int:
-        """Most of them."""
+        """Tokens of a launch, at most."""
         return 1 if self.each.most_rows == 1 else MOST_TOKENS
 
     @property
@@ -81,11 +79,11 @@ class ExpertVariant:
 
     @property
     def _outputs(self) -> int:
-        return _PART * self.each.cut.tiles // (2 if self.each.gated else 1)
+        return PART_ROWS * self.each.cut.tiles // (2 if self.each.gated else 1)
 
     @property
     def lots_bytes(self) -> int:
-        """Of `struct Lots`."""
+        """Size of `struct Lots`."""
         pairs, rows = self.tokens * self.slots, self.each.most_rows
         lots = (pairs + min(pairs, self.experts) * (rows - 1)) // rows
         floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * lots + 1 + 2 * (self.experts + 1)

@@ -67,7 +67,8 @@ class FusedExperts:
         """One layer of this kind. The first tells whether kernels in CUDA C++ compute them, too."""
         if self.example is None:
             self.example = weights
-            if not self._batch_invariant and computes_experts(self.config, weights, self.device):
+            quantised = self.forms != ("", "") and not self._batch_invariant
+            if quantised and computes_experts(self.config, weights, self.device):
                 arranged = Arrangements()
                 ways = [CudaRows(lot, self.config, self._router, self.device, arranged) for lot in LOTS]
                 self.methods = {**{way.name: way for way in ways}, **self.methods}

@@ -24,7 +24,7 @@ from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES,
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
-from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_ROWS = 64
@@ -33,7 +33,7 @@ _FEW_ROWS = 16
 """Rows up to which few_rows.cu does."""
 _COPY = 16
 """Bytes that a thread copies at a time."""
-_KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2}
+_KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 _HALVES = {torch.bfloat16: 0, torch.float16: 1}
 POINTERS = Struct("=12Q")
@@ -303,15 +303,13 @@ def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = Non
     """
     described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in _KINDS or dtype not in _HALVES:
-        return Support.no(form_name(weight), "fp8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+        return Support.no(form_name(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
     support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
-    if rows is None and (
-        weight.shape[0] % (2 * PART_ROWS) or described.row % (2 * SLICE_BYTES if described.kind == "fp8" else SLICE_BYTES)
-    ):
+    if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
         support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
     if rows is not None and (rows % PART_ROWS or described.row % (SLICE_BYTES if described.half >= SLICE_BYTES else _COPY)):
         support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
-    short = described.kind != "fp8" and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of fp8 are not
+    short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
     whole = span % SLICE_BYTES == 0 or short or by_row
     if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
@@ -337,7 +335,8 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
     if isinstance(weight, Float4Weight):
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
         return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
-    assert isinstance(weight, Int4Weight)
+    if isinstance(weight, Int8Weight):
+        return ArrangedWeight(described, weight.values.view(torch.uint8), weight.scales)
     if described.scale_span >= described.row:
         return ArrangedWeight(described, weight.packed, weight.scales.view(-1).float())
     zeros = None if weight.zeros is None else weight.zeros.t().contiguous()

@@ -55,7 +55,7 @@ class CudaWay(ProductWay):
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """fp8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
+        """fp8, int8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
         support = computes(dtype, weight)
         if self._capability < (8, 0) if self.name == FEW else self._capability != (9, 0):
             need = "8.0 or newer" if self.name == FEW else "9.0, whose matrix units it multiplies by"

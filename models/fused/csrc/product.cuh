@@ -157,6 +157,8 @@ struct Codes {
       const u32 factor = ON_CODES && !WIDE ? scale[i] : to_pair(CODE_FACTOR, CODE_FACTOR);
       a[i] = codes<0>(row[i].part[word], factor), a[2 + i] = codes<1>(row[i].part[word], factor);
       if (ON_CODES && WIDE) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+#elif WEIGHT == INT8
+      a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
 #else
       const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
       a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
