@@ -132,7 +132,8 @@ class ToolForms:
         if marks is not None and marks.answer:  # answers have a mark of their own, and it begins as that of calls does
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
             either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
-            return self._behind_reasoning(either, prompt, answer=False)
+            behind: Part = self._behind_reasoning(either, prompt, answer=False)
+            return behind
         tags = [self._tag(syntax, name, schema) for name, schema in schemas.items()]
         if syntax.before.startswith(syntax.trigger):  # the mark stands once, before the first call
             elements = [*self._must_call(use, schemas)["elements"][1:]]
