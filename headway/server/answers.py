@@ -40,9 +40,8 @@ class Answer(ABC):
         options = body.stream_options
         self.tells_usage = options is not None and options.continuous_usage_stats
         """Whether every chunk has the usage so far."""
-        older = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
-        forms = (body.response_format, body.structured_outputs, *older)
-        self.is_structured = any(form is not None for form in forms)
+        given = body.response_format is not None or body.structured_outputs is not None
+        self.is_structured = given or bool(body.older_form)
         self.form_field = "structured_outputs"
         """The field that has asked for the form which the completion has."""
 

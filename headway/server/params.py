@@ -111,7 +111,7 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
-    wanted, older = body.response_format, _older_form(body)
+    wanted, older = body.response_format, body.older_form
     if older:
         if body.structured_outputs or (wanted is not None and wanted.type != "text"):
             raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
@@ -129,12 +129,6 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
         closed = wanted.json_schema.strict is not False and may_be_closed(schema)
         return StructuredOutputsParams(json=schema, disable_additional_properties=closed)
     return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
-
-
-def _older_form(body: SamplingRequest) -> dict[str, Any]:
-    """The form in fields of the names that vLLM once had, by its name today."""
-    names = ("json", "regex", "choice", "grammar")
-    return {name: value for name in names if (value := getattr(body, f"guided_{name}")) is not None}
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:

@@ -98,6 +98,19 @@ class SamplingRequest(Fields):
     """Write the tokens of log-probabilities as "token_id:123"."""
 
     @property
+    def older_form(self) -> dict[str, Any]:
+        """The form in fields of the names that vLLM once had, by its name today; empty: none."""
+        if self.guided_json is self.guided_regex is self.guided_choice is self.guided_grammar is None:
+            return {}
+        found = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
     def most_tokens(self) -> int | None:
         """Tokens of a completion at most; None: the request does not say."""
         return self.max_tokens
