@@ -165,6 +165,15 @@ class AsyncLLM:
         """
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
 
+    async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
+        """The prompt whose completion stands between two texts, ready for `generate`; tokenised in a thread.
+
+        split_special_tokens: the names of control tokens are text.
+
+        :raises ConfigError: the model has no tokens for that.
+        """
+        return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
+
     async def check(
         self,
         prompts: Prompt | Sequence[Prompt],

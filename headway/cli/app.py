@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from headway.cli.backends import backends
+from headway.cli.batch import batch
 from headway.cli.bench_crossover import crossover
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_serve import serve as bench_serve
@@ -94,6 +95,7 @@ app.add_typer(listing, name="backends")
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(serve)
+app.command(cls=Command)(batch)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
@@ -36,6 +38,7 @@ def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
     model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
+    config: ConfigFile = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -107,6 +110,34 @@ def serve(
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request to this OTLP endpoint (extra otel).", rich_help_panel=SERVER),
+    ] = None,
+    operator_paths: Annotated[
+        bool,
+        typer.Option(
+            "--operator-paths",
+            help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+    files_dir: Annotated[
+        Path | None,
+        typer.Option(help="Let clients store files and run batches, kept in this folder over restarts.", rich_help_panel=SERVER),
+    ] = None,
+    max_file: Annotated[int, typer.Option(min=1, help="Bytes of a file, with --files-dir.", rich_help_panel=LIMITS)] = 200
+    * 2**20,
+    batch_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.", rich_help_panel=LIMITS
+        ),
+    ] = None,
+    max_stored_responses: Annotated[
+        int,
+        typer.Option(min=0, help="Responses of /v1/responses kept in memory to be continued by id.", rich_help_panel=LIMITS),
+    ] = 1000,
     request_timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that a request may take. Default: any.", rich_help_panel=LIMITS)
     ] = None,
@@ -135,7 +166,6 @@ def serve(
     ] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
-    from headway.hosting.process_messages import spawn_engine
     from headway.server.options import ServerOptions, bound_socket
 
     model = model_option or model
@@ -150,6 +180,12 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+        operator_paths=operator_paths,
+        files_dir=files_dir,
+        max_file_bytes=max_file,
+        batch_concurrency=batch_concurrency,
+        max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
@@ -160,8 +196,29 @@ def serve(
         enable_auto_tool_choice=enable_auto_tool_choice,
     )
     args = EngineArgs.of(model, **engine)
-    sock = bound_socket(host, port)
-    pooled = _find_pooled(args, restart_engine, {"--profile-dir": profile_dir, "--restart-engine": restart_engine})
+    generating = {
+        "--profile-dir": profile_dir,
+        "--restart-engine": restart_engine,
+        "--operator-paths": operator_paths,
+        "--otlp-traces-endpoint": otlp_traces_endpoint,
+    }
+    sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
+    _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _listen(
+    args: EngineArgs,
+    pooled: PoolingModel | None,
+    options: ServerOptions,
+    host: str,
+    sock: socket.socket,
+    log_requests: bool,
+    restart_engine: int,
+) -> None:
+    """Load the model and serve it until a signal. sock: bound to the host."""
+    from headway.hosting.process_messages import spawn_engine
+
+    model = args.model
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()

@@ -14,6 +14,7 @@ from headway.core.engine.state.request_limits import CheckedRequest, RequestLimi
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
 from headway.requests.control_tokens import ControlTokens
+from headway.requests.infill import Infill
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
 from headway.requests.rules import RequestRules
 from headway.requests.sampling_defaults import default_params, params_of_each, resolve
@@ -85,6 +86,27 @@ class RequestValidator:
         :raises ConfigError: the model's tokenizer cannot do that.
         """
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
+
+    def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
+        """The prompt whose completion stands between two texts. split_special_tokens: the names of control tokens are text.
+
+        :raises ConfigError: the model cannot do that.
+        """
+
+        def encode(text: str) -> list[int]:
+            if split_special_tokens:
+                return self.control_tokens.encode_text(text, False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return self.infill.prompt(prefix, suffix, encode)
+
+    @cached_property
+    def infill(self) -> Infill:
+        """What writes prompts with a gap.
+
+        :raises ConfigError: the model's tokenizer has no tokens for that.
+        """
+        return Infill(self.tokenizer, self.model.name)
 
     @cached_property
     def control_tokens(self) -> ControlTokens:

@@ -12,16 +12,16 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
-from headway.server.answers import Answer, chat_logprobs, extras, num_written, usage
+from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, usage
 from headway.server.requests import ChatRequest
 
 log = logging.getLogger("headway")
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChunkedAnswer):
     """Writes the answer to a ChatRequest."""
 
-    prefix = "chatcmpl"
+    prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 
@@ -66,6 +66,12 @@ class ChatAnswer(Answer):
         ]
         last = {**self._choice(index, new, self._finish_reason(new, reader)), "delta": deltas[-1]} if deltas else None
         return b"".join(parts) + (b"" if last is None else self.chunk([last], counted))
+
+    def read(self, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
+        """The pieces that a completion's new text brings, and why it has ended; None: it goes on."""
+        reader = self._reader(index)
+        pieces = [ChatPiece("content", new.text)] * bool(new.text) if reader is None else self._read(reader, new)
+        return pieces, self._finish_reason(new, reader)
 
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
         """See `Answer`."""

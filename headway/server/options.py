@@ -46,6 +46,17 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent, by OpenTelemetry's protocol; None: there are none."""
+    operator_paths: bool = False
+    """Whether requests may pause the server, end the requests of others and empty the prefix cache."""
+    files_dir: Path | None = None
+    """Folder for files and batches, this server's alone; None: /v1/files and /v1/batches are refused."""
+    max_file_bytes: int = 200 * 2**20
+    batch_concurrency: int | None = None
+    """Lines of a batch that are answered at a time; None: half of what the engine or the queue takes."""
+    max_stored_responses: int = 1000
+    """Responses of /v1/responses that can be asked for again and continued; 0: none."""
     allowed_hosts: Sequence[str] = ()
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 
@@ -79,7 +90,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
-        key, folder = self.api_key, self.profile_dir
+        key = self.api_key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
             hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
@@ -100,8 +111,9 @@ class ServerOptions:
         given = self.generation_config
         if given not in ("auto", "vllm") and not Path(given).is_dir():
             raise ConfigError("--generation-config", "auto, vllm or a folder with a generation_config.json", repr(given))
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ConfigError("--profile-dir", "a folder", f"{folder}, which is none", "name another place")
+        for option, folder in (("--profile-dir", self.profile_dir), ("--files-dir", self.files_dir)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise ConfigError(option, "a folder", f"{folder}, which is none", "name another place")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

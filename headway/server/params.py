@@ -73,9 +73,8 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
     """
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, maker, most, logprobs)  # no limit: until the answer ends or there is no room left
+    return _params(body, maker, body.most_tokens, logprobs)  # no limit: until the answer ends or there is no room left
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
@@ -83,8 +82,8 @@ def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingPa
 
     :raises ConfigError: a value that cannot work.
     """
-    if body.suffix:
-        raise ConfigError("suffix", "none, because models continue texts", repr(body.suffix[:40]))
+    if body.suffix and body.echo:
+        raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
     if most == 0 and body.echo:  # the prompt and its log-probabilities are all that is wanted
         most = 1
@@ -112,7 +111,11 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
-    wanted = body.response_format
+    wanted, older = body.response_format, body.older_form
+    if older:
+        if body.structured_outputs or (wanted is not None and wanted.type != "text"):
+            raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
+        return StructuredOutputsParams.of(older)
     if wanted is not None and wanted.type != "text":
         if body.structured_outputs:
             raise ConfigError("response_format", "no structured_outputs beside it", "both")

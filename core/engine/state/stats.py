@@ -91,6 +91,8 @@ class EngineStats:
     """Steps that verified no guess although tokens are guessed, by reason."""
     steps_after_model: Counter[str] = field(default_factory=Counter)
     """Steps some of whose tokens were chosen after the model or its graph, kernel by kernel, by what requests asked for."""
+    steps_by_tokens: Counter[int] = field(default_factory=Counter)
+    """Steps by the bits of their number of tokens: under n those of 2^(n-1) to 2^n - 1 tokens."""
     steps_waiting: Counter[str] = field(default_factory=Counter)
     """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
     itself was under way meanwhile."""
@@ -120,6 +122,7 @@ class EngineStats:
             (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
             self.num_decode_tokens += step.num_seqs
+            self.steps_by_tokens[step.num_seqs.bit_length()] += 1
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
             self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
             return
@@ -130,7 +133,9 @@ class EngineStats:
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes
-        self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
+        prefilled = int(step.query_lens.sum(where=~decodes))
+        self.num_prefill_tokens += prefilled
+        self.steps_by_tokens[(prefilled + num_decodes).bit_length()] += 1
         self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
         if num_decodes:
             self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
