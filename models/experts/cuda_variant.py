@@ -19,8 +19,8 @@ _SWISH = 6
 """ACTIVATION of product.cuh: x * sigmoid(ALPHA x)."""
 _WARPS = 8, 12, 6, 10, 4, 2
 """Warps that may share a sum over K: the first that has slices for nearly all of them, as 8 mostly have."""
-_ROOM = 126 * 1024
-"""Shared memory of a block of threads beside which there is none of the same product."""
+_ROOM = 220 * 1024
+"""Shared memory of a block of threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,44 @@ ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
 
 
 def expert_rows_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
-    """Cut a product: as many warps along K as there are slices for, and rings as deep as there is room."""
+    """Cut a product: as many warps along K as there are slices for, and rings as deep as there is room.
+
+    What is preferred comes from an H100, Qwen3-30B-A3B in FP8 by blocks and gpt-oss-20b in MXFP4: docs/notes/kernels.md.
+    """
     weight, lot, out_features = product.weight, product.lot, product.out_features
     slices = -(-weight.row // SLICE_BYTES)
-    padded = {warps: -(-slices // warps) * warps for warps in _WARPS}
-    warps = next((count for count in _WARPS if padded[count] <= 1.05 * slices), min(_WARPS, key=padded.__getitem__))
-    tiles = 2 if product.gated or (not product.first and out_features > 2 * PART_ROWS * multiprocessors) else 1
+    preferred = _FIRST if product.first else _LAST
+    tiles, wanted, most_stages, blocks = preferred[bool(weight.half), min(lot, 16)]
+    if not product.gated and out_features <= PART_ROWS * tiles * multiprocessors // 2:
+        tiles = 1
+    order = (wanted, *(count for count in _WARPS if count != wanted))
+    padded = {warps: -(-slices // warps) * warps for warps in order}
+    warps = next((count for count in order if padded[count] <= 1.05 * slices), min(order, key=padded.__getitem__))
     step = warps * (tiles * 1024 * 17 // 16 + (2 if weight.half else 1) * lot * 128)
     kept = 2 * warps * lot * (PART_ROWS * tiles + 4) * 4 + (5 if product.first else 12) * 1024
-    alone = product.first or -(-out_features // (PART_ROWS * tiles)) <= multiprocessors
-    stages = ((_ROOM if alone else SHARED_BYTES) - kept) // step
-    return CudaCut(tiles, warps, max(2, min(stages, 6)), per_multiprocessor=1 if product.first else 2)
+    stages = (_ROOM - kept) // step
+    return CudaCut(tiles, warps, max(2, min(stages, most_stages)), per_multiprocessor=blocks)
+
+
+_Preferred = dict[tuple[bool, int], tuple[int, int, int, int]]
+_FIRST: _Preferred = {
+    (False, 1): (4, 4, 4, 1),
+    (False, 8): (2, 8, 4, 1),
+    (False, 16): (4, 4, 4, 1),
+    (True, 1): (2, 8, 3, 2),
+    (True, 8): (4, 8, 3, 1),
+    (True, 16): (4, 4, 4, 1),
+}
+"""(codes of 4 bits, rows of a lot) -> tiles, warps, stages and blocks of threads of a multiprocessor, of that of tokens."""
+_LAST: _Preferred = {
+    (False, 1): (1, 12, 3, 2),
+    (False, 8): (1, 12, 3, 2),
+    (False, 16): (1, 12, 4, 2),
+    (True, 1): (1, 12, 3, 2),
+    (True, 8): (2, 12, 3, 2),
+    (True, 16): (2, 8, 3, 2),
+}
+"""Likewise of the product that is added up."""
 
 
 @dataclass(frozen=True, slots=True)
