@@ -19,13 +19,16 @@ MOST_SCHEMA_LEVELS: Final = 120
 """Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
 
 _ELSEWHERE: Final = {
-    "backend": "leave it out: Headway compiles all forms with llguidance",
     "json_schema": "it is called json",
-    "disable_fallback": "leave it out: nothing falls back",
 }
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
+def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords of a call without those of vLLM's that choose how a form is compiled, which changes no answer."""
+    return {name: value for name, value in given.items() if name not in ("backend", "disable_fallback")}
+
+
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """The form of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""

@@ -19,11 +19,15 @@ PANEL = "Model and engine"
 """The panel in which the help of a command lists these options."""
 SWITCHES = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("backends", "registry")
+_PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry")
 """Options whose values are Python objects."""
 _USES: Mapping[str, Sequence[str]] = {
     "The model": (
         "model",
+        "tokenizer",
+        "revision",
+        "download_dir",
+        "hf_overrides",
         "dtype",
         "device",
         "load_format",
@@ -64,7 +68,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "speculate",
         "num_speculative_tokens",
     ),
-    "What tokens come": ("seed", "deterministic", "max_logprobs"),
+    "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
     "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "log_stats_interval"),
 }
 """What options are for -> the options; the page lists those that stand here nowhere at its end."""
@@ -183,8 +187,8 @@ def _row(name: str) -> str:
     flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
     shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
     kind = " or ".join(_kind(each) for each in get_args(hint) or (hint,) if each is not NoneType)
-    if name in ("attn_options", "plugins", "backends"):
-        kind = "mapping" if name == "attn_options" else "iterable"
+    if name in ("attn_options", "hf_overrides", "plugins", "backends", "logits_processors"):
+        kind = "mapping" if name in ("attn_options", "hf_overrides") else "iterable"
     return f"| `{name}` | {flag} | {kind} | {shown} | {help_texts()[name]} |"
 
 

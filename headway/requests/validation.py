@@ -16,8 +16,10 @@ from headway.requests.chat_template import chat_prompt
 from headway.requests.control_tokens import ControlTokens
 from headway.requests.infill import Infill
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
+from headway.requests.rules import RequestRules
 from headway.requests.sampling_defaults import default_params, params_of_each, resolve
 
+_NO_RULES = RequestRules()
 _AT_ONCE = 8
 """Most prompts that are checked without a thread, if they are short."""
 _SHORT = 4096
@@ -43,8 +45,8 @@ class TextModel(Protocol):
 class RequestValidator:
     """Checks what callers ask of one engine, which does not check again. Any thread may call it, several at a time."""
 
-    def __init__(self, model: TextModel, limits: RequestLimits) -> None:
-        self.model, self.tokenizer, self.limits = model, model.tokenizer, limits
+    def __init__(self, model: TextModel, limits: RequestLimits, rules: RequestRules = _NO_RULES) -> None:
+        self.model, self.tokenizer, self.limits, self._rules = model, model.tokenizer, limits, rules
 
     def check(
         self,
@@ -62,7 +64,7 @@ class RequestValidator:
         :raises ConfigError: a parameter or a priority that cannot work.
         """
         parsed = parse_prompts(prompts)
-        params = params_of_each(sampling_params, len(parsed), self.default_params())
+        params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _priority_of_each(priority, len(parsed))
         resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
         return [
@@ -112,17 +114,18 @@ class RequestValidator:
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends."""
-        return self._default_params
+        """The parameters that the model's generation_config.json recommends, or vLLM's: see the option generation_config."""
+        return self._default_params.clone()
 
     @cached_property
     def _default_params(self) -> SamplingParams:
-        return default_params(self.model.folder)
+        return default_params(self.model.folder) if self._rules.generation_config == "auto" else SamplingParams()
 
     def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
         if streamed:
             _check_streamed(params)
-        return resolve(params, self.tokenizer, self.model.name)
+        own = self._rules.apply(params) if self._rules.processors else params
+        return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
     def _checked(self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int) -> CheckedRequest:
         """Tokenise and check one prompt of a call. params: resolved."""

@@ -13,6 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 
 from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestMetrics
+from headway.vllm_api.metrics import COUNTERS
 
 
 class Histogram:
@@ -74,16 +75,6 @@ _HISTOGRAMS: Final = {
     "request_params_max_tokens": ("Tokens that a request asks for at most, where it says so.", _COUNT),
     "request_params_n": ("Completions that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
 }
-_COUNTERS: Final = {
-    "prompt_tokens": ("Tokens of prompts that were admitted.", "num_prompt_tokens"),
-    "generation_tokens": ("Tokens that were written.", "num_output_tokens"),
-    "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", "num_prompt_tokens"),
-    "prefix_cache_hits": ("Tokens of prompts that were found in the cache.", "num_cached_tokens"),
-    "num_preemptions": ("Sequences that gave their blocks back and were computed again.", "num_preemptions"),
-    "spec_decode_num_draft_tokens": ("Guessed tokens that were verified.", "num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", "num_accepted_tokens"),
-}
-"""Name -> help text, field of EngineStats."""
 _REASONS: Final = ("stop", "length", "abort", "error")
 
 
@@ -153,7 +144,7 @@ class Metrics:
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
         info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
         yield info
-        for name, (text, field) in _COUNTERS.items():
+        for name, (text, field) in COUNTERS.items():
             family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             family.add_metric(values, getattr(now.totals, field))
             yield family

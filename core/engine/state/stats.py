@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+import numpy
+
 from headway.core.engine.state.executor import InFlight
 from headway.core.engine.state.step import StepInput
 
@@ -55,6 +57,8 @@ class EngineStats:
     """Pages that were not kept, or not found as they should be, by reason."""
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
+    num_drafts: int = 0
+    """Guesses, of one token or several, that steps have verified for a sequence."""
     num_accepted_tokens: int = 0
     """Guesses among them that held."""
     num_draft_steps: int = 0
@@ -125,6 +129,7 @@ class EngineStats:
         drafts = int(step.num_draft_tokens.sum())
         self.num_draft_tokens += drafts
         self.num_draft_steps += drafts > 0
+        self.num_drafts += int(numpy.count_nonzero(step.num_draft_tokens))
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes
