@@ -12,7 +12,7 @@ import yaml
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
-from headway.vllm_names import LLM_OPTIONS
+from headway.vllm_api.options import FLAGS
 
 _SCALARS = (str, bool, int, float)
 
@@ -77,7 +77,7 @@ def _default(path: Path, names: dict[str, tuple[str, bool]], given: str, value: 
     word = _word(given)
     if word not in names or word == "config":
         near = difflib.get_close_matches(word, names, 1)
-        hint = LLM_OPTIONS.get(word, "") or (f"did you mean {near[0].replace('_', '-')}?" if near else "--help lists them")
+        hint = FLAGS.get(word, "") or (f"did you mean {near[0].replace('_', '-')}?" if near else "--help lists them")
         raise ConfigError(f"--config {path}", "options of the command", shown(given, 60), hint)
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(each, _SCALARS) for each in listed):

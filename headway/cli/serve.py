@@ -33,7 +33,7 @@ CHATS = "Tools and reasoning"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
-@takes_engine_options(*(name for name in help_texts() if name != "model"))
+@takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
 def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",

@@ -100,8 +100,6 @@ class SamplingRequest(Fields):
     @property
     def older_form(self) -> dict[str, Any]:
         """The form in fields of the names that vLLM once had, by its name today; empty: none."""
-        if self.guided_json is self.guided_regex is self.guided_choice is self.guided_grammar is None:
-            return {}
         found = {
             "json": self.guided_json,
             "regex": self.guided_regex,
