@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from headway.backends.native.library import functions
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
+from headway.models.cpu.operations import NativeOperations
 from headway.models.cut import ModelCut
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
@@ -38,12 +40,13 @@ if TYPE_CHECKING:
 
 
 def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
-    """Return the fused kernels on a GPU with Triton, torch's operations elsewhere.
+    """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
 
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them.
     """
     if inv_freq.device.type != "cuda":
-        return TorchOperations(inv_freq, factors)
+        found = functions() if inv_freq.device.type == "cpu" else None
+        return TorchOperations(inv_freq, factors) if found is None else NativeOperations(inv_freq, factors, found)
     try:
         from headway.models.fused.operations import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.models.cpu.panels import Panels, dense_panels, multiply
 from headway.models.quantization.forms import QuantizedWeight, device_of
 from headway.models.quantization.products import Product, packed_product, packs
 
@@ -54,19 +55,22 @@ class Linear:
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             weight = self._on_device(weight, kept or self.device.type != "cpu")
-        self._packed = self._product is None and isinstance(weight, Tensor) and _to_pack(weight)
-        if self._packed:
-            assert isinstance(weight, Tensor)
+        self.reads_quantized = self._product is not None
+        """Whether products read a quantised weight as it is."""
+        self.panels: Panels | None = None
+        """The weight as our C reads it on a CPU; None: torch multiplies."""
+        if self._product is None and isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.numel() > _SMALL:
+            self.panels = dense_panels(weight, bias)
+        self._packed = False
+        if self.panels is not None:
+            weight = self.panels.data
+        elif self._product is None and isinstance(weight, Tensor) and _to_pack(weight):
+            self._packed = True
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         self.weight = weight
         """As it was given, or as the product reads it."""
-        dense = isinstance(weight, Tensor) and not self._packed and self._product is None
+        dense = isinstance(weight, Tensor) and not self._packed and self._product is None and self.panels is None
         self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
-
-    @property
-    def reads_quantized(self) -> bool:
-        """Whether products read a quantised weight as it is."""
-        return self._product is not None
 
     def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
         """What a quantised weight becomes."""
@@ -83,6 +87,8 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
+        if self.panels is not None:
+            return multiply(self.panels, x, out)
         if self._product is not None:
             y = self._product(x)
             y = y if self.bias is None else y.add_(self.bias)
