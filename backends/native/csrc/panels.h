@@ -33,6 +33,11 @@ typedef struct {
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+// Bytes from what is read to what is fetched meanwhile: the same place of the next P panels, or nearer where these are long. Sums of
+// several rows fill the CPU's window, so that its own reads do not run far enough ahead.
+INLINE long ahead(int P, const Weight *weight) { long next = P * weight->panel_bytes; return next < 65536 ? next : 65536; }
+INLINE void fetch(int M, const void *p) { if (M >= 2) __builtin_prefetch(p, 0, 2); }
+
 INLINE void add_columns(int M, int P, vf *sums, const vf *w, const float *x) {
     UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) sums[r * P + p] += w[p] * splat(x[r]);
 }
@@ -42,9 +47,10 @@ INLINE void float32_panels(int M, int P, const Weight *weight, long first, long 
     const float *panel[MOST_PANELS];
     UNROLL for (int p = 0; p < P; p++) panel[p] = (const float *)(weight->panels + (first + p) * weight->panel_bytes);
     UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    long next = ahead(P, weight);
     for (long k = k0; k < k1; k++) {
         vf w[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) w[p] = load(panel[p] + k * LANES);
+        UNROLL for (int p = 0; p < P; p++) { w[p] = load(panel[p] + k * LANES); fetch(M, (const uint8_t *)(panel[p] + k * LANES) + next); }
         add_columns(M, P, sums, w, x + k * M);
     }
     UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
@@ -67,9 +73,14 @@ INLINE void pair_panels(int M, int P, const Weight *weight, long first, long k0,
     vf sums[MOST_ROWS * MOST_PANELS];
     UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
     const uint8_t *panel = weight->panels + first * weight->panel_bytes;
+    long next = ahead(P, weight);
     for (long pair = k0 / 2; pair < k1 / 2; pair++) {
         vu w[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) w[p] = *(const vu *)(panel + p * weight->panel_bytes + pair * 64);
+        UNROLL for (int p = 0; p < P; p++) {
+            const uint8_t *at = panel + p * weight->panel_bytes + pair * 64;
+            w[p] = *(const vu *)at;
+            fetch(M, at + next);
+        }
 #if defined(__AVX512BF16__)
         const uint32_t *both = (const uint32_t *)x + pair * M;
         UNROLL for (int r = 0; r < M; r++) {

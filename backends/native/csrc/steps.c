@@ -74,7 +74,6 @@ INLINE vf activated(vf x, int activation) {
 
 typedef struct {
     const Weight *weight;
-    const void *packed;
     void *out;
     long rows, ldo;
     int type, mode, activation;
@@ -106,11 +105,12 @@ static void finish(const Product *p, long panel, long row, int M, const vf *part
 }
 
 #define HELD_BLOCKS 8 // of rows, whose sums wait while the columns are gone through
+#define PACKED_ALONE 4 // rows that each thread packs for itself
 #define PIECE 64      // columns that one thread packs
 #define CHUNK 256     // columns of a panel that several blocks of rows read while it is near
 
 // Panels from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS panels of floats.
-static void multiply(const Product *p, const Kernel *kernel, long first, long last, float *floats) {
+static void multiply(const Product *p, const Kernel *kernel, const uint8_t *packed, long first, long last, float *floats) {
     const Weight *w = p->weight;
     int M = kernel->rows, pairs = w->form == PANEL_PAIRS;
     long blocks = (p->rows + M - 1) / M, half = p->mode == GATED ? w->n / 2 / LANES : 0;
@@ -143,9 +143,9 @@ static void multiply(const Product *p, const Kernel *kernel, long first, long la
             vf sums[HELD_BLOCKS][MOST_ROWS * MOST_PANELS], gates[HELD_BLOCKS][MOST_ROWS * MOST_PANELS];
             for (long k0 = 0; k0 < w->k; k0 += step) {
                 long k1 = k0 + step < w->k ? k0 + step : w->k;
-                for (long block = from; block < to; block++) run(read, up, k0, k1, (const uint8_t *)p->packed + block * block_bytes, sums[block - from]);
+                for (long block = from; block < to; block++) run(read, up, k0, k1, packed + block * block_bytes, sums[block - from]);
                 if (!half) continue;
-                for (long block = from; block < to; block++) run(read, gate, k0, k1, (const uint8_t *)p->packed + block * block_bytes, gates[block - from]);
+                for (long block = from; block < to; block++) run(read, gate, k0, k1, packed + block * block_bytes, gates[block - from]);
             }
             for (long block = from; block < to; block++) {
                 for (int i = 0; i < P; i++) finish(p, panel + i, block * M, M, sums[block - from] + i, gates[block - from] + i, P);
@@ -205,22 +205,25 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
     int expands = (w->form == PANEL_CODES4 || w->form == PANEL_CODES8) && p->rows > MOST_CODED;
     size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64;
     size_t floats = expands ? (size_t)2 * MOST_PANELS * w->k * LANES : 0;
-    uint8_t *memory = room(packed_bytes + threads * floats * 4);
+    uint8_t *memory = room(threads * (packed_bytes + floats * 4));
     if (!memory) return 1;
-    p->packed = memory;
 #pragma omp parallel num_threads(threads)
     {
         long me = omp_get_thread_num(), all = omp_get_num_threads();
+        int alone = p->rows <= PACKED_ALONE; // sooner than waiting for the others
+        uint8_t *mine = memory + (alone ? me * packed_bytes : 0);
         // Pieces of columns, so that no two threads write into one line of the cache.
-        long pieces = (w->k + PIECE - 1) / PIECE, last = held / M * pieces * (me + 1) / all;
-        for (long piece = held / M * pieces * me / all; piece < last;) {
+        long pieces = (w->k + PIECE - 1) / PIECE, total = held / M * pieces, last = alone ? total : total * (me + 1) / all;
+        for (long piece = alone ? 0 : total * me / all; piece < last;) {
             long block = piece / pieces, end = (block + 1) * pieces < last ? (block + 1) * pieces : last;
             long k1 = (end - block * pieces) * PIECE;
-            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, pairs, M, memory);
+            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, pairs, M, mine);
             piece = end;
         }
+        if (!alone) {
 #pragma omp barrier
-        multiply(p, kernel, panels * me / all, panels * (me + 1) / all, (float *)(memory + packed_bytes) + me * floats);
+        }
+        multiply(p, kernel, mine, panels * me / all, panels * (me + 1) / all, (float *)(memory + threads * packed_bytes) + me * floats);
         if (turn) {
 #pragma omp barrier
             long items = p->rows * turn->heads;
@@ -237,7 +240,7 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
 // x: [rows, k], rows ldx apart; norm_weight: NULL: none; out: [rows, n or n / 2], rows ldo apart. 1: no memory.
 int headway_product(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, int mode,
                     int activation, void *out, long ldo) {
-    Product p = {weight, NULL, out, rows, ldo, type, mode, activation};
+    Product p = {weight, out, rows, ldo, type, mode, activation};
     return run(&p, x, ldx, (Norm){norm_weight, least}, NULL);
 }
 
@@ -245,7 +248,7 @@ int headway_product(const Weight *weight, const void *x, long ldx, long rows, in
 int headway_qkv(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, void *out,
                 long ldo, const void *cos, const void *sin, long head_dim, long q_heads, long heads, const float *q_norm, float q_least,
                 const float *k_norm, float k_least) {
-    Product p = {weight, NULL, out, rows, ldo, type, STORE, NO_ACTIVATION};
+    Product p = {weight, out, rows, ldo, type, STORE, NO_ACTIVATION};
     Turn turn = {cos, sin, head_dim, q_heads, heads, {q_norm, q_least}, {k_norm, k_least}};
     return run(&p, x, ldx, (Norm){norm_weight, least}, &turn);
 }
