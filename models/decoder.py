@@ -87,8 +87,12 @@ class Decoder:
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
         head = f"{names.head}.weight"
         tied = config.tie_word_embeddings and head not in weights
-        rows = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
-        self.lm_head, self._missing = Linear(vocabulary.head(rows)), vocabulary.missing
+        kept = weights.take_head(f"{names.embed}.weight" if tied else head, (vocabulary.axis, config.hidden_size))
+        if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
+            self.lm_head = Linear(kept, dtype=weights.dtype)
+        else:
+            self.lm_head = Linear(vocabulary.head(table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)))
+        self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headway.models.cpu.panels import Panels, dense_panels, multiply
+from headway.backends.native.library import functions
+from headway.models.cpu.panels import Panels, coded_panels, dense_panels, multiply
 from headway.models.quantization.forms import QuantizedWeight, device_of
+from headway.models.quantization.gguf_weight import GgufWeight
 from headway.models.quantization.products import Product, packed_product, packs
 
 
@@ -48,6 +50,8 @@ class Linear:
         self.expanded_bytes = 0
         """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
         self._product: Product | None = None
+        self.panels: Panels | None = None
+        """The weight as our C reads it on a CPU; None: torch multiplies."""
         if isinstance(weight, Tensor):
             self.dtype, self.device = weight.dtype, weight.device
         else:
@@ -55,11 +59,9 @@ class Linear:
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             weight = self._on_device(weight, kept or self.device.type != "cpu")
-        self.reads_quantized = self._product is not None
+        self.reads_quantized = self._product is not None or self.panels is not None
         """Whether products read a quantised weight as it is."""
-        self.panels: Panels | None = None
-        """The weight as our C reads it on a CPU; None: torch multiplies."""
-        if self._product is None and isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.numel() > _SMALL:
+        if self._product is None and self.panels is None and isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.numel() > _SMALL:
             self.panels = dense_panels(weight, bias)
         self._packed = False
         if self.panels is not None:
@@ -77,6 +79,10 @@ class Linear:
         if kept:
             self._product = lambda x: torch.mm(x, weight.dequantized(x.dtype).t())
             return weight
+        if isinstance(weight, GgufWeight):
+            self.panels = coded_panels(weight.coded(), self.bias)
+            if self.panels is not None:
+                return self.panels.data
         packed = packed_product(weight, self.dtype)
         if packed is None:
             expanded = weight.dequantized(self.dtype)
@@ -146,6 +152,8 @@ def reads_as_it_is(weight: QuantizedWeight, dtype: torch.dtype, device: torch.de
 
     dtype: of x.
     """
+    if isinstance(weight, GgufWeight):
+        return device.type == "cpu" and functions() is not None
     if device.type == "cpu":
         return packs(weight, dtype)
     return importlib.util.find_spec("triton") is not None

@@ -23,7 +23,7 @@ class WeightStruct(ctypes.Structure):
     """`Weight` of panels.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("panels", "scales", "supers", "bias", "table")),
+        *((name, c_void_p) for name in ("next", "panels", "scales", "supers", "bias", "table")),
         *((name, c_int64) for name in ("n", "k", "panel_bytes", "scale_bytes", "super_bytes")),
         *((name, c_int32) for name in ("form", "scale", "group", "superblock")),
     )

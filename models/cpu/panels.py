@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ class Panels:
     described: ctypes._Pointer[WeightStruct]
     held: tuple[Tensor, ...]
     """What the structure points to beside the panels."""
+    more: tuple[ctypes._Pointer[WeightStruct], ...] = ()
+    """Structures of the rows behind the first ones, where these have another form."""
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +40,7 @@ class Panels:
     @property
     def gates(self) -> bool:
         """Whether the outputs divide into halves of whole panels."""
-        return self.out_features % (2 * LANES) == 0
+        return self.out_features % (2 * LANES) == 0 and not self.more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,33 +76,36 @@ def dense_panels(weight: Tensor, bias: Tensor | None = None) -> Panels | None:
     return _panels(data, n, k, form, bias)
 
 
-def coded_panels(coded: Coded, bias: Tensor | None = None) -> Panels | None:
-    """Arrange a weight of codes; None where there is no library."""
+def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels | None:
+    """Arrange a weight of codes, whose rows may come in several schemes; None where there is no library."""
     if functions() is None:
         return None
-    n, k = coded.codes.shape
-    rows = _whole(coded.codes).view(-1, LANES, k)
-    if coded.table is None:
-        data, form = rows.transpose(1, 2).contiguous(), _CODES8
-    else:
-        eight = rows.view(len(rows), LANES, k // 8, 8).int() << (4 * torch.arange(8, dtype=torch.int32))
-        data, form = eight.sum(-1, dtype=torch.int32).transpose(1, 2).contiguous(), _CODES4
-    scales, supers = _by_group(coded.scales), _by_group(coded.supers) if coded.supers else None
-    return _panels(data, n, k, form, bias, coded, scales, supers)
+    panels, row = [], 0
+    for coded in parts:
+        n, k = coded.codes.shape
+        rows = _whole(coded.codes).view(-1, LANES, k)
+        if coded.table is None:
+            data, form = rows.transpose(1, 2).contiguous(), _CODES8
+        else:
+            eight = rows.view(len(rows), LANES, k // 8, 8).int() << (4 * torch.arange(8, dtype=torch.int32))
+            data, form = eight.sum(-1, dtype=torch.int32).transpose(1, 2).contiguous(), _CODES4
+        panels.append(_panels(data, n, k, form, None if bias is None else bias[row : row + n], coded))
+        row += n
+    for one, after in pairwise(panels):
+        one.described.contents.next = ctypes.cast(after.described, ctypes.c_void_p)
+    first = panels[0]
+    if len(panels) == 1:
+        return first
+    held = (*first.held, *(tensor for each in panels[1:] for tensor in (each.data, *each.held)))
+    structs = tuple(each.described for each in panels[1:])
+    return Panels(first.data, row, first.in_features, first.described, held, structs)
 
 
-def _panels(
-    data: Tensor,
-    n: int,
-    k: int,
-    form: int,
-    bias: Tensor | None,
-    coded: Coded | None = None,
-    scales: Tensor | None = None,
-    supers: Tensor | None = None,
-) -> Panels:
+def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Coded | None = None) -> Panels:
     whole = None if bias is None else _whole(bias.float())
     table = None if coded is None or coded.table is None else coded.table.float().contiguous()
+    scales = None if coded is None else _by_group(coded.scales)
+    supers = None if coded is None or not coded.supers else _by_group(coded.supers)
 
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()

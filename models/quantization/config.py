@@ -52,6 +52,8 @@ class Quantization:
     place: str
     """Where it is said, in words."""
     rules: tuple[FormatRule, ...]
+    beside: str | None = None
+    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
 
     @property
     def label(self) -> str:

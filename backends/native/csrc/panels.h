@@ -12,7 +12,8 @@ enum { PANEL_FLOAT32, PANEL_HALF, PANEL_PAIRS, PANEL_CODES4, PANEL_CODES8 };
 // d and m of a superblock. A weight is code * d + m.
 enum { SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM };
 
-typedef struct {
+typedef struct Weight {
+    const struct Weight *next; // outputs behind these, in another form; NULL: none
     const uint8_t *panels;
     const uint8_t *scales; // of groups
     const uint16_t *supers; // of superblocks

@@ -201,10 +201,11 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
 #if defined(__AVX512BF16__)
     pairs = w->form == PANEL_PAIRS;
 #endif
-    long held = (p->rows + M - 1) / M * M, panels = (p->mode == GATED ? w->n / 2 : w->n + LANES - 1) / LANES;
-    int expands = (w->form == PANEL_CODES4 || w->form == PANEL_CODES8) && p->rows > MOST_CODED;
-    size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64;
-    size_t floats = expands ? (size_t)2 * MOST_PANELS * w->k * LANES : 0;
+    long held = (p->rows + M - 1) / M * M;
+    size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64, floats = 0;
+    for (const Weight *part = w; part; part = part->next) {
+        if ((part->form == PANEL_CODES4 || part->form == PANEL_CODES8) && p->rows > MOST_CODED) floats = (size_t)2 * MOST_PANELS * w->k * LANES;
+    }
     uint8_t *memory = room(threads * (packed_bytes + floats * 4));
     if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
@@ -223,7 +224,15 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
         if (!alone) {
 #pragma omp barrier
         }
-        multiply(p, kernel, mine, panels * me / all, panels * (me + 1) / all, (float *)(memory + threads * packed_bytes) + me * floats);
+        long column = 0, size = p->type == FLOAT32 ? 4 : 2;
+        for (const Weight *part = w; part; column += part->n, part = part->next) {
+            Product own = *p;
+            own.weight = part;
+            own.out = (uint8_t *)p->out + column * size;
+            long panels = (p->mode == GATED ? part->n / 2 : part->n + LANES - 1) / LANES;
+            float *room = (float *)(memory + threads * packed_bytes) + me * floats;
+            multiply(&own, kernel, mine, panels * me / all, panels * (me + 1) / all, room);
+        }
         if (turn) {
 #pragma omp barrier
             long items = p->rows * turn->heads;
