@@ -193,9 +193,15 @@ static const Kernel KERNELS[] = {
 };
 #define NUM_KERNELS ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
 
-// The kernel for so many rows: the smallest that takes them at once, or, of more than the largest takes, equal parts of them.
+// The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros.
 static const Kernel *kernel_for(long rows) {
-    long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, each = (rows + parts - 1) / parts;
-    for (int i = 0; i < NUM_KERNELS; i++) if (KERNELS[i].rows >= each) return KERNELS + i;
-    return KERNELS + NUM_KERNELS - 1;
+    const Kernel *best = KERNELS + NUM_KERNELS - 1;
+    if (rows <= best->rows) {
+        for (int i = 0; i < NUM_KERNELS; i++) if (KERNELS[i].rows >= rows) return KERNELS + i;
+    }
+    for (int i = NUM_KERNELS - 1; i >= 0 && 2 * KERNELS[i].rows > best->rows; i--) {
+        long own = (rows + KERNELS[i].rows - 1) / KERNELS[i].rows * KERNELS[i].rows, least = (rows + best->rows - 1) / best->rows * best->rows;
+        if (own < least) best = KERNELS + i;
+    }
+    return best;
 }
