@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headway.backends.native.library import functions
+from headway.backends.native.library import functions, native_support
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from headway.models.experts.fused import FusedExperts
     from headway.models.fused.quantized_choice import ProductKind
 
+log = logging.getLogger("headway")
+
 
 def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
     """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
@@ -45,13 +48,20 @@ def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them.
     """
     if inv_freq.device.type != "cuda":
-        found = functions() if inv_freq.device.type == "cpu" else None
-        return TorchOperations(inv_freq, factors) if found is None else NativeOperations(inv_freq, factors, found)
+        return _on_cpu(inv_freq, factors) if inv_freq.device.type == "cpu" else TorchOperations(inv_freq, factors)
     try:
         from headway.models.fused.operations import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
         return TorchOperations(inv_freq, factors)
     return Fused(inv_freq, factors)
+
+
+def _on_cpu(inv_freq: Tensor, factors: Tensor) -> Operations:
+    found = functions()
+    if found is not None:
+        return NativeOperations(inv_freq, factors, found)
+    log.warning("model: torch computes the steps of a decode, which takes up to twice as long as our C: %s", native_support())
+    return TorchOperations(inv_freq, factors)
 
 
 class Decoder:

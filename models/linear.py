@@ -20,14 +20,15 @@ from headway.models.quantization.products import Product, packed_product, packs
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU a weight of more than _SMALL elements is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times
+    On a CPU a weight of more than _SMALL elements is arranged once for our C (models/cpu/), where there is a compiler; it is as
+    fast as oneDNN at a prompt's rows, and faster at those of decode. Without one such a weight is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times
     faster than torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is
     multiplied sooner than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes
     weights; their names are private, so they are probed with a small product, and torch.mm serves where they are missing or
     wrong.
 
     A quantised weight stays as it is on a GPU, whose operations multiply it (models/fused/); called by itself, the layer expands
-    it each time. On a CPU torch's products over packed weights serve, and where there are none the weight is expanded once.
+    it each time. On a CPU our C multiplies blocks of .gguf files, torch's products over packed weights serve, and where there are none the weight is expanded once.
     """
 
     def __init__(
@@ -61,7 +62,13 @@ class Linear:
             weight = self._on_device(weight, kept or self.device.type != "cpu")
         self.reads_quantized = self._product is not None or self.panels is not None
         """Whether products read a quantised weight as it is."""
-        if self._product is None and self.panels is None and isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.numel() > _SMALL:
+        if (
+            self._product is None
+            and self.panels is None
+            and isinstance(weight, Tensor)
+            and weight.device.type == "cpu"
+            and weight.numel() > _SMALL
+        ):
             self.panels = dense_panels(weight, bias)
         self._packed = False
         if self.panels is not None:

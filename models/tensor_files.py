@@ -44,8 +44,9 @@ class TensorFiles:
     def __init__(
         self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), beside: str | None = None
     ) -> None:
-        """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name. beside: a folder
-        inside of the folder, whose files are read too.
+        """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+
+        beside: a folder inside of the folder, whose files are read too.
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -76,7 +75,9 @@ class NativeAttention(AttentionBackend):
         support = super().accepts(cache)
         for name, tensor in cache.tensors.items():
             if tensor.stride(cache.layout.tensors[name].index("dim")) != 1:
-                support &= Support.no(f"cache, {name}", "elements of a head side by side", f"strides {tensor.stride()}", "name sdpa")
+                support &= Support.no(
+                    f"cache, {name}", "elements of a head side by side", f"strides {tensor.stride()}", "name sdpa"
+                )
         return support
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from headway.backends.native.library import TYPES, Functions
@@ -76,8 +75,8 @@ class NativeOperations(TorchOperations):
         qkv = x.new_empty(len(x), panels.out_features // dim, dim)
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
         self._functions.qkv(
-            panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm), qkv.data_ptr(), panels.out_features,
-            cos, sin, dim, heads.num_heads, turned, *_norm(heads.q_norm), *_norm(heads.k_norm),
+            panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm),
+            qkv.data_ptr(), panels.out_features, cos, sin, dim, heads.num_heads, turned, *_norm(heads.q_norm), *_norm(heads.k_norm),
         )  # fmt: skip
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
@@ -100,9 +99,7 @@ class NativeOperations(TorchOperations):
         self._run(x, panels, norm, _STORE, activation, out)
         return out
 
-    def _run(
-        self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor
-    ) -> None:
+    def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
         self._functions.product(
             panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm), mode, _ACTIVATIONS[activation],
             out.data_ptr(), out.stride(0),

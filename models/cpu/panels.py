@@ -69,11 +69,8 @@ def dense_panels(weight: Tensor, bias: Tensor | None = None) -> Panels | None:
     if form is None or functions() is None or (form == _PAIRS and k % 2):
         return None
     rows = _whole(weight).view(-1, LANES, k)
-    if form == _PAIRS:
-        data = rows.view(-1, LANES, k // 2, 2).transpose(1, 2).contiguous()
-    else:
-        data = rows.transpose(1, 2).contiguous()
-    return _panels(data, n, k, form, bias)
+    columns = rows.view(-1, LANES, k // 2, 2) if form == _PAIRS else rows
+    return _panels(columns.transpose(1, 2).contiguous(), n, k, form, bias)
 
 
 def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels | None:
@@ -143,7 +140,6 @@ def _whole(rows: Tensor) -> Tensor:
     """Rows with zeros behind them, up to whole panels."""
     missing = -len(rows) % LANES
     return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-
 
 
 def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -127,7 +127,9 @@ def _table(values: tuple[int, ...] | range) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Coded:
-    return Coded(_nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(range(-8, 8)), SCALE_D, _GROUP, (_half(blocks, 0),))
+    return Coded(
+        _nibbles(blocks[..., 2:]).flatten(1).view(torch.int8), _table(range(-8, 8)), SCALE_D, _GROUP, (_half(blocks, 0),)
+    )
 
 
 def _q4_1(blocks: Tensor) -> Coded:

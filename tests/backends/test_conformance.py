@@ -22,7 +22,7 @@ from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.testing.subject import load_subject
 
-CPU_BACKENDS = ("sdpa", "sdpa.math")
+CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 
 
 @cache
