@@ -20,15 +20,16 @@ from headway.models.quantization.products import Product, packed_product, packs
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU a weight of more than _SMALL elements is arranged once for our C (models/cpu/), where there is a compiler; it is as
-    fast as oneDNN at a prompt's rows, and faster at those of decode. Without one such a weight is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times
-    faster than torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is
-    multiplied sooner than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes
+    On a CPU a weight of more than _SMALL elements is arranged once for our C (models/cpu/), where there is a compiler. Without
+    one it is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times faster than torch.mm at the 1 to 64 rows of
+    decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner than oneDNN has found its kernel.
+    The two operators are those that torch.compile emits when it freezes
     weights; their names are private, so they are probed with a small product, and torch.mm serves where they are missing or
     wrong.
 
     A quantised weight stays as it is on a GPU, whose operations multiply it (models/fused/); called by itself, the layer expands
-    it each time. On a CPU our C multiplies blocks of .gguf files, torch's products over packed weights serve, and where there are none the weight is expanded once.
+    it each time. On a CPU our C multiplies the blocks of .gguf files, and torch's products over packed weights serve; where there
+    are none the weight is expanded once.
     """
 
     def __init__(

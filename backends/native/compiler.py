@@ -62,7 +62,7 @@ def find_compiler() -> tuple[CCompiler | None, Support]:
 @cache
 def library() -> tuple[ctypes.CDLL | None, Support]:
     """The library of our C, compiled if it is not there yet; (None, why not) where there is no compiler, or it fails."""
-    if not torch.backends.openmp.is_available():
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return None, Support.no("OpenMP", "a torch with OpenMP", "one without")
     compiler, support = find_compiler()
     runtime = _openmp()

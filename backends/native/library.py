@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -74,10 +75,10 @@ class Functions:
         )
 
 
-def _checked(function: Callable[..., int], arguments: list[type]) -> Callable[..., None]:
+def _checked(function: Any, arguments: list[Any]) -> Callable[..., None]:
     """A function that returns 0, or 1 where there is no memory."""
-    typed: ctypes._CFuncPtr = function  # type: ignore[assignment, name-defined]
-    typed.argtypes, typed.restype, typed.errcheck = arguments, c_int, _check
+    function.argtypes, function.restype, function.errcheck = arguments, c_int, _check
+    typed: Callable[..., None] = function
     return typed
 
 

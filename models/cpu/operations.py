@@ -76,7 +76,8 @@ class NativeOperations(TorchOperations):
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
         self._functions.qkv(
             panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm),
-            qkv.data_ptr(), panels.out_features, cos, sin, dim, heads.num_heads, turned, *_norm(heads.q_norm), *_norm(heads.k_norm),
+            qkv.data_ptr(), panels.out_features, cos, sin, dim, heads.num_heads, turned,
+            *_norm(heads.q_norm), *_norm(heads.k_norm),
         )  # fmt: skip
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 

@@ -249,7 +249,7 @@ def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
             ]
             whole = None if all(each.zeros is None for each in mine) else torch.cat(zeros)
             return Int4Weight(_cat(mine, "packed"), _cat(mine, "scales"), whole, first.group_size, first.order)
-    elif alike:
+    elif alike and not isinstance(first, GgufWeight):
         return type(first)(*(_cat(parts, field.name) for field in fields(first)))
     raise ModelError(f"weights: products of one input need one form of weights, got {', '.join(each.kind for each in parts)}")
 

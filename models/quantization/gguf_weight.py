@@ -116,6 +116,11 @@ def _nibbles(octets: Tensor) -> Tensor:
     return torch.cat([octets & 15, octets >> 4], dim=-1)
 
 
+def _parts(octets: Tensor, *sizes: int) -> Tensor:
+    """Bytes of a block in parts: [..., n] to [..., *sizes]."""
+    return octets.reshape(*octets.shape[:-1], *sizes)
+
+
 def _fifth_bits(octets: Tensor) -> Tensor:
     """32 bits of 4 bytes, shifted to the place of a fifth bit: [..., 4] to [..., 32]."""
     bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
@@ -153,29 +158,29 @@ def _q8_0(blocks: Tensor) -> Coded:
 
 def _six_bits(octets: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and mins of 6 bits out of 12 bytes: each uint8 [rows, 8 blocks]."""
-    low, middle, high = octets.split(4, dim=-1)
+    low, middle, high = octets.tensor_split([4, 8], dim=-1)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)
     return scales.flatten(1), mins.flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Coded:
-    codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(1).view(torch.int8)
+    codes = _nibbles(_parts(blocks[..., 16:], 4, 32)).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
     return Coded(codes, _table(range(16)), SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
 def _q5_k(blocks: Tensor) -> Coded:
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32))
+    low = _parts(_nibbles(_parts(blocks[..., 48:], 4, 32)), 2, 32)
     high = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    codes = (low | high.unflatten(-2, (4, 2)) << 4).flatten(1).view(torch.int8)
+    codes = (low | high.reshape(*high.shape[:-2], 4, 2, 32) << 4).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
     return Coded(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 
 
 def _q6_k(blocks: Tensor) -> Coded:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64)))
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    low = _nibbles(_parts(blocks[..., :128], 2, 64))
+    high = _parts(blocks[..., 128:192], 2, 1, 32) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     codes = (low | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).flatten(1)
     return Coded(codes, None, SCALE_SUPER, 16, (scales,), (_half(blocks, 208),), _SUPER)
@@ -189,7 +194,7 @@ def _iq4_xs(blocks: Tensor) -> Coded:
     high = blocks[..., 2:4, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], dim=-1)
     scales = (low.flatten(-2) | high.flatten(-2) << 4).flatten(1).view(torch.int8) - 32
-    codes = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(1).view(torch.int8)
+    codes = _nibbles(_parts(blocks[..., 8:], 8, 16)).flatten(1).view(torch.int8)
     return Coded(codes, _table(_IQ4), SCALE_SUPER, _GROUP, (scales,), (_half(blocks, 0),), _SUPER)
 
 

@@ -15,15 +15,16 @@ import os
 import statistics
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from headway.core.system.origin import origin
 
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
+from headway.core.system.provenance import Origin, command_line, cpu_name
 from headway.models.locate import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
@@ -78,7 +79,10 @@ def study(
             [llama_python, "-c", "import llama_cpp; print(llama_cpp.__version__)"], capture_output=True, text=True, check=False
         )
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        told = {"command": " ".join(sys.argv[1:]), "versions": {**versions, "llama-cpp-python": llama.stdout.strip()}}
+        told = {
+            "command": command_line("python", "-m", "headway.bench.studies.cpu_peers"),
+            "versions": {**versions, "llama-cpp-python": llama.stdout.strip()},
+        }
         settings = {
             "prompt": prompt,
             "new": new,
@@ -86,7 +90,20 @@ def study(
             "backend": backend,
             "torch threads": torch.get_num_threads(),
         }
-        output.write_text(json.dumps({**told, "origin": origin(), "settings": settings, "tok_s": results}, indent=1) + "\n")
+        output.write_text(
+            json.dumps(
+                {
+                    **told,
+                    "origin": Origin.here().model_dump(),
+                    "cpu": cpu_name(),
+                    "date": date.today().isoformat(),
+                    "settings": settings,
+                    "tok_s": results,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

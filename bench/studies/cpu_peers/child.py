@@ -32,7 +32,7 @@ def transformers(asked: dict[str, Any]) -> Callable[[list[list[int]], int], None
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, asked["dtype"])
-    model: Any = AutoModelForCausalLM.from_pretrained(locate(asked["path"]), dtype=dtype).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(locate(asked["path"]), dtype=dtype)
 
     def generate(prompts: list[list[int]], new: int) -> None:
         ids = torch.tensor(prompts)

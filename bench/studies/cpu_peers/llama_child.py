@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-import llama_cpp as llama
+import llama_cpp as llama  # type: ignore[import-not-found]
 import numpy
 
 
