@@ -193,13 +193,10 @@ class Weights:
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
         """See WeightSource."""
         found = self._quantized(name, axes_of(shape))
-        if found is None or not isinstance(found[0], GgufBlocks):
+        weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
+        if weight is None or isinstance(weight, Tensor) or not self._keeps(weight):
             return None
-        before = self._counted.stored
-        weight = self._weight(*found)
-        if isinstance(weight, Tensor) or not self._keeps(weight):
-            return None
-        self._counted.kept += self._counted.stored - before
+        self._counted.kept += num_bytes(weight)
         return weight
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
@@ -356,7 +353,7 @@ def shown_size(count: int) -> str:
 
 
 STD = 0.02
-"""Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
+"""Of the weights, the usual `initializer_range`: logits stay finite in half precision."""
 
 
 class DummyWeights(PlainSource):
@@ -366,10 +363,8 @@ class DummyWeights(PlainSource):
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = ()) -> None:
-        """unit: names of tensors that are drawn with a standard deviation of 1, such as the embedding of a mixture of experts:
-
-        so what a token is stays the larger part of the residual stream, and a random router tells tokens apart.
-        """
+        """unit: tensors that are drawn with a standard deviation of 1, as the embedding of a mixture of experts, so that a random
+        router tells tokens apart."""
         self.dtype, self.device = dtype, device
         self._unit = unit
         # On torch's device `meta` tensors have shapes and no elements.
