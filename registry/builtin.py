@@ -204,11 +204,6 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
             "sdpa.math",
         ),
     },
-    "cpu": {
-        Phase.PREFILL: ("sdpa", "sdpa.math"),
-        Phase.EXTEND: ("sdpa", "sdpa.math"),
-        Phase.DECODE: ("native", "sdpa", "sdpa.math"),
-    },
 }
 """Best first, by device type and phase, where nobody has measured this machine.
 
