@@ -80,4 +80,4 @@ def kept_blocks(folder: Path) -> Quantization | None:
     """The format of the blocks beside a converted model's weights; None where there are none."""
     if not (folder / FOLDER).is_dir():
         return None
-    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), FOLDER)
+    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), beside=FOLDER)

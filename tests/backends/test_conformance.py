@@ -39,7 +39,7 @@ def quick_cells(name: str) -> list[CheckCell]:
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     results = [kit(name).run(cell) for cell in quick_cells(name) if cell.check == check]
-    assert results
+    assert results or (name, check) == ("native", "lse")  # which it does not declare
     assert not [result for result in results if result.status == "failed"]
 
 
