@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from headway.backends.native.library import functions, native_support
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
+from headway.models.cpu.operations import NativeOperations
 from headway.models.cut import ModelCut
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
@@ -36,19 +39,29 @@ if TYPE_CHECKING:
     from headway.models.experts.fused import FusedExperts
     from headway.models.fused.quantized_choice import ProductKind
 
+log = logging.getLogger("headway")
+
 
 def operations_for(inv_freq: Tensor, factors: Tensor) -> Operations:
-    """Return the fused kernels on a GPU with Triton, torch's operations elsewhere.
+    """Return the fused kernels on a GPU with Triton, our C on a CPU with a compiler, torch's operations elsewhere.
 
     inv_freq, factors: float32 [ropes, head_dim / 2] on the model's device, as `rope_tables` makes them.
     """
     if inv_freq.device.type != "cuda":
-        return TorchOperations(inv_freq, factors)
+        return _on_cpu(inv_freq, factors) if inv_freq.device.type == "cpu" else TorchOperations(inv_freq, factors)
     try:
         from headway.models.fused.operations import Fused
     except ImportError:  # torch for a GPU brings Triton, but not on every system
         return TorchOperations(inv_freq, factors)
     return Fused(inv_freq, factors)
+
+
+def _on_cpu(inv_freq: Tensor, factors: Tensor) -> Operations:
+    found = functions()
+    if found is not None:
+        return NativeOperations(inv_freq, factors, found)
+    log.warning("model: torch computes the steps of a decode, which takes up to twice as long as our C: %s", native_support())
+    return TorchOperations(inv_freq, factors)
 
 
 class Decoder:
@@ -84,8 +97,12 @@ class Decoder:
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
         head = f"{names.head}.weight"
         tied = config.tie_word_embeddings and head not in weights
-        rows = table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)
-        self.lm_head, self._missing = Linear(vocabulary.head(rows)), vocabulary.missing
+        kept = weights.take_head(f"{names.embed}.weight" if tied else head, (vocabulary.axis, config.hidden_size))
+        if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
+            self.lm_head = Linear(kept, dtype=weights.dtype)
+        else:
+            self.lm_head = Linear(vocabulary.head(table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)))
+        self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]

@@ -26,6 +26,7 @@ from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal
 from headway.models.checkpoint import check_sizes
 from headway.models.families import read_decoder_config
+from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
@@ -34,6 +35,8 @@ from headway.models.tensor_files import check_files
 log = logging.getLogger("headway")
 _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
+_FORM = "with blocks"
+"""What a converted folder holds; releases of before 2026-11-25 kept plain weights alone."""
 
 
 def missing_readers() -> list[str]:
@@ -53,7 +56,7 @@ def convert(path: Path) -> Path:
     if not path.is_file():
         raise ModelError(f"model {path}: no such file")
     stat = path.stat()
-    made_of = path.resolve(), stat.st_size, stat.st_mtime_ns, importlib.metadata.version("transformers")
+    made_of = path.resolve(), stat.st_size, stat.st_mtime_ns, importlib.metadata.version("transformers"), _FORM
     key = hashlib.sha256(" ".join(map(str, made_of)).encode()).hexdigest()[:12]
     target = cache_folder() / "models" / f"{path.stem}-{key}"
     if target.exists():
@@ -101,6 +104,8 @@ def convert_into(path: Path, target: Path) -> None:
             return
     with _read_by("transformers", path, header.architecture):
         _convert_by_transformers(path, target)
+    with _read_by("gguf", path):
+        write_blocks(path, target)
 
 
 @contextmanager

@@ -10,21 +10,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from headway.backends.native.library import functions
+from headway.models.cpu.panels import Panels, coded_panels, dense_panels, multiply
 from headway.models.quantization.forms import QuantizedWeight, device_of
+from headway.models.quantization.gguf_weight import GgufWeight
 from headway.models.quantization.products import Product, packed_product, packs
 
 
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU a weight of more than _SMALL elements is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times
-    faster than torch.mm at the 1 to 64 rows of decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is
-    multiplied sooner than oneDNN has found its kernel. The two operators are those that torch.compile emits when it freezes
+    On a CPU a weight of more than _SMALL elements is arranged once for our C (models/cpu/), where there is a compiler. Without
+    one it is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times faster than torch.mm at the 1 to 64 rows of
+    decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner than oneDNN has found its kernel.
+    The two operators are those that torch.compile emits when it freezes
     weights; their names are private, so they are probed with a small product, and torch.mm serves where they are missing or
     wrong.
 
     A quantised weight stays as it is on a GPU, whose operations multiply it (models/fused/); called by itself, the layer expands
-    it each time. On a CPU torch's products over packed weights serve, and where there are none the weight is expanded once.
+    it each time. On a CPU our C multiplies the blocks of .gguf files, and torch's products over packed weights serve; where there
+    are none the weight is expanded once.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Linear:
         self.expanded_bytes = 0
         """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
         self._product: Product | None = None
+        self.panels: Panels | None = None
+        """The weight as our C reads it on a CPU; None: torch multiplies."""
         if isinstance(weight, Tensor):
             self.dtype, self.device = weight.dtype, weight.device
         else:
@@ -54,25 +61,36 @@ class Linear:
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
             self.dtype = dtype or (usual if bias is None else bias.dtype)
             weight = self._on_device(weight, kept or self.device.type != "cpu")
-        self._packed = self._product is None and isinstance(weight, Tensor) and _to_pack(weight)
-        if self._packed:
-            assert isinstance(weight, Tensor)
+        self.reads_quantized = self._product is not None or self.panels is not None
+        """Whether products read a quantised weight as it is."""
+        if (
+            self._product is None
+            and self.panels is None
+            and isinstance(weight, Tensor)
+            and weight.device.type == "cpu"
+            and weight.numel() > _SMALL
+        ):
+            self.panels = dense_panels(weight, bias)
+        self._packed = False
+        if self.panels is not None:
+            weight = self.panels.data
+        elif self._product is None and isinstance(weight, Tensor) and _to_pack(weight):
+            self._packed = True
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
         self.weight = weight
         """As it was given, or as the product reads it."""
-        dense = isinstance(weight, Tensor) and not self._packed and self._product is None
+        dense = isinstance(weight, Tensor) and not self._packed and self._product is None and self.panels is None
         self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
-
-    @property
-    def reads_quantized(self) -> bool:
-        """Whether products read a quantised weight as it is."""
-        return self._product is not None
 
     def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
         """What a quantised weight becomes."""
         if kept:
             self._product = lambda x: torch.mm(x, weight.dequantized(x.dtype).t())
             return weight
+        if isinstance(weight, GgufWeight):
+            self.panels = coded_panels(weight.coded(), self.bias)
+            if self.panels is not None:
+                return self.panels.data
         packed = packed_product(weight, self.dtype)
         if packed is None:
             expanded = weight.dequantized(self.dtype)
@@ -83,6 +101,8 @@ class Linear:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x: [rows, in_features] to [rows, out_features]: `out`, where it is given."""
+        if self.panels is not None:
+            return multiply(self.panels, x, out)
         if self._product is not None:
             y = self._product(x)
             y = y if self.bias is None else y.add_(self.bias)
@@ -140,6 +160,8 @@ def reads_as_it_is(weight: QuantizedWeight, dtype: torch.dtype, device: torch.de
 
     dtype: of x.
     """
+    if isinstance(weight, GgufWeight):
+        return device.type == "cpu" and functions() is not None
     if device.type == "cpu":
         return packs(weight, dtype)
     return importlib.util.find_spec("triton") is not None

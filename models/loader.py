@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.backends.native.library import functions
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
@@ -23,6 +24,7 @@ from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
 from headway.models.experts.forms import reads_experts
 from headway.models.families import TEXT_PARTS, read_decoder_config
+from headway.models.gguf_blocks_file import kept_blocks
 from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
 from headway.models.origin import AS_IT_IS, ModelOrigin
@@ -166,6 +168,8 @@ def _weights(
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
     keeps = (_never, _never)
+    if stored is None and quantization is None and keep_quantized and device.type == "cpu" and functions() is not None:
+        stored = kept_blocks(folder)
     if keep_quantized:
         keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
     if dummy:

@@ -33,7 +33,7 @@ class QuantizeOnLoading:
         self._experts_alone = experts_alone
         self.dtype, self.device = inner.dtype, inner.device
         self.take, self.take_merged, self.take_into = inner.take, inner.take_merged, inner.take_into
-        self.take_number = inner.take_number
+        self.take_number, self.take_head = inner.take_number, inner.take_head
         self._plain = self._bytes = 0
         """Bytes of the weights that were rounded, before and after."""
         self._forms: dict[str, None] = {}

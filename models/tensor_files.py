@@ -41,15 +41,19 @@ _ELEMENTS = {
 class TensorFiles:
     """Each tensor goes from the mapped file to the device by itself: no copy of the checkpoint is made in host memory."""
 
-    def __init__(self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, aliases: tuple[tuple[str, str], ...] = (), beside: str | None = None
+    ) -> None:
         """aliases: parts of names, and what stands in their place where the checkpoint has no tensor of the name.
+
+        beside: a folder inside of the folder, whose files are read too.
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.device, self._aliases = folder, device, aliases
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
-        for path in _files(folder):
+        for path in [*_files(folder), *([] if beside is None else _files(folder / beside))]:
             file = _open(path, device)
             self._file_of.update(dict.fromkeys(file.keys(), file))
             self._path_of.update(dict.fromkeys(file.keys(), path))

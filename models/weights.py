@@ -17,6 +17,7 @@ from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 from headway.models.quantization.config import Quantization
 from headway.models.quantization.forms import QuantizedWeight, dequantized_stack, merged, num_bytes
+from headway.models.quantization.gguf_blocks import GgufBlocks
 from headway.models.quantization.module import QuantizedModule, StoredFormat
 from headway.models.tensor_files import NEEDED, PLAIN, TensorFiles
 
@@ -52,6 +53,9 @@ class WeightSource(Protocol):
 
         shape: experts, out_features, in_features, or (transposed) experts, in_features, out_features.
         """
+
+    def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
+        """The output head, or an embedding that serves as one too, in blocks that the CPU's products read; None: it is plain."""
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """Expand what `take_experts` or `take_stacked` returned after all, [rows, in_features]."""
@@ -92,6 +96,10 @@ class PlainSource:
         """See WeightSource."""
         return self.take(name, shape)
 
+    def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
+        """See WeightSource."""
+        return None
+
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """See WeightSource."""
         raise AssertionError("a plain source gives no quantised weight")
@@ -121,7 +129,7 @@ class Weights:
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._files = TensorFiles(folder, device, aliases)
+        self._files = TensorFiles(folder, device, aliases, None if quantization is None else quantization.beside)
         self._quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
         self._counted = Expansion()
 
@@ -180,6 +188,15 @@ class Weights:
         if isinstance(weight, Tensor) or not self._keeps_experts(weight):
             return self._expanded(weight, axes)
         self._counted.kept += self._counted.stored - before
+        return weight
+
+    def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
+        """See WeightSource."""
+        found = self._quantized(name, axes_of(shape))
+        weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
+        if weight is None or isinstance(weight, Tensor) or not self._keeps(weight):
+            return None
+        self._counted.kept += num_bytes(weight)
         return weight
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
@@ -336,7 +353,7 @@ def shown_size(count: int) -> str:
 
 
 STD = 0.02
-"""Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
+"""Of the weights, the usual `initializer_range`: logits stay finite in half precision."""
 
 
 class DummyWeights(PlainSource):
@@ -346,10 +363,8 @@ class DummyWeights(PlainSource):
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = ()) -> None:
-        """unit: names of tensors that are drawn with a standard deviation of 1, such as the embedding of a mixture of experts:
-
-        so what a token is stays the larger part of the residual stream, and a random router tells tokens apart.
-        """
+        """unit: tensors that are drawn with a standard deviation of 1, as the embedding of a mixture of experts, so that a random
+        router tells tokens apart."""
         self.dtype, self.device = dtype, device
         self._unit = unit
         # On torch's device `meta` tensors have shapes and no elements.

@@ -48,6 +48,12 @@ def _sdpa_math() -> type[AttentionBackend]:
     return SDPAMath
 
 
+def _native() -> type[AttentionBackend]:
+    from headway.backends.native.backend import NativeAttention
+
+    return NativeAttention
+
+
 def _triton() -> type[AttentionBackend]:
     from headway.backends.triton.backend import TritonAttention
 
@@ -140,6 +146,7 @@ def headway_register_backends() -> list[BackendInfo]:
         _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
         _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
         _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", _xformers, "headway[xformers]"),
+        _info("native", "our paged decode in C on a CPU, compiled at first use", _native),
         _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
         _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
     ]

@@ -337,6 +337,7 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
         return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
     if isinstance(weight, Int8Weight):
         return ArrangedWeight(described, weight.values.view(torch.uint8), weight.scales)
+    assert isinstance(weight, Int4Weight)
     if described.scale_span >= described.row:
         return ArrangedWeight(described, weight.packed, weight.scales.view(-1).float())
     zeros = None if weight.zeros is None else weight.zeros.t().contiguous()

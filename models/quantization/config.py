@@ -54,6 +54,8 @@ class Quantization:
     rules: tuple[FormatRule, ...]
     method: str = ""
     """The name of the method, one of METHODS."""
+    beside: str | None = None
+    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
 
     @property
     def label(self) -> str:

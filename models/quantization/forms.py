@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.models.quantization.gguf_weight import GgufWeight
 
 MX_GROUP = 32
 """Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
@@ -115,7 +116,7 @@ class Float4Weight:
         return (values * scales[:, :, None]).to(dtype).flatten(1)
 
 
-QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight
+QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight | GgufWeight
 
 
 def form_name(weight: QuantizedWeight) -> str:
@@ -143,6 +144,8 @@ def unpacked(packed: Tensor, group_size: int) -> Tensor:
 
 def num_bytes(weight: QuantizedWeight) -> int:
     """Memory that a weight takes, its scales included."""
+    if isinstance(weight, GgufWeight):
+        return weight.nbytes
     tensors = (getattr(weight, field.name) for field in fields(weight))
     return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
@@ -150,6 +153,8 @@ def num_bytes(weight: QuantizedWeight) -> int:
 def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
     """Cut out rows that follow one another. Of blocks that they cut through, each row gets a scale of its own."""
     place = slice(rows.start, rows.stop)
+    if isinstance(weight, GgufWeight):
+        return weight.rows(rows)
     if isinstance(weight, Float8Weight):
         high, wide = weight.block
         whole = rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0])
@@ -170,6 +175,8 @@ def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
 def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | None:
     """Cut out columns that follow one another; None where they cut through a group or block."""
     place = slice(columns.start, columns.stop)
+    if isinstance(weight, GgufWeight):
+        return weight.columns(columns)
     if isinstance(weight, Int8Weight):
         return Int8Weight(weight.values[:, place].contiguous(), weight.scales)
     if isinstance(weight, Float8Weight):
@@ -191,6 +198,8 @@ def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | Non
 
 def with_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     """Take rows in another order. order: int64 [N], the row that comes to each place. Blocks become blocks of single rows."""
+    if isinstance(weight, GgufWeight):
+        return weight.in_order(order)
     if isinstance(weight, Float8Weight):
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return Float8Weight(values, weight.scales[order // weight.block[0]], (1, weight.block[1]))
@@ -212,6 +221,8 @@ def dequantized_stack(weight: QuantizedWeight, count: int, dtype: torch.dtype) -
 
 def device_of(weight: QuantizedWeight) -> torch.device:
     """Where a weight lies."""
+    if isinstance(weight, GgufWeight):
+        return weight.blocks[0].device
     return (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
 
 
@@ -225,6 +236,9 @@ def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         return first
     if isinstance(first, Float8Weight):
         return _merged_float8([each for each in parts if isinstance(each, Float8Weight)], len(parts))
+    gguf = [each for each in parts if isinstance(each, GgufWeight)]
+    if len(gguf) == len(parts):
+        return GgufWeight.of_parts([part for each in gguf for part in zip(each.types, each.blocks, strict=True)])
     alike = all(type(each) is type(first) for each in rest)
     if isinstance(first, Int4Weight):
         mine = [each for each in parts if isinstance(each, Int4Weight) and each.group_size == first.group_size]
@@ -235,7 +249,7 @@ def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
             ]
             whole = None if all(each.zeros is None for each in mine) else torch.cat(zeros)
             return Int4Weight(_cat(mine, "packed"), _cat(mine, "scales"), whole, first.group_size, first.order)
-    elif alike:
+    elif alike and not isinstance(first, GgufWeight):
         return type(first)(*(_cat(parts, field.name) for field in fields(first)))
     raise ModelError(f"weights: products of one input need one form of weights, got {', '.join(each.kind for each in parts)}")
 

@@ -22,7 +22,7 @@ from headway.testing.kit import Kit
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.testing.subject import load_subject
 
-CPU_BACKENDS = ("sdpa", "sdpa.math")
+CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 
 
 @cache
@@ -39,7 +39,7 @@ def quick_cells(name: str) -> list[CheckCell]:
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     results = [kit(name).run(cell) for cell in quick_cells(name) if cell.check == check]
-    assert results
+    assert results or (name, check) == ("native", "lse")  # which it does not declare
     assert not [result for result in results if result.status == "failed"]
 
 

@@ -17,10 +17,14 @@ from tiny_bench import CPU, QUICK, cell_of, half_of_the_rows, run, with_backend,
 @pytest.mark.parametrize(("phase", "cases"), [("decode", ["3q1s40", "2q4s21"]), ("prefill", ["2q17", "1q7s20"])])
 def test_right_answers_get_times_and_rates(registry: Registry, phase: str, cases: list[str]) -> None:
     report = run(registry, phase=phase, cases=cases, layouts=["nhd", "vllm_5d"], block_sizes=[8, 16])
-    assert [(c.backend, c.layout, c.block_size) for c in report.cells if c.case == cases[0]] == [
+    cells = [cell for cell in report.cells if cell.status != "unsupported"]  # native decodes alone, on one of the layouts
+    found = [(c.backend, c.layout, c.block_size) for c in cells if c.case == cases[0]]
+    own = [("native", "nhd", size) for size in (8, 16)] if phase == "decode" else []
+    assert [each for each in found if each[0] == "native"] == own
+    assert [each for each in found if each[0] != "native"] == [
         (name, layout, size) for name in ("sdpa", "sdpa.math") for layout in ("nhd", "vllm_5d") for size in (8, 16)
     ]
-    for cell in report.cells:
+    for cell in cells:
         assert cell.status == "ok", cell.reason
         assert 0 < cell.p20_us <= cell.median_us <= cell.p80_us
         assert cell.relative_error < 1e-6

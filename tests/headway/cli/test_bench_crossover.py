@@ -26,12 +26,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def crossing() -> CrossoverTable:
-    """sdpa wins short decodes and sdpa.math long ones, which nobody would believe of a real one."""
+    """sdpa wins short decodes, sdpa.math long ones and native none, which nobody would believe of a real one."""
     cells = [
         a_cell(us, backend=name, case=f"{batch}q1s{kv_len}", kv_len=kv_len, batch=batch)
         for batch in (1, 64)
-        for kv_len, times in ((64, (10.0, 30.0)), (4096, (200.0, 100.0)))
-        for name, us in zip(("sdpa", "sdpa.math"), times, strict=True)
+        for kv_len, times in ((64, (10.0, 30.0, 50.0)), (4096, (200.0, 100.0, 500.0)))
+        for name, us in zip(("sdpa", "sdpa.math", "native"), times, strict=True)
     ]
     for phase, case, query_len, kv_len in (("prefill", "1q64", 64, 64), ("extend", "1q64s128", 64, 128)):
         shape = {"phase": phase, "case": case, "query_len": query_len, "kv_len": kv_len}
@@ -141,7 +141,7 @@ def test_a_faulty_file_is_refused_with_the_line(headway: Headway, path: Path, co
     words = [str(path)] if command[1] in ("show", "check") else [str(path), str(path.with_suffix(".html"))]
     words = [str(path), str(path)] if command[1] == "diff" else words
     line = next(number for number, text in enumerate(path.read_text().splitlines(), 1) if '"many"' in text)
-    assert_refused(headway(*command, *words, columns=400), f"line {line}: cells.4.batch")
+    assert_refused(headway(*command, *words, columns=400), f"line {line}: cells.6.batch")
 
 
 def test_without_any_table_the_way_to_one_is_said(headway: Headway) -> None:

@@ -1,0 +1,151 @@
+"""The backend `native`: decode over the paged cache on a CPU, by our C."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.backends.native.library import TYPES, CacheStruct, DecodeStruct, functions, native_support
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.capabilities import Capabilities
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
+
+_LANES = 16
+_MOST_DIM = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativePlan:
+    """What a step's decode reads, for all layers."""
+
+    step: DecodeStruct
+    slots: Tensor
+    held: tuple[object, ...]
+    """What the structure points to."""
+
+
+class NativeAttention(AttentionBackend):
+    """Each key-value head of each token is a task of its own; a long context is several tasks, whose results are merged."""
+
+    name = "native"
+    capabilities = Capabilities(
+        phases=frozenset({Phase.DECODE}),
+        layouts=(NHD, HND),
+        devices=("cpu",),
+        v_head_dims=None,
+        features=frozenset({"sliding_window"}),
+        exact_host_lengths=True,
+    )
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(spec, layout, block_size, options)
+        found = functions()
+        if found is None:
+            raise UnsupportedError(f"attention backend {self.name}", native_support().reasons)
+        self._functions = found
+        self.decode_writes = True
+
+    @classmethod
+    def available(cls) -> Support:
+        """A C compiler with OpenMP."""
+        return native_support()
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, and heads of whole vectors."""
+        support = super().supports(spec, layout, block_size, phase)
+        for what, dim in (("head_dim", spec.head_dim), ("v_head_dim", spec.v_head_dim)):
+            if dim % _LANES or dim > _MOST_DIM:
+                support &= Support.no(what, f"a multiple of {_LANES} up to {_MOST_DIM}", dim)
+        return support
+
+    @classmethod
+    def accepts(cls, cache: LayerCache) -> Support:
+        """Elements of a head that follow one another."""
+        support = super().accepts(cache)
+        for name, tensor in cache.tensors.items():
+            if tensor.stride(cache.layout.tensors[name].index("dim")) != 1:
+                support &= Support.no(
+                    f"cache, {name}", "elements of a head side by side", f"strides {tensor.stride()}", "name sdpa"
+                )
+        return support
+
+    @classmethod
+    def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
+        """Name of the kernel that will really run."""
+        return "paged decode (our C)"
+
+    def plan(self, metadata: AttentionMetadata) -> NativePlan:
+        """The keys that each token sees, and the row of its sequence: a sequence's last token sees all keys."""
+        starts = metadata.query_start_loc_cpu.numpy()
+        counts = numpy.diff(starts)
+        sequences = numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
+        behind = starts[1:][sequences] - 1 - numpy.arange(len(sequences), dtype=numpy.int32)
+        lens = numpy.maximum(metadata.seq_lens_cpu.numpy()[sequences] - behind, 0).astype(numpy.int32)
+        table = metadata.block_table_cpu
+        spec = self.spec
+        step = DecodeStruct(
+            lens=lens.ctypes.data,
+            sequences=sequences.ctypes.data,
+            table=table.data_ptr(),
+            table_row=table.stride(0),
+            tokens=len(sequences),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            dim=spec.head_dim,
+            value_dim=spec.v_head_dim,
+            window=spec.sliding_window or 0,
+            scale=spec.scale,
+            type=TYPES[spec.dtype],
+        )
+        return NativePlan(step, metadata.slot_mapping, (lens, sequences, table))
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of the newest tokens over the cache."""
+        assert lse is None, "not declared"
+        self._run(q, cache, plan, out, (None, None, 0, 0, None))
+
+    def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
+        """One call for the writes and for the attention over them."""
+        k, v = _by_head(k), _by_head(v)
+        self._run(q, cache, plan, out, (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), plan.slots.data_ptr()))
+
+    def _run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: NativePlan,
+        out: Tensor,
+        new: tuple[int | None, int | None, int, int, int | None],
+    ) -> None:
+        """new: addresses of k and v, their strides from token to token, and the address of the slots."""
+        q, target = _by_head(q), out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        step = plan.step
+        step.q, step.q_row, step.out = q.data_ptr(), q.stride(0), target.data_ptr()
+        self._functions.decode(step, _described(cache), *new)
+        if target is not out:
+            out.copy_(target)
+
+
+def _by_head(rows: Tensor) -> Tensor:
+    """Rows [tokens, heads, dim] whose heads follow one another."""
+    return rows if rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] else rows.contiguous()
+
+
+def _described(cache: LayerCache) -> CacheStruct:
+    strides = []
+    for name in ("key", "value"):
+        tensor, axes = cache.tensors[name], cache.layout.tensors[name]
+        stride = tensor.stride()
+        strides += [stride[axes.index(axis)] for axis in ("block", "slot", "head")]
+    return CacheStruct(cache.key.data_ptr(), cache.tensors["value"].data_ptr(), *strides, cache.block_size)

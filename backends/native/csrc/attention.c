@@ -1,0 +1,188 @@
+// Attention of single tokens over a paged cache: softmax online over tiles of keys, long contexts cut into parts that are merged.
+#include <omp.h>
+#include <stdlib.h>
+#include "vectors.h"
+
+#define TILE 16
+#define MOST_DIM 256
+
+typedef struct {
+    void *key, *value;
+    int64_t key_block, key_slot, key_head, value_block, value_slot, value_head; // strides in elements; those of dim are 1
+    int64_t block_size;
+} Cache;
+
+typedef struct {
+    const void *q; // [tokens, num_heads, dim], rows q_row apart
+    const int32_t *lens, *sequences; // of each token: keys it sees, and its row of the table
+    const int32_t *table; // rows table_row apart
+    void *out; // [tokens, num_heads, value_dim], contiguous
+    int64_t q_row, table_row, tokens, num_heads, num_kv_heads, dim, value_dim;
+    int64_t window; // 0: none
+    float scale;
+    int32_t type;
+} Decode;
+
+typedef struct { float most, total; } Softmax;
+
+static __thread float *partial;
+static __thread size_t partial_size;
+
+// Rows of a tile as floats: where they lie, or, of half precision, in `room`.
+INLINE const float *row_of(const void *base, long at, int type, long dim, float *room) {
+    if (type == FLOAT32) return (const float *)base + at;
+    for (long i = 0; i < dim; i += LANES) store(room + i, load_any(base, type, at + i));
+    return room;
+}
+
+INLINE void tile_scores(int N, long dim, const float *q, const float *const *keys, int count, float *scores) {
+    for (int j = 0; j < count; j++) {
+        vf products = {};
+        if (N) { _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) products += load(q + i * LANES) * load(keys[j] + i * LANES); }
+        else for (long i = 0; i < dim; i += LANES) products += load(q + i) * load(keys[j] + i);
+        scores[j] = sum(products);
+    }
+}
+
+INLINE void tile_values(int N, long dim, const float *weights, const float *const *values, int count, float shrink, float *sums) {
+    if (N) {
+        vf kept[MOST_DIM / LANES];
+        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) kept[i] = load(sums + i * LANES) * splat(shrink);
+        for (int j = 0; j < count; j++) {
+            _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) kept[i] += splat(weights[j]) * load(values[j] + i * LANES);
+        }
+        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) store(sums + i * LANES, kept[i]);
+    } else {
+        for (long i = 0; i < dim; i += LANES) {
+            vf kept = load(sums + i) * splat(shrink);
+            for (int j = 0; j < count; j++) kept += splat(weights[j]) * load(values[j] + i);
+            store(sums + i, kept);
+        }
+    }
+}
+
+// One head's softmax taken on by a tile. sums: [value_dim].
+INLINE void take_tile(const Decode *d, const float *q, const float *const *keys, const float *const *values, int count, Softmax *softmax,
+                      float *sums) {
+    float scores[TILE];
+    if (d->dim == 64) tile_scores(4, 64, q, keys, count, scores);
+    else if (d->dim == 128) tile_scores(8, 128, q, keys, count, scores);
+    else tile_scores(0, d->dim, q, keys, count, scores);
+    for (int j = count; j < TILE; j++) scores[j] = -INFINITY;
+    float most = softmax->most;
+    for (int j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
+    float shrink = softmax->most == -INFINITY ? 0.0f : expf(softmax->most - most);
+    vf weights = where(load(scores) == splat(-INFINITY), (vf){}, exponential(load(scores) - splat(most)));
+    store(scores, weights);
+    softmax->total = softmax->total * shrink + sum(weights);
+    softmax->most = most;
+    if (d->value_dim == 64) tile_values(4, 64, scores, values, count, shrink, sums);
+    else if (d->value_dim == 128) tile_values(8, 128, scores, values, count, shrink, sums);
+    else tile_values(0, d->value_dim, scores, values, count, shrink, sums);
+}
+
+// The heads of a key-value head over keys from `first` up to `last`. sums: [group, value_dim]; softmax: [group].
+static void attend(const Decode *d, const Cache *c, long token, long kv_head, long first, long last, Softmax *softmax, float *sums) {
+    long group = d->num_heads / d->num_kv_heads;
+    float q[group * d->dim], key_room[TILE * MOST_DIM], value_room[TILE * MOST_DIM];
+    for (long g = 0; g < group; g++) {
+        long at = token * d->q_row + (kv_head * group + g) * d->dim;
+        for (long i = 0; i < d->dim; i += LANES) store(q + g * d->dim + i, load_any(d->q, d->type, at + i) * splat(d->scale));
+        softmax[g] = (Softmax){-INFINITY, 0};
+        memset(sums + g * d->value_dim, 0, d->value_dim * sizeof(float));
+    }
+    const int32_t *table = d->table + d->sequences[token] * d->table_row;
+    for (long start = first; start < last; start += TILE) {
+        int count = last - start < TILE ? (int)(last - start) : TILE;
+        const float *keys[TILE], *values[TILE];
+        for (int j = 0; j < count; j++) {
+            long position = start + j, block = table[position / c->block_size], slot = position % c->block_size;
+            long key = block * c->key_block + slot * c->key_slot + kv_head * c->key_head;
+            long value = block * c->value_block + slot * c->value_slot + kv_head * c->value_head;
+            keys[j] = row_of(c->key, key, d->type, d->dim, key_room + j * d->dim);
+            values[j] = row_of(c->value, value, d->type, d->value_dim, value_room + j * d->value_dim);
+        }
+        for (long g = 0; g < group; g++) take_tile(d, q + g * d->dim, keys, values, count, softmax + g, sums + g * d->value_dim);
+    }
+}
+
+INLINE void write_out(const Decode *d, long token, long head, const float *sums, float factor) {
+    for (long i = 0; i < d->value_dim; i += LANES)
+        store_any(d->out, d->type, (token * d->num_heads + head) * d->value_dim + i, load(sums + i) * splat(factor));
+}
+
+// Merge the parts of all heads of one key-value head. parts: [count][group] of a softmax and sums.
+static void merge(const Decode *d, long token, long kv_head, long count, const float *parts, long stride) {
+    long group = d->num_heads / d->num_kv_heads;
+    for (long g = 0; g < group; g++) {
+        float most = -INFINITY, total = 0, sums[MOST_DIM] = {0};
+        for (long n = 0; n < count; n++) {
+            float part = parts[n * stride + 2 * g];
+            most = part > most ? part : most;
+        }
+        for (long n = 0; n < count; n++) {
+            const float *part = parts + n * stride;
+            float factor = part[2 * g] == -INFINITY ? 0.0f : expf(part[2 * g] - most);
+            total += part[2 * g + 1] * factor;
+            const float *from = part + 2 * group + g * d->value_dim;
+            for (long i = 0; i < d->value_dim; i += LANES) store(sums + i, load(sums + i) + load(from + i) * splat(factor));
+        }
+        write_out(d, token, kv_head * group + g, sums, total > 0 ? 1 / total : 0);
+    }
+}
+
+#define LEAST_PART 128 // keys, below which a part costs more than it saves
+
+// k, v: rows [tokens, num_kv_heads, dim or value_dim] that are written to `slots` first (-1: not), NULL: the cache has them. 1: no memory.
+int headway_decode(const Decode *d, const Cache *c, const void *k, const void *v, int64_t k_row, int64_t v_row, const int64_t *slots) {
+    long group = d->num_heads / d->num_kv_heads, items = d->tokens * d->num_kv_heads, longest = 0, size = d->type == FLOAT32 ? 4 : 2;
+    for (long t = 0; t < d->tokens; t++) longest = d->lens[t] > longest ? d->lens[t] : longest;
+    if (d->window && longest > d->window) longest = d->window;
+    long threads = omp_get_max_threads(), wanted = items ? (4 * threads + items - 1) / items : 1, most = longest / LEAST_PART;
+    long parts = wanted < most ? wanted : most;
+    parts = parts < 1 ? 1 : parts;
+    long stride = group * (2 + d->value_dim);
+    size_t needed = (size_t)items * parts * stride * sizeof(float);
+    if (needed > partial_size) {
+        free(partial);
+        partial_size = needed * 2;
+        if (posix_memalign((void **)&partial, 64, partial_size)) { partial = NULL; partial_size = 0; return 1; }
+    }
+    float *held = partial;
+#pragma omp parallel num_threads(threads)
+    {
+        if (k) {
+#pragma omp for schedule(static)
+            for (long item = 0; item < items; item++) {
+                long t = item / d->num_kv_heads, h = item % d->num_kv_heads;
+                if (slots[t] < 0) continue;
+                long block = slots[t] / c->block_size, slot = slots[t] % c->block_size;
+                memcpy((char *)c->key + (block * c->key_block + slot * c->key_slot + h * c->key_head) * size,
+                       (const char *)k + (t * k_row + h * d->dim) * size, d->dim * size);
+                memcpy((char *)c->value + (block * c->value_block + slot * c->value_slot + h * c->value_head) * size,
+                       (const char *)v + (t * v_row + h * d->value_dim) * size, d->value_dim * size);
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (long part = 0; part < items * parts; part++) {
+            long item = part / parts, n = part % parts, token = item / d->num_kv_heads, len = d->lens[token];
+            long from = d->window && len > d->window ? len - d->window : 0, each = (len - from + parts - 1) / parts;
+            long first = from + n * each, last = first + each < len ? first + each : len;
+            float *room = held + part * stride;
+            Softmax *softmax = (Softmax *)room;
+            attend(d, c, token, item % d->num_kv_heads, first, last, softmax, room + 2 * group);
+            if (parts == 1) {
+                for (long g = 0; g < group; g++) {
+                    float total = softmax[g].total;
+                    write_out(d, token, item % d->num_kv_heads * group + g, room + 2 * group + g * d->value_dim, total > 0 ? 1 / total : 0);
+                }
+            }
+        }
+        if (parts > 1) {
+#pragma omp for schedule(static)
+            for (long item = 0; item < items; item++)
+                merge(d, item / d->num_kv_heads, item % d->num_kv_heads, parts, held + item * parts * stride, stride);
+        }
+    }
+    return 0;
+}

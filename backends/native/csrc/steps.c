@@ -1,0 +1,274 @@
+// The steps of a decoder between its attentions, each in one parallel region: norm, product, and what follows the product.
+#include <omp.h>
+#include <stdlib.h>
+#include "panels.h"
+
+enum { NO_ACTIVATION, SILU, GELU_TANH, RELU, RELU2 };
+enum { STORE, ADD, GATED };
+
+typedef struct {
+    const float *weight; // times sqrt(size); NULL: no norm
+    float least; // size * eps: x * weight / sqrt(|x|^2 + least)
+} Norm;
+
+static __thread uint8_t *scratch;
+static __thread size_t scratch_size;
+
+// Memory of the calling thread, that stays for its next call.
+static uint8_t *room(size_t bytes) {
+    if (bytes > scratch_size) {
+        free(scratch);
+        scratch_size = bytes + bytes / 4;
+        if (posix_memalign((void **)&scratch, 64, scratch_size)) { scratch = NULL; scratch_size = 0; }
+    }
+    return scratch;
+}
+
+INLINE float norm_factor(const void *x, int type, long at, long size, float least) {
+    vf squares = {};
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) { vf v = load_any(x, type, at + i); squares += v * v; }
+    float total = sum(squares);
+    for (; i < size; i++) { float v = load_one(x, type, at + i); total += v * v; }
+    return 1.0f / sqrtf(total + least);
+}
+
+// Columns k0 up to k1 of a block of M rows of x, normed, one column after the other; zeros where x has no such row.
+static void pack_block(const void *x, int type, long ldx, long block, long rows, long k, long k0, long k1, Norm norm, int pairs, int M, uint8_t *packed) {
+    float *floats = (float *)packed + block * M * k, factors[MOST_ROWS];
+    uint16_t *halves = (uint16_t *)packed + block * M * k;
+    for (int r = 0; r < M; r++) factors[r] = norm.weight && block * M + r < rows ? norm_factor(x, type, (block * M + r) * ldx, k, norm.least) : 1.0f;
+    for (long i = k0; i < k1; i += LANES) {
+        int n = k1 - i < LANES ? (int)(k1 - i) : LANES;
+        float values[MOST_ROWS][LANES];
+        uint16_t rounded[MOST_ROWS][LANES];
+        for (int r = 0; r < M; r++) {
+            long row = block * M + r;
+            vf v = {};
+            if (row < rows && n == LANES) {
+                v = load_any(x, type, row * ldx + i);
+                if (norm.weight) v = v * splat(factors[r]) * load(norm.weight + i);
+            } else if (row < rows) {
+                for (int j = 0; j < n; j++) v[j] = load_one(x, type, row * ldx + i + j) * factors[r] * (norm.weight ? norm.weight[i + j] : 1.0f);
+            }
+            if (pairs) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
+        }
+        if (pairs) {
+            for (int j = 0; j < n; j += 2) for (int r = 0; r < M; r++) memcpy(halves + (i + j) * M + 2 * r, rounded[r] + j, 4);
+        } else {
+            for (int j = 0; j < n; j++) for (int r = 0; r < M; r++) floats[(i + j) * M + r] = values[r][j];
+        }
+    }
+}
+
+INLINE vf activated(vf x, int activation) {
+    if (activation == SILU) return x / (splat(1.0f) + exponential(-x));
+    if (activation == GELU_TANH)
+        return x / (splat(1.0f) + exponential(splat(-1.5957691216057308f) * (x + splat(0.044715f) * x * x * x)));
+    if (activation == RELU || activation == RELU2) {
+        vf y = larger(x, (vf){});
+        return activation == RELU ? y : y * y;
+    }
+    return x;
+}
+
+typedef struct {
+    const Weight *weight;
+    void *out;
+    long rows, ldo;
+    int type, mode, activation;
+} Product;
+
+// Sums of one panel to the result. part: M sums, `apart` from one another.
+static void finish(const Product *p, long panel, long row, int M, const vf *part, const vf *gate, int apart) {
+    const Weight *w = p->weight;
+    long half = w->n / 2, column = panel * LANES, limit = p->mode == GATED ? half : w->n;
+    long n = limit - column < LANES ? limit - column : LANES;
+    for (int r = 0; r < M && row + r < p->rows; r++) {
+        vf y = part[r * apart];
+        long at = (row + r) * p->ldo + column;
+        if (p->mode == GATED) {
+            vf g = gate[r * apart];
+            if (w->bias) { g += load(w->bias + column); y += load(w->bias + half + column); }
+            y = activated(g, p->activation) * y;
+        } else {
+            if (w->bias) y += load(w->bias + column);
+            y = activated(y, p->activation);
+        }
+        if (n == LANES) {
+            if (p->mode == ADD) y += load_any(p->out, p->type, at);
+            store_any(p->out, p->type, at, y);
+        } else {
+            for (long i = 0; i < n; i++) store_one(p->out, p->type, at + i, y[i] + (p->mode == ADD ? load_one(p->out, p->type, at + i) : 0.0f));
+        }
+    }
+}
+
+#define HELD_BLOCKS 8 // of rows, whose sums wait while the columns are gone through
+#define PACKED_ALONE 4 // rows that each thread packs for itself
+#define PIECE 64      // columns that one thread packs
+#define CHUNK 256     // columns of a panel that several blocks of rows read while it is near
+
+// Panels from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS panels of floats.
+static void multiply(const Product *p, const Kernel *kernel, const uint8_t *packed, long first, long last, float *floats) {
+    const Weight *w = p->weight;
+    int M = kernel->rows, pairs = w->form == PANEL_PAIRS;
+    long blocks = (p->rows + M - 1) / M, half = p->mode == GATED ? w->n / 2 / LANES : 0;
+#if defined(__AVX512BF16__)
+    long block_bytes = w->k * M * (pairs ? 2 : 4);
+#else
+    long block_bytes = w->k * M * 4;
+    (void)pairs;
+#endif
+    int expands = (w->form == PANEL_CODES4 || w->form == PANEL_CODES8) && p->rows > MOST_CODED;
+    Weight expanded = *w;
+    if (expands) {
+        expanded.form = PANEL_FLOAT32;
+        expanded.panels = (const uint8_t *)floats;
+        expanded.panel_bytes = w->k * LANES * 4;
+    }
+    for (long panel = first; panel < last;) {
+        int P = last - panel >= kernel->panels ? kernel->panels : 1;
+        Run *run = P == kernel->panels ? kernel->many : kernel->one;
+        if (expands) {
+            for (int i = 0; i < P; i++) {
+                expand_panel(w, panel + i, floats + i * w->k * LANES);
+                if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
+            }
+        }
+        const Weight *read = expands ? &expanded : w;
+        long gate = expands ? 0 : panel, up = half ? (expands ? P : half + panel) : gate;
+        for (long from = 0; from < blocks; from += HELD_BLOCKS) {
+            long to = from + HELD_BLOCKS < blocks ? from + HELD_BLOCKS : blocks, step = to - from > 1 ? CHUNK : w->k;
+            vf sums[HELD_BLOCKS][MOST_ROWS * MOST_PANELS], gates[HELD_BLOCKS][MOST_ROWS * MOST_PANELS];
+            for (long k0 = 0; k0 < w->k; k0 += step) {
+                long k1 = k0 + step < w->k ? k0 + step : w->k;
+                for (long block = from; block < to; block++) run(read, up, k0, k1, packed + block * block_bytes, sums[block - from]);
+                if (!half) continue;
+                for (long block = from; block < to; block++) run(read, gate, k0, k1, packed + block * block_bytes, gates[block - from]);
+            }
+            for (long block = from; block < to; block++) {
+                for (int i = 0; i < P; i++) finish(p, panel + i, block * M, M, sums[block - from] + i, gates[block - from] + i, P);
+            }
+        }
+        panel += P;
+    }
+}
+
+typedef struct {
+    const void *cos, *sin; // [rows, head_dim] in the type of x; NULL: no rotation
+    long head_dim, q_heads, heads; // heads: those of q and k
+    Norm q_norm, k_norm; // over each head
+} Turn;
+
+// Norm and rotation of a head in place. x: its first element.
+static void turn_head(void *out, int type, long at, long row, long head, const Turn *turn) {
+    long dim = turn->head_dim, half = dim / 2;
+    Norm norm = head < turn->q_heads ? turn->q_norm : turn->k_norm;
+    float factor = norm.weight ? norm_factor(out, type, at, dim, norm.least) : 1.0f;
+    long i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vf a = load_any(out, type, at + i), b = load_any(out, type, at + half + i);
+        if (norm.weight) { a = a * splat(factor) * load(norm.weight + i); b = b * splat(factor) * load(norm.weight + half + i); }
+        if (turn->cos) {
+            long c = row * dim + i;
+            vf turned = a * load_any(turn->cos, type, c) + b * load_any(turn->sin, type, c);
+            b = b * load_any(turn->cos, type, c + half) + a * load_any(turn->sin, type, c + half);
+            a = turned;
+        }
+        store_any(out, type, at + i, a);
+        store_any(out, type, at + half + i, b);
+    }
+    for (; i < half; i++) {
+        float a = load_one(out, type, at + i), b = load_one(out, type, at + half + i);
+        if (norm.weight) { a *= factor * norm.weight[i]; b *= factor * norm.weight[half + i]; }
+        if (turn->cos) {
+            long c = row * dim + i;
+            float turned = a * load_one(turn->cos, type, c) + b * load_one(turn->sin, type, c);
+            b = b * load_one(turn->cos, type, c + half) + a * load_one(turn->sin, type, c + half);
+            a = turned;
+        }
+        store_one(out, type, at + i, a);
+        store_one(out, type, at + half + i, b);
+    }
+}
+
+static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn) {
+    const Weight *w = p->weight;
+    const Kernel *kernel = kernel_for(p->rows);
+    int M = kernel->rows, threads = omp_get_max_threads();
+    int pairs = 0;
+#if defined(__AVX512BF16__)
+    pairs = w->form == PANEL_PAIRS;
+#endif
+    long held = (p->rows + M - 1) / M * M;
+    size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64, floats = 0;
+    for (const Weight *part = w; part; part = part->next) {
+        if ((part->form == PANEL_CODES4 || part->form == PANEL_CODES8) && p->rows > MOST_CODED) floats = (size_t)2 * MOST_PANELS * w->k * LANES;
+    }
+    uint8_t *memory = room(threads * (packed_bytes + floats * 4));
+    if (!memory) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        long me = omp_get_thread_num(), all = omp_get_num_threads();
+        int alone = p->rows <= PACKED_ALONE; // sooner than waiting for the others
+        uint8_t *mine = memory + (alone ? me * packed_bytes : 0);
+        // Pieces of columns, so that no two threads write into one line of the cache.
+        long pieces = (w->k + PIECE - 1) / PIECE, total = held / M * pieces, last = alone ? total : total * (me + 1) / all;
+        for (long piece = alone ? 0 : total * me / all; piece < last;) {
+            long block = piece / pieces, end = (block + 1) * pieces < last ? (block + 1) * pieces : last;
+            long k1 = (end - block * pieces) * PIECE;
+            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, pairs, M, mine);
+            piece = end;
+        }
+        if (!alone) {
+#pragma omp barrier
+        }
+        long column = 0, size = p->type == FLOAT32 ? 4 : 2;
+        for (const Weight *part = w; part; column += part->n, part = part->next) {
+            Product own = *p;
+            own.weight = part;
+            own.out = (uint8_t *)p->out + column * size;
+            long panels = (p->mode == GATED ? part->n / 2 : part->n + LANES - 1) / LANES;
+            float *room = (float *)(memory + threads * packed_bytes) + me * floats;
+            multiply(&own, kernel, mine, panels * me / all, panels * (me + 1) / all, room);
+        }
+        if (turn) {
+#pragma omp barrier
+            long items = p->rows * turn->heads;
+            for (long item = items * me / all; item < items * (me + 1) / all; item++) {
+                long row = item / turn->heads, head = item % turn->heads;
+                turn_head(p->out, p->type, row * p->ldo + head * turn->head_dim, row, head, turn);
+            }
+        }
+    }
+    return 0;
+}
+
+// out = activation(norm(x) W^T + b), out += that, or activation of the first half of its columns times the second.
+// x: [rows, k], rows ldx apart; norm_weight: NULL: none; out: [rows, n or n / 2], rows ldo apart. 1: no memory.
+int headway_product(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, int mode,
+                    int activation, void *out, long ldo) {
+    Product p = {weight, out, rows, ldo, type, mode, activation};
+    return run(&p, x, ldx, (Norm){norm_weight, least}, NULL);
+}
+
+// The product of q, k and v in one row, then norm and rotation of the heads of q and k.
+int headway_qkv(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, void *out,
+                long ldo, const void *cos, const void *sin, long head_dim, long q_heads, long heads, const float *q_norm, float q_least,
+                const float *k_norm, float k_least) {
+    Product p = {weight, out, rows, ldo, type, STORE, NO_ACTIVATION};
+    Turn turn = {cos, sin, head_dim, q_heads, heads, {q_norm, q_least}, {k_norm, k_least}};
+    return run(&p, x, ldx, (Norm){norm_weight, least}, &turn);
+}
+
+// RMSNorm of rows.
+void headway_norm(const void *x, long ldx, long rows, long size, int type, const float *weight, float least, void *out) {
+#pragma omp parallel for if (rows * size > 16384)
+    for (long r = 0; r < rows; r++) {
+        float factor = norm_factor(x, type, r * ldx, size, least);
+        long i = 0;
+        for (; i + LANES <= size; i += LANES) store_any(out, type, r * size + i, load_any(x, type, r * ldx + i) * splat(factor) * load(weight + i));
+        for (; i < size; i++) store_one(out, type, r * size + i, load_one(x, type, r * ldx + i) * factor * weight[i]);
+    }
+}

@@ -1,0 +1,1 @@
+"""What a CPU computes by our C: products over weights in panels, and the steps around them."""

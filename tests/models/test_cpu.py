@@ -1,0 +1,162 @@
+"""Products and steps by our C on a CPU, beside float64 and torch's operations; and what serves where there is no compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from headway.backends.native import compiler
+from headway.backends.native.library import functions
+from headway.models import linear as linear_module
+from headway.models.cpu import panels as panels_module
+from headway.models.cpu.operations import NativeOperations
+from headway.models.cpu.panels import coded_panels, dense_panels, multiply
+from headway.models.linear import Linear, reads_as_it_is
+from headway.models.operations import Heads, Norm, TorchOperations
+from headway.models.quantization.gguf_weight import BLOCK_TYPES, GgufWeight
+from operation_inputs import ropes
+
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+SCALES_AT = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
+"""Where the float16 of a type's blocks lie; of the others at 0."""
+
+pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {compiler.library()[1]}")
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def blocks_of(name: str, rows: int, columns: int, seed: int) -> Tensor:
+    """Blocks of random codes with scales of a usual size."""
+    kind, generator = BLOCK_TYPES[name], numpy.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, columns // kind.columns, kind.num_bytes), dtype=numpy.uint8)
+    for at in SCALES_AT.get(name, (0,)):
+        scales = generator.normal(0, 0.1, (*blocks.shape[:2], 1)).astype(numpy.float16)
+        blocks[..., at : at + 2] = scales.view(numpy.uint8)
+    return torch.from_numpy(blocks)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((found.double() - expected).norm() <= tolerance * expected.norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(50, 96), (64, 70), (160, 576)])
+def test_products_are_right_at_any_number_of_rows(dtype: torch.dtype, rows: int, columns: int) -> None:
+    weight, bias = drawn(rows, columns, dtype=dtype), drawn(rows, seed=1, dtype=dtype)
+    panels = dense_panels(weight, bias)
+    assert panels is not None
+    for count in (0, 1, 2, 3, 5, 8, 9, 13, 16, 25, 100):
+        x = drawn(count, columns + 3, seed=2, dtype=dtype)[:, :columns]  # rows that are not side by side
+        expected = x.double() @ weight.double().t() + bias.double()
+        assert close(multiply(panels, x), expected, TOLERANCES[dtype]), count
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    blocks = blocks_of(name, 40, 512, seed=3)
+    expected = gguf.dequantize(blocks.flatten(1).numpy(), getattr(gguf.GGMLQuantizationType, name))
+    weight = GgufWeight((name,), (blocks,))
+    assert torch.equal(weight.dequantized(torch.float32), torch.from_numpy(expected).float())
+    assert reads_as_it_is(weight, torch.float32, CPU)
+    linear, bias = Linear(weight, dtype=torch.float32), drawn(40)
+    assert linear.reads_quantized
+    assert linear.expanded_bytes == 0
+    for count in (1, 2, 7, 16, 30):
+        x = drawn(count, 512, seed=4)
+        exact = x.double() @ weight.dequantized(torch.float64).t()
+        assert close(linear(x), exact, 1e-6)
+        assert close(Linear(weight, bias)(x), exact + bias.double(), 1e-6)
+        half = x.bfloat16()
+        exact = half.double() @ weight.dequantized(torch.float64).t()
+        assert close(Linear(weight, dtype=torch.bfloat16)(half), exact, 4e-3)
+
+
+def test_rows_of_several_types_are_one_product() -> None:
+    parts = [(name, blocks_of(name, rows, 512, seed=rows)) for name, rows in (("Q4_K", 64), ("Q4_K", 24), ("Q6_K", 40))]
+    weight = GgufWeight.of_parts(parts)
+    assert weight.types == ("Q4_K", "Q6_K")
+    bias = drawn(128)
+    for count in (1, 20):
+        x = drawn(count, 512, seed=5)
+        exact = x.double() @ weight.dequantized(torch.float64).t() + bias.double()
+        assert close(Linear(weight, bias)(x), exact, 1e-6)
+    assert torch.equal(weight.rows(range(80, 100)).dequantized(torch.float32), weight.dequantized(torch.float32)[80:100])
+    assert weight.columns(range(32, 512)) is None
+    order = torch.arange(127, -1, -1)
+    assert torch.equal(weight.in_order(order).dequantized(torch.float32), weight.dequantized(torch.float32)[order])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 17])
+def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: int) -> None:
+    """Large enough weights that layers arrange them in panels; the reference is torch's in float32."""
+    found, dim, hidden = functions(), 64, 512
+    assert found is not None
+    native, plain = NativeOperations(*ropes(dim), found), TorchOperations(*ropes(dim))
+    norm = Norm(1 + 0.1 * drawn(hidden, dtype=dtype), 1e-5)
+    of_heads = Norm(1 + 0.1 * drawn(dim, seed=1, dtype=dtype), 1e-6) if head_norms else None
+    heads = Heads(6, 2, dim, of_heads, of_heads)
+    positions = torch.arange(count) + 5
+    angles = (positions[:, None, None] * ropes(dim)[0][0]).double()
+    rope = tuple(torch.cat(both, dim=-1).to(dtype) for both in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
+    x, residual = drawn(count, hidden, seed=2, dtype=dtype), drawn(count, hidden, seed=3, dtype=dtype)
+    qkv, gate_up, down = (drawn(rows, hidden, seed=4 + rows, dtype=dtype) / 20 for rows in (640, 1024, 512))
+    layers = [(Linear(weight), Linear(weight.float())) for weight in (qkv, gate_up, down)]
+    assert all(ours.panels is not None for ours, _ in layers)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    wide = Norm(norm.weight.float(), norm.eps)
+    wide_heads = Heads(6, 2, dim, *([Norm(of_heads.weight.float(), 1e-6)] * 2 if of_heads else [None, None]))
+    for turn in (rope, None):
+        own = native.norm_qkv(x, norm, layers[0][0], heads, turn)
+        whole = plain.norm_qkv(x.float(), wide, layers[0][1], wide_heads, turn and (turn[0].float(), turn[1].float()))
+        for mine, expected in zip(own, whole, strict=True):
+            assert mine.dtype == dtype
+            assert close(mine, expected.double(), tolerance)
+    for activation in ("silu", "gelu_tanh", "relu2", "gelu"):
+        gated = plain.norm_gated_product(x.float(), wide, layers[1][1], activation)
+        assert close(native.norm_gated_product(x, norm, layers[1][0], activation), gated.double(), tolerance)
+        simple = plain.norm_product(x.float(), wide, layers[1][1], activation)
+        assert close(native.norm_product(x, norm, layers[1][0], activation), simple.double(), tolerance)
+    added = plain.add_product(residual.float(), x.float(), layers[2][1])
+    assert close(native.add_product(residual.clone(), x, layers[2][0]), added.double(), tolerance)
+    assert close(native.norm(x, norm), plain.norm(x.float(), wide).double(), tolerance)
+
+
+def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(compiler.VARIABLE, "none")
+    found, support = compiler.find_compiler.__wrapped__()
+    assert found is None
+    assert "install gcc" in str(support)
+    for module in (panels_module, linear_module):
+        monkeypatch.setattr(module, "functions", lambda: None)
+    weight, x = drawn(520, 400), drawn(7, 400, seed=1)
+    linear = Linear(weight)
+    assert linear.panels is None
+    assert close(linear(x), x.double() @ weight.double().t(), 1e-6)
+    blocks = GgufWeight(("Q4_0",), (blocks_of("Q4_0", 32, 64, seed=1),))
+    assert not reads_as_it_is(blocks, torch.float32, CPU)
+    assert coded_panels(blocks.coded()) is None
+    assert Linear(blocks).expanded_bytes == 4 * 32 * 64
+
+
+def test_c_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho "error: no such thing" >&2; exit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv(compiler.VARIABLE, str(broken))
+    compiler.find_compiler.cache_clear()
+    try:
+        built, support = compiler.library.__wrapped__()
+    finally:
+        compiler.find_compiler.cache_clear()
+    assert built is None
+    assert "does not compile our C: error: no such thing" in str(support)
