@@ -24,7 +24,7 @@ from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES,
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
-from headway.models.quantization.forms import Float4Weight, Float8Weight, Int8Weight, QuantizedWeight, form_name
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_ROWS = 64
