@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from headway.cli.app import app
 from headway.core.contract.metadata import Phase
+from headway.core.contract.support import Support
 from headway.core.select.backend_request import ALL_AUTO
 from headway.core.select.costs import CostTable, Shape
 from headway.core.select.layer_specs import LayerSpecs
@@ -83,6 +84,8 @@ def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapt
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
     monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
+    absent = Support.no("C compiler", "gcc or clang", "none")  # two backends are enough to choose between
+    monkeypatch.setattr("headway.backends.native.backend.native_support", lambda: absent)
     caplog.set_level(logging.INFO, "headway")
 
     def write(times: Times = crossing, names: tuple[str, ...] = ("sdpa", "sdpa.math"), **changes: object) -> CrossoverTable:
