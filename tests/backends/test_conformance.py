@@ -50,7 +50,7 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
 def test_the_quick_answers_of_a_phase_are_right(name: str, step: int, phase: str) -> None:
     """step: one cell of so many is run."""
     cells = [cell for cell in quick_cells(name) if (cell.check, cell.phase) == ("answer", phase)][::step]
-    assert len(cells) > 1
+    assert len(cells) > 1 or (name == "native" and phase not in ("decode", "verify"))  # which decodes alone
     assert not [result for result in map(kit(name).run, cells) if result.status == "failed"]
 
 
