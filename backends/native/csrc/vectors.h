@@ -56,8 +56,21 @@ INLINE vf load_half(const uint16_t *p) {
     return x;
 #endif
 }
-INLINE vf load_bytes(const int8_t *p) { return __builtin_convertvector(*(const v16b *)p, vf); }
-INLINE vf load_unsigned(const int8_t *p) { return __builtin_convertvector((vi)(__builtin_convertvector(*(const v16b *)p, vi) & 255), vf); }
+// (By __builtin_convertvector gcc 12 takes bytes one at a time.)
+INLINE vf load_bytes(const int8_t *p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    return __builtin_convertvector(*(const v16b *)p, vf);
+#endif
+}
+INLINE vf load_unsigned(const int8_t *p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    return __builtin_convertvector((vi)(__builtin_convertvector(*(const v16b *)p, vi) & 255), vf);
+#endif
+}
 
 // Entries of a table of 16, by the low four bits of each lane.
 INLINE vf look_up(vf table, vi at) {
