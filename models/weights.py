@@ -129,7 +129,7 @@ class Weights:
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._files = TensorFiles(folder, device, aliases, quantization and quantization.beside)
+        self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
         self._quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
         self._counted = Expansion()
 
