@@ -7,7 +7,7 @@ WORKERS ?= 2
 # Bytecode is kept whatever the shell says: else each of some hundred processes that tests start compiles the package anew.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) --dist=loadgroup
 
-.PHONY: help demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo check docs docs-made format clean
+.PHONY: help demo test test-slow test-all test-lowest soak test-vllm test-ray test-dynamo test-clients check docs docs-made format clean
 .DEFAULT_GOAL := demo
 
 help:  ## this list
@@ -78,6 +78,15 @@ test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 2 GB on 
 	.venv-dynamo/bin/python -c "import torch" 2>/dev/null || .venv-dynamo/bin/python -m pip install torch==2.13.0
 	.venv-dynamo/bin/python -m pip install --quiet --editable ".[gguf,serve]" httpx msgspec pytest pytest-timeout pyzmq
 	.venv-dynamo/bin/python -m pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	touch $@
+
+CLIENTS ?= openai anthropic langchain llama_index instructor outlines litellm lm_eval
+test-clients: $(READY) $(CLIENTS:%=.venv-clients/%/.ready)  ## programs of others against one server, each with an environment of its own
+	OMP_NUM_THREADS=1 $(BIN)/python tests/clients/serve_and_run.py $(CLIENTS)
+
+.venv-clients/%/.ready: tests/clients/use_%.py
+	test -x $(@D)/bin/python || python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $$(sed -n 's/^# pip: //p' $<)
 	touch $@
 
 check: $(READY)  ## format, lint, types

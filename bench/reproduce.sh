@@ -2,8 +2,8 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states;
-# about 10, 6, 20, 25, 10, 6, 8, 12 and 8 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states,
+# priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -158,10 +158,15 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
         --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
 }
 
+priors() {  # tables that may ship, and what auto loses by those that do; run again, it goes on with tables that its time did not complete
+    study priors priors measure --output "$out/priors"
+    # then, in a checkout: python3 -P -m headway.bench.studies.priors ship "$out"/priors/crossover-*.json
+}
+
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers | conformance | requests | servers | states) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers or states, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance | requests | servers | states | priors) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers, states or priors, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

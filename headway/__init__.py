@@ -1,10 +1,13 @@
 """Headway: LLM inference on whichever attention kernel is fastest here, now, for this batch."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "AsyncLLM",
     "LLM",
+    "LLMEngine",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
@@ -12,6 +15,7 @@ __all__ = [
     "EngineSnapshot",
     "HeadwayError",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -26,6 +30,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
+    from headway.beam_search import BeamSearchParams
     from headway.core.contract.errors import HeadwayError
     from headway.core.engine.state.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
@@ -34,7 +39,8 @@ if TYPE_CHECKING:
     from headway.engine_args import EngineArgs
     from headway.hosting.host import EngineDeadError
     from headway.llm import LLM
-    from headway.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+    from headway.llm_engine import LLMEngine
+    from headway.outputs import CompletionOutput, EmbeddingRequestOutput, PoolingParams, RequestOutput, ScoringRequestOutput
     from headway.registry import hookimpl
     from headway.requests.prompts import TextPrompt, TokensPrompt
     from headway.tuning.isolated.trial import create_registry
@@ -43,6 +49,8 @@ if TYPE_CHECKING:
 _HOME = {
     "AsyncLLM": "headway.async_llm",
     "LLM": "headway.llm",
+    "LLMEngine": "headway.llm_engine",
+    "BeamSearchParams": "headway.beam_search",
     "CompletionOutput": "headway.outputs",
     "EmbeddingRequestOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
@@ -50,6 +58,7 @@ _HOME = {
     "EngineSnapshot": "headway.core.engine.state.stats",
     "HeadwayError": "headway.core.contract.errors",
     "Logprob": "headway.core.sampling.logprobs",
+    "PoolingParams": "headway.outputs",
     "RequestOutput": "headway.outputs",
     "RequestOutputKind": "headway.core.sampling.params",
     "SamplingParams": "headway.core.sampling.params",
@@ -63,13 +72,33 @@ _HOME = {
 }
 
 
+class _VllmModules:
+    """Finds modules of vLLM's that programs import from headway, `headway.sampling_params` for example; see headway.vllm_api."""
+
+    @staticmethod
+    def find_spec(full_name: str, path: Any = None, target: Any = None) -> Any:
+        """See importlib.abc.MetaPathFinder. Python asks when no file has the name."""
+        if not full_name.startswith("headway.") or full_name.startswith("headway.vllm_api"):
+            return None
+        from headway.vllm_api.modules import find_module
+
+        return find_module(full_name)
+
+
+sys.meta_path.append(_VllmModules)  # last, so that it costs imports of other packages nothing
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used (PEP 562): `import headway` costs milliseconds and loads no torch."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME[name]), name)
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name.startswith("__"):
+        raise AttributeError(f"module 'headway' has no attribute {name!r}")
+    from headway.vllm_api.modules import lend
+
+    return lend("", name)
 
 
 def __dir__() -> list[str]:

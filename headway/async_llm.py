@@ -24,6 +24,7 @@ from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream
 from headway.requests.validation import RequestName, quickly_checked
+from headway.vllm_api.calls import check_keywords
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -52,12 +53,13 @@ class AsyncLLM:
         self._start(EngineThread(driver_of(EngineArgs.of(*model, **options))))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False) -> Self:
+    def from_engine_args(cls, engine_args: EngineArgs, *, own_process: bool = False, **_: object) -> Self:
         """Make an AsyncLLM with these options.
 
         own_process: run the engine in a process of its own, as `headway serve` does. Its steps then do not share Python's lock
         with the work for each token here, and a fault that ends that process leaves this one alone. Options and parameters must
-        be picklable; `engine`, `driver` and functions as logits processors need a thread.
+        be picklable; `engine`, `driver` and functions as logits processors need a thread. Keywords beside it concern vLLM's
+        processes and reports, and are not read.
         """
         return cls.over(EngineProcess(partial(driver_of, engine_args)) if own_process else EngineThread(driver_of(engine_args)))
 
@@ -90,17 +92,20 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        **others: object,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; each item is the output so far, or what SamplingParams.output_kind says.
 
         The request ends with the iterator, and with the task that reads it: a caller who stops reading need not abort it. prompt
         and sampling_params: see LLM.generate. request_id: a text that no unfinished request has; None: one is made. priority: see
-        scheduling_policy.
+        scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt, before the first item.
         :raises ConfigError: a parameter that cannot work, likewise.
         :raises EngineDeadError: the engine has ended.
         """
+        if others:
+            check_keywords("AsyncLLM.generate", others, ("prompt", "sampling_params", "request_id", "priority"))
         (request,) = await self.check(list_of_one(prompt), sampling_params, priority=priority)
         stream = self.submit(request, request_id)
         try:
@@ -159,6 +164,15 @@ class AsyncLLM:
         :raises HeadwayError: the model's tokenizer cannot do that.
         """
         return await self.in_thread(partial(self.host.validator.text_prompt, text, add_special_tokens))
+
+    async def infill_prompt(self, prefix: str, suffix: str, *, split_special_tokens: bool = False) -> Prompt:
+        """The prompt whose completion stands between two texts, ready for `generate`; tokenised in a thread.
+
+        split_special_tokens: the names of control tokens are text.
+
+        :raises ConfigError: the model has no tokens for that.
+        """
+        return await self.in_thread(partial(self.host.validator.infill_prompt, prefix, suffix, split_special_tokens))
 
     async def check(
         self,

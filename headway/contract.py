@@ -5,6 +5,7 @@ They change only with `API_VERSION`. `headway.core` and everything else is Headw
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel, Lengths, Plan, StepLimits
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
+from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ReasoningSyntax
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import (
     BackendError,
@@ -57,7 +58,12 @@ __all__ = [
     "CacheGeometry",
     "CacheLayout",
     "CacheWriter",
+    "CallSyntax",
     "Capabilities",
+    "ChatContext",
+    "ChatParser",
+    "ChatParserInfo",
+    "ChatPiece",
     "ConfigError",
     "DTYPES",
     "FEATURES",
@@ -82,6 +88,7 @@ __all__ = [
     "ProposerInfo",
     "ProposerOptions",
     "Reason",
+    "ReasoningSyntax",
     "STATE_KINDS",
     "SequenceProposer",
     "StateBackend",

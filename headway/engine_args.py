@@ -9,27 +9,66 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 from headway.core.contract.errors import ConfigError, refuse_unknown
 from headway.core.engine.state.config import EngineConfig
 from headway.core.system.text import shown
+from headway.models.origin import ModelOrigin
 from headway.models.pooling.detect import RUNNERS, TASKS
-from headway.vllm_names import LLM_OPTIONS, is_neutral
+from headway.vllm_api.arguments import Flag, add_flags, add_foreign_flags
+from headway.vllm_api.options import LLM_OPTIONS, TAKEN, from_vllm
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
     from headway.core.contract.backend import AttentionBackend
     from headway.registry import Registry
 
 P = ParamSpec("P")
+C = TypeVar("C", bound=type)
 
 
+def _takes_vllms_options(cls: C) -> C:
+    """Let EngineArgs be made with the options of vLLM's, which are translated, or refused with what comes nearest."""
+    initialise = cls.__init__  # type: ignore[misc]
+    names = [each.name for each in dataclasses.fields(cls)]
+    own = frozenset(names)
+
+    @functools.wraps(initialise)
+    def __init__(self: object, *model: object, **options: Any) -> None:
+        translated = from_vllm(options, own)
+        refuse_unknown("LLM", translated, names, LLM_OPTIONS)
+        if len(model) > 1:
+            raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
+        initialise(self, *model, **translated)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+@_takes_vllms_options
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
-    """Every option of loading and running a model: the engine's (`EngineConfig`), and those of model and machine."""
+    """Every option of loading and running a model: the engine's (`EngineConfig`), and those of model and machine.
+
+    Options of vLLM's EngineArgs are taken too: those that Headway spells otherwise are translated, those at a value that asks for
+    nothing here are left out, and the others are refused by name.
+    """
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
     _: dataclasses.KW_ONLY
+    tokenizer: Annotated[
+        str | None, "Tokenizer to use in place of the model's: a folder, a .gguf file, or a Hugging Face hub id."
+    ] = None
+    revision: Annotated[str | None, "Branch, tag or commit of a model on a Hugging Face hub. Default: its main branch."] = None
+    download_dir: Annotated[str | None, "Folder that a hub's files are fetched to. Default: the one of huggingface_hub."] = None
+    hf_overrides: Annotated[
+        Mapping[str, Any] | None, "Values in place of those of the model's config.json; one for text_config is merged into it."
+    ] = None
+    generation_config: Annotated[
+        str, "Sampling parameters of requests without any: auto, those that the model recommends, or vllm, vLLM's own defaults."
+    ] = "auto"
     dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
@@ -56,7 +95,7 @@ class EngineArgs(EngineConfig):
         "File of measured times that auto obeys, or several, each for the layer it was measured on. Default: this machine's own.",
     ] = None
     autotune_budget: Annotated[
-        float | None, "Seconds that auto may measure at the first start; 0: none. Default: 20 on a GPU, 10 on a CPU."
+        float | None, "Seconds that a first start may measure, in all; 0: none. Default: 20 on a GPU, 10 on a CPU."
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
     plugins: Annotated[
@@ -67,6 +106,10 @@ class EngineArgs(EngineConfig):
     backends: Annotated[
         Iterable[type[AttentionBackend]], "Classes of attention backends, registered as plugins are; attn_backend names one."
     ] = ()
+    logits_processors: Annotated[
+        Iterable[object],
+        "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits.",
+    ] = ()
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
     ] = None
@@ -75,10 +118,15 @@ class EngineArgs(EngineConfig):
     def __post_init__(self) -> None:
         name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
         self._set("dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        self._set("logits_processors", tuple(self.logits_processors))
         super().__post_init__()
+        if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
+            raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")
+        if self.tokenizer == self.model:
+            self._set("tokenizer", None)
         if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
             raise ConfigError("plugins", 'a list, such as ["my_backend.py"]', shown(self.plugins))
-        for option, known in (("runner", RUNNERS), ("task", TASKS)):
+        for option, known in (("runner", RUNNERS), ("task", TASKS), ("generation_config", ("auto", "vllm"))):
             if getattr(self, option) not in known:
                 raise ConfigError(option, " or ".join(known), shown(getattr(self, option)))
         if self.registry is not None and not hasattr(self.registry, "failures"):
@@ -105,11 +153,23 @@ class EngineArgs(EngineConfig):
 
         :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
         """
-        options = {name: value for name, value in options.items() if not is_neutral(name, value)}
-        refuse_unknown("LLM", options, [field.name for field in dataclasses.fields(cls)], LLM_OPTIONS)
-        if len(model) > 1:
-            raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
         return cls(*model, **options)  # type: ignore[arg-type]
+
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Give a parser of Python's a flag for each option, vLLM's included; `from_cli_args` reads what it has parsed."""
+        defaults = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
+        python_only = ("registry", "backends", "plugins", "logits_processors")
+        own = {name: text for name, text in help_texts().items() if name not in python_only}
+        add_flags(parser, [Flag(name, option_types()[name], defaults[name], text) for name, text in own.items()])
+        add_foreign_flags(parser, sorted((TAKEN | set(LLM_OPTIONS)) - set(defaults)))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> EngineArgs:
+        """Make options from what a parser of `add_cli_args` has parsed; what else it holds is left alone. Raises as `of`."""
+        known = {each.name for each in dataclasses.fields(cls)} | TAKEN | set(LLM_OPTIONS)
+        return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def compiles_on(self, device_type: str) -> bool | None:
         """Return what `torch_compile` says; where the option is not set, None on a GPU (compile where that works), else False.
@@ -118,6 +178,11 @@ class EngineArgs(EngineConfig):
         """
         tried = device_type == "cuda" and not self.enforce_eager
         return self.torch_compile if self.torch_compile is not None or tried else False
+
+    @property
+    def origin(self) -> ModelOrigin:
+        """The options that say which files the model has."""
+        return ModelOrigin(self.revision, self.download_dir, self.hf_overrides)
 
     def make_registry(self) -> Registry:
         """The `registry` that was given; else a new one with `plugins` and `backends`.

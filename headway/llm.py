@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NoReturn, overload
+from dataclasses import fields
+from functools import cached_property, partial
+from typing import Any, Self, overload
 
 from tqdm import tqdm
 
-from headway.core.contract.errors import ConfigError
-from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.stats import EngineSnapshot
+from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.text import shown
+from headway.engine_access import EngineAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble, checked_registry
 from headway.hosting.driver import EngineDriver
-from headway.models.loader import LoadedModel
-from headway.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
+from headway.llm_engine import LLMEngine
+from headway.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from headway.pooling.assembly import assemble_pooling
 from headway.pooling.client import PoolingClient
 from headway.pooling.find import find_pooling_model
 from headway.requests.chat_template import list_of_messages
-from headway.requests.prompts import Message, Prompt, is_one
+from headway.requests.prompts import FORMS, Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
-from headway.vllm_names import check_keywords, missing_attribute
+from headway.vllm_api.calls import check_keywords
+from headway.vllm_api.configs import ModelSettings
 
 
-class LLM:
+class LLM(EngineAccess):
     """A model ready to generate, to embed or to score. Arguments are named as vLLM's offline class names them, where it has them.
 
     Several threads may call one LLM: their requests share the batch, and each call returns its own.
@@ -49,12 +59,20 @@ class LLM:
             pooled = assemble_pooling(args, found, registry)
             self.registry, self.device, self.num_threads = pooled.registry, pooled.device, pooled.num_threads
             self.tokenizer, self._pooling = pooled.model.tokenizer, PoolingClient(pooled)
+            self.start_times = pooled.start
             return
         assembly = assemble(args, registry)
         self.registry, self.device, self.num_threads = assembly.registry, assembly.device, assembly.num_threads
         self.tokenizer, self._driver = assembly.model.tokenizer, EngineDriver(assembly)
+        self.start_times = assembly.start
+        """Where the seconds of the start went, part by part."""
         self._processor = OutputProcessor(self.tokenizer)
         self._driver.add_listener(self._processor.process)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Make an LLM with these options."""
+        return cls(**{each.name: getattr(engine_args, each.name) for each in fields(engine_args)})
 
     @property
     def driver(self) -> EngineDriver:
@@ -66,15 +84,15 @@ class LLM:
             raise self.pooling.generates_not()
         return self._driver
 
-    @property
-    def engine(self) -> EngineLoop:
-        """The engine; raises as `driver`."""
-        return self.driver.engine
+    @cached_property
+    def llm_engine(self) -> LLMEngine:
+        """An `LLMEngine` over the same engine; its requests share the batch. Raises as `driver`."""
+        return LLMEngine.over(self.driver)
 
     @property
-    def model(self) -> LoadedModel:
-        """The model that generates text; raises as `driver`."""
-        return self.driver.assembly.model
+    def model_config(self) -> ModelSettings:
+        """The model's sizes and options under vLLM's names; raises as `driver`."""
+        return self.llm_engine.vllm_config.model_config
 
     @property
     def pooling(self) -> PoolingClient:
@@ -91,17 +109,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **others: object,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come in their order.
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
         of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. priority: one for
-        all, or one for each; see scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
+        all, or one for each; see scheduling_policy. prompt_token_ids: prompts, in vLLM's older words. others:
+        keywords of vLLM's; those that ask for something are refused.
 
         A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
 
@@ -110,7 +131,10 @@ class LLM:
         """
         if others:
             check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
-        requests, progress = self._add(prompts, sampling_params, priority)
+        given = prompts if prompt_token_ids is None else prompt_token_ids
+        if given is None:
+            raise PromptError("prompt", FORMS, "None")
+        requests, progress = self._add(given, sampling_params, priority)
         with (
             self._ended(requests),
             tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar,
@@ -220,18 +244,22 @@ class LLM:
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
         **others: object,
     ) -> list[EmbeddingRequestOutput]:
         """Make a vector of each prompt; the outputs come in their order.
 
         prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
-        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused. others:
-        keywords of vLLM's; those that ask for something are refused.
+        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused.
+        pooling_params: brings both of these in place of the keywords. others: keywords of vLLM's; those
+        that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs.
         :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
         """
         check_keywords("LLM.embed", others, ("prompts", "dimensions", "truncate_prompt_tokens", "use_tqdm"))
+        if pooling_params is not None:
+            dimensions, truncate_prompt_tokens = pooling_params.dimensions, pooling_params.truncate_prompt_tokens
         return self.pooling.run(self.pooling.jobs.embed(prompts, dimensions, truncate_prompt_tokens), use_tqdm)
 
     def score(
@@ -254,28 +282,59 @@ class LLM:
         check_keywords("LLM.score", others, ("data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"))
         return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
 
-    def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model; None where it was loaded without one."""
-        return self.tokenizer
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False, **others: object
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of prompts; the outputs come in their order.
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends, which `generate` takes where none are given."""
-        return self.driver.validator.default_params()
+        prompts: as in `generate`. others: keywords of vLLM's; those that ask for something are refused.
 
-    def stats(self) -> EngineSnapshot:
-        """The engine's figures, at this moment and since its start, read between two steps."""
-        with self.driver.lock:
-            return self.engine.snapshot()
+        :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a keyword that cannot work, or twice the beam_width is more than max_logprobs.
+        """
+        check_keywords("LLM.beam_search", others, ("prompts", "params", "use_tqdm", "concurrency_limit"))
+        driver, limits = self.driver, self.driver.validator.limits
+        checked = driver.validator.check(prompts, SamplingParams(max_tokens=1, logprobs=2 * params.beam_width))
+        ids = [request.prompt_token_ids for request in checked]
+        searches = [BeamSearch(each, params, self.model.eos_token_ids, limits.max_model_len - len(each)) for each in ids]
+        search(searches, partial(self.generate, use_tqdm=use_tqdm))
+        return [each.best(self.tokenizer) for each in searches]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        with self.driver.lock:
-            self.engine.blocks.forget_prefixes(everywhere=True)
-        return True
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Do what `embed` or `classify` does, with the answer as a tensor. pooling_task: embed or classify; None: the model's."""
+        if pooling_task not in (None, "encode", "embed", "classify"):
+            hint = "a model's states are pooled, whatever is asked for"
+            raise ConfigError("pooling_task", "embed or classify", shown(pooling_task), hint)
+        classifies = pooling_task == "classify" or (pooling_task in (None, "encode") and self.pooling.model.task == "score")
+        made: Sequence[EmbeddingRequestOutput | ClassificationRequestOutput] = (self.classify if classifies else self.embed)(
+            prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, **others
+        )
+        return [PoolingRequestOutput.of(each) for each in made]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Called for attributes that LLM lacks: for those of vLLM's LLM the error names what comes nearest."""
-        raise missing_attribute(name)
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        **others: object,
+    ) -> list[ClassificationRequestOutput]:
+        """Give each prompt the probabilities of the model's labels; the outputs come in their order. Arguments: see `embed`.
+
+        :raises PromptError: an empty or too long prompt; it is found before anything runs.
+        :raises ConfigError: a model that is no classifier.
+        """
+        check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
+        most = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+        return self.pooling.run(self.pooling.jobs.classify(prompts, most), use_tqdm)
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
         """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.
@@ -299,7 +358,7 @@ class LLM:
             for request in checked:
                 request_id = self.driver.names.claim().request_id
                 requests.append(self._processor.add(request_id, request, progress))
-                self.engine.add_request(request_id, request)
+                self.driver.engine.add_request(request_id, request)
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
@@ -327,5 +386,5 @@ class LLM:
     def _end(self, requests: Sequence[RequestState]) -> None:
         for request in requests:
             self._processor.remove(request.request_id)
-            self.engine.abort(request.request_id)
+            self.driver.engine.abort(request.request_id)
             self.driver.names.release(request.request_id)

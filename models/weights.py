@@ -352,7 +352,7 @@ def shown_size(count: int) -> str:
 
 
 STD = 0.02
-"""Standard deviation of weights, the usual `initializer_range`: logits stay finite in half precision."""
+"""Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
 
 
 class DummyWeights(PlainSource):
@@ -362,8 +362,7 @@ class DummyWeights(PlainSource):
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = ()) -> None:
-        """unit: tensors that are drawn with a standard deviation of 1, as the embedding of a mixture of experts, so that a random
-        router tells tokens apart."""
+        """unit: tensors drawn with deviation 1, as the embedding before experts, so that a random router tells tokens apart."""
         self.dtype, self.device = dtype, device
         self._unit = unit
         # On torch's device `meta` tensors have shapes and no elements.

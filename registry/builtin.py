@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from headway.core.chat import builtin as chat_parsers
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
@@ -230,3 +232,9 @@ def headway_rank_backends(spec: AttentionSpec, phase: Phase, candidates: Sequenc
 def headway_register_proposers() -> Sequence[ProposerInfo]:
     """Register the proposers that Headway brings."""
     return BUILTIN
+
+
+@hookimpl
+def headway_register_chat_parsers() -> Sequence[ChatParserInfo]:
+    """Register the parsers of the families' formats."""
+    return chat_parsers.BUILTIN

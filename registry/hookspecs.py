@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import pluggy
 
 from headway.core.contract.backend import BackendInfo
+from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.layout import LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo, ProposerInfo
@@ -59,3 +60,8 @@ def headway_rank_state_backends(spec: StateSpec, phase: Phase, candidates: Seque
 @hookspec
 def headway_register_proposers() -> Iterable[ProposerInfo]:  # type: ignore[empty-body]
     """Return what this plugin brings to guess tokens with, for `speculate`; see docs/speculation.md."""
+
+
+@hookspec
+def headway_register_chat_parsers() -> Iterable[ChatParserInfo]:  # type: ignore[empty-body]
+    """Return the parsers this plugin brings, of calls of tools and of reasoning in the text that a family of models writes."""

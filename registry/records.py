@@ -31,6 +31,7 @@ class Brought:
     logits_processors: tuple[str, ...] = ()
     state_backends: tuple[str, ...] = ()
     state_layouts: tuple[str, ...] = ()
+    chat_parsers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

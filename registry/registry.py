@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pluggy
 
 from headway.core.contract.backend import AttentionBackend, BackendInfo
+from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError, PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
@@ -25,6 +26,7 @@ from headway.registry.shelf import BackendShelf
 from headway.registry.validate import (
     answers_of,
     check_backend_class,
+    check_chat_parser_info,
     check_layout_info,
     check_processor_info,
     check_proposer_info,
@@ -44,6 +46,7 @@ class _Answers(NamedTuple):
     processors: list[LogitsProcessorInfo]
     state_layouts: list[StateLayout]
     state_backends: list[StateBackendInfo]
+    chat_parsers: list[ChatParserInfo]
 
 
 class Registry:
@@ -56,6 +59,8 @@ class Registry:
         self.proposers: dict[str, ProposerInfo] = {}
         self.logits_processors: dict[str, LogitsProcessorInfo] = {}
         self.state_layouts: dict[str, StateLayout] = {}
+        self.chat_parsers: dict[tuple[str, str], ChatParserInfo] = {}
+        """What a parser reads, and its name -> the parser."""
         self.failures: list[PluginFailure] = []
         self._attention: BackendShelf[BackendInfo, AttentionBackend] = BackendShelf(
             "attention", "backend", check_backend_class, self.failures
@@ -99,6 +104,7 @@ class Registry:
             tuple(info.name for info in found.processors),
             tuple(info.name for info in found.state_backends),
             tuple(layout.name for layout in found.state_layouts),
+            tuple(parser.name for parser in found.chat_parsers),
         )
         self.layouts.update({info.layout.name: info for info in found.layouts})
         self.proposers.update({info.name: info for info in found.proposers})
@@ -106,6 +112,7 @@ class Registry:
         self._states.add(found.state_backends, owner)
         self.state_layouts.update({layout.name: layout for layout in found.state_layouts})
         self.logits_processors.update({processor.name: processor for processor in found.processors})
+        self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found.chat_parsers})
 
     def _answers(self, where: str, owner: str, plugin: object) -> _Answers:
         """Ask a plugin's hooks, and check all that they hand in."""
@@ -118,6 +125,7 @@ class Registry:
             processors=self._ask("headway_register_logits_processors", LogitsProcessorInfo, plugin, where),
             state_layouts=self._ask("headway_register_state_layouts", StateLayout, plugin, where),
             state_backends=self._ask("headway_register_state_backends", StateBackendInfo, plugin, where),
+            chat_parsers=self._ask("headway_register_chat_parsers", ChatParserInfo, plugin, where),
         )
         for layout in found.layouts:
             check_layout_info(layout, where)
@@ -125,6 +133,7 @@ class Registry:
         for proposer in found.proposers:
             check_proposer_info(proposer, where)
         self._check_processors(found.processors, where)
+        self._check_chat_parsers(found.chat_parsers, where)
         for number, layout in enumerate(found.layouts):
             self._check_layout(layout, found.layouts[:number])
         self._attention.check_new(found.backends, owner, where)
@@ -173,6 +182,14 @@ class Registry:
             check_processor_info(processor, where)
             if processor.name in self.logits_processors or [other.name for other in processors].count(processor.name) > 1:
                 raise PluginError(f"{where}: logits processor name {processor.name!r} is already taken: rename one of them")
+
+    def _check_chat_parsers(self, parsers: Sequence[ChatParserInfo], where: str) -> None:
+        known = set(self.chat_parsers)
+        for parser in parsers:
+            check_chat_parser_info(parser, where)
+            if (key := (parser.reads, parser.name)) in known:
+                raise PluginError(f"{where}: parser of {parser.reads} {parser.name!r} is already registered: rename one of them")
+            known.add(key)
 
     def _check_proposer_names(self, names: Sequence[str], where: str) -> None:
         for name in names:

@@ -11,6 +11,7 @@ import torch
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
+from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo, ReasoningSyntax
 from headway.core.contract.errors import PluginError
 from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.metadata import Phase
@@ -111,6 +112,19 @@ def check_processor_info(info: LogitsProcessorInfo, plugin: str) -> None:
         raise PluginError(
             f"{plugin}: logits processor {info.name!r}: LogitsProcessorInfo.load must be callable, got {info.load!r}"
         )
+
+
+def check_chat_parser_info(info: ChatParserInfo, plugin: str) -> None:
+    """:raises PluginError: a field of the wrong kind."""
+    _check_name(info.name, f"{plugin}: ChatParserInfo.name")
+    where = f"{plugin}: parser {info.name!r}: ChatParserInfo"
+    _need(info.reads in ("calls", "reasoning"), f"{where}.reads", '"calls" or "reasoning"', info.reads)
+    _need(isinstance(info.summary, str), f"{where}.summary", "a text", info.summary)
+    for field in ("make", "recognizes", "make_id"):
+        _need(callable(getattr(info, field)), f"{where}.{field}", "callable", getattr(info, field))
+    _need(_all_of(info.syntaxes, CallSyntax), f"{where}.syntaxes", "a tuple of CallSyntax", info.syntaxes)
+    _need(_all_of(info.marks, str), f"{where}.marks", "a tuple of texts", info.marks)
+    _need(isinstance(info.reasoning, (ReasoningSyntax, type(None))), f"{where}.reasoning", "a ReasoningSyntax", info.reasoning)
 
 
 def check_backend_class(loaded: object, name: str, where: str) -> type[AttentionBackend]:

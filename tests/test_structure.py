@@ -20,6 +20,7 @@ ROOMS = (
     "core.system",
     "core.select",
     "core.sampling",
+    "core.chat",
     "core.speculation",
     "core.engine",
     "core.pooling",

@@ -22,12 +22,14 @@ from headway.core.select.startup import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
+from headway.tuning.autotune_prior import check_prior, prior_for
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.points import Point, grid
-from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
+from headway.tuning.measure.points import ROUNDS, Point, grid
+from headway.tuning.measure.prior_check import layouts_to_check
+from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
 from headway.tuning.measure.self_test import owners, plugin_digest
-from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer
+from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, SharedBudget
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import TableError, read_table, table_folder, table_path
@@ -37,7 +39,7 @@ from headway.tuning.table.schema import CrossoverTable, SpecRecord, points
 log = logging.getLogger("headway")
 
 DEFAULT_BUDGET = {"cpu": 10.0, "cuda": 20.0}
-"""Seconds of measuring per kind of layer, by device type."""
+"""Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1
 """Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
@@ -51,10 +53,10 @@ class TableRequest:
     """Tables to obey, each for the layer and the device that it was measured on; they are used or refused, never measured again.
     Empty: those that are kept for this machine."""
     budget: float | None = None
-    """Seconds to measure per kind of layer without a table; 0: never. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
+    """Seconds that a start may measure, all parts together; 0: none. None: $HEADWAY_AUTOTUNE_BUDGET, else DEFAULT_BUDGET."""
 
     def seconds(self, device: torch.device) -> float:
-        """Seconds of measuring per kind of layer on a device.
+        """Seconds that a start may measure on a device.
 
         :raises ConfigError: the environment variable is no number, or below 0.
         """
@@ -76,11 +78,29 @@ def costs_for(
     backend_request: BackendRequest,
     table_request: TableRequest,
     compile_ahead: CompileAhead | None = None,
+    budget: SharedBudget | None = None,
 ) -> dict[AttentionSpec, CostTable] | None:
     """Measured times of each distinct layer; None where `auto` has to take the rank order, and the log says why.
 
-    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. Of a latent layer both specs
-    are measured, each in the phases that ask for it.
+    As `tables_for`, which see.
+    """
+    tables = tables_for(layers, registry, backend_request, table_request, compile_ahead, budget)
+    return None if tables is None else {spec: to_costs(table, phases=layers.phases_of(spec)) for spec, table in tables.items()}
+
+
+def tables_for(
+    layers: LayerSpecs,
+    registry: Registry,
+    backend_request: BackendRequest,
+    table_request: TableRequest,
+    compile_ahead: CompileAhead | None = None,
+    budget: SharedBudget | None = None,
+) -> dict[AttentionSpec, CrossoverTable] | None:
+    """The table of each distinct layer; None where `auto` has to take the rank order, and the log says why.
+
+    compile_ahead: what the kernels of a first measuring are compiled in; None: one by one. budget: seconds that are shared with
+    other parts of a start, each kind of layer being a part; None: those of the request. Of a latent layer both specs are
+    measured, each in the phases that ask for it.
 
     A faulty or stale table never ends a start: it is logged with the line or the difference, and left alone or measured again.
 
@@ -97,14 +117,16 @@ def costs_for(
         return None  # nothing to choose from
     named_tables = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
     tables = _Tables(registry, available, identify_device(layers.device), table_request, named_tables, compile_ahead)
+    if budget is None:
+        budget = SharedBudget(0.0 if table_request.paths else table_request.seconds(layers.device), len(layers.counts))
     clean(table_folder())
-    found: dict[AttentionSpec, CostTable] = {}
+    found: dict[AttentionSpec, CrossoverTable] = {}
     for spec in layers.counts:
-        phases = layers.phases_of(spec)
-        table = tables.find(spec, phases)
+        with budget.part() as seconds:
+            table = tables.find(spec, layers.phases_of(spec), seconds)
         if table is None:
             return None
-        found[spec] = to_costs(table, phases=phases)
+        found[spec] = table
     return found
 
 
@@ -121,26 +143,49 @@ class _Tables:
     """The tables of the request that can be read."""
     compile_ahead: CompileAhead | None
 
-    def find(self, spec: AttentionSpec, phases: Collection[Phase]) -> CrossoverTable | None:
+    def find(self, spec: AttentionSpec, phases: Collection[Phase], budget: float) -> CrossoverTable | None:
         """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none.
 
-        phases: those in which layers ask for the spec.
+        phases: those in which layers ask for the spec. budget: seconds that may be measured.
         """
         if self.request.paths:
             return self._named(spec)
         path = table_path(self.device, SpecRecord.of(spec))
         table = self._kept(path, spec)
-        budget = self.request.seconds(spec.device)
         wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
         repaired = self._repaired(table) if table is not None and budget > 0 else []
         if table is not None and not table.cut_short and not repaired and _suffices(table, wanted):
             return self._used(path, table)
+        if table is None:
+            return self._first(spec, wanted, path, budget)
         if repaired:
             text = "crossover table %s: %s failed in it, and its plugin's files are others now: it is measured again"
             log.warning(text, path, ", ".join(repaired))
         if budget > 0:
-            return self._measure(spec, wanted, path, budget, table, resume=table is not None and not repaired)
-        return table if table is None else self._used(path, table)
+            _announce(spec, budget, None if repaired else table)
+            return self._measure(spec, wanted, path, budget, table, resume=not repaired)
+        return self._used(path, table)
+
+    def _first(self, spec: AttentionSpec, wanted: Sequence[Point], path: Path, budget: float) -> CrossoverTable | None:
+        """The table of a kind of layer of which nothing is kept: a shipped one that was checked, or one measured in full."""
+        prior = prior_for(self.device, SpecRecord.of(spec), owners(self.registry))
+        if budget <= 0:
+            unknown = [] if prior is None else prior.unknown(self.available)
+            if unknown:  # it would never let them be chosen
+                log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(unknown))
+            return None if prior is None or unknown else prior.unchecked()
+        if prior is not None:
+
+            def measure(points: Sequence[Point], seconds: float, known: CrossoverTable | None) -> CrossoverTable | None:
+                if known is not None:
+                    return self._measure(spec, points, path, seconds, known, resume=True)
+                layouts = [self.registry.layout(name).layout for name in preferred_layouts(self.registry, self.available, spec)]
+                told = layouts_to_check(prior.table, [(layout, size) for size in BLOCK_SIZES for layout in layouts])
+                return self._measure(spec, points, path, seconds, None, resume=False, refine=0, layouts=told)
+
+            return check_prior(prior, wanted, self.available, path, budget, measure)
+        _announce(spec, budget, None)
+        return self._measure(spec, wanted, path, budget, None, resume=False)
 
     def _named(self, spec: AttentionSpec) -> CrossoverTable | None:
         """The first of the tables that the user named that fits a layer; the log says why none does."""
@@ -219,18 +264,21 @@ class _Tables:
         old: CrossoverTable | None,
         *,
         resume: bool,
+        refine: int = ROUNDS,
+        layouts: Sequence[str] | None = None,
     ) -> CrossoverTable | None:
-        """Measure a table in `budget` seconds over the layouts that the backends prefer.
+        """Measure a table in `budget` seconds over some layouts; None: those that the backends prefer.
 
         old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
+        refine: as in `CrossoverOptions`.
         """
         started = time.perf_counter()
-        _announce(spec, budget, old if resume else None)
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
-            layouts=self._preferred_layouts(spec),
+            layouts=preferred_layouts(self.registry, self.available, spec) if layouts is None else layouts,
             grid=wanted,
+            refine=refine,
             turns=TIMER,
             budget=budget,
             output=path,
@@ -263,15 +311,16 @@ class _Tables:
             )
         return table
 
-    def _preferred_layouts(self, spec: AttentionSpec) -> list[str]:
-        """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
 
-        Layouts that cannot hold the layer's keys and values are passed over.
-        """
-        claimed = [self.registry.backend(name).capabilities.layouts or () for name in self.available]
-        every = [[info.layout for info in self.registry.layouts.values()], *claimed]
-        fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
-        return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
+def preferred_layouts(registry: Registry, available: Sequence[str], spec: AttentionSpec) -> list[str]:
+    """The registry's first layout, a built-in, and the first that each backend names: a plugin's own is compared with it.
+
+    Layouts that cannot hold the layer's keys and values are passed over. available: the backends that can run here.
+    """
+    claimed = [registry.backend(name).capabilities.layouts or () for name in available]
+    every = [[info.layout for info in registry.layouts.values()], *claimed]
+    fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
+    return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
 
 
 def _read(path: Path) -> CrossoverTable | None:

@@ -23,6 +23,7 @@ from headway.tuning.isolated.measured_kinds import STATES
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.state_points import state_grid
 from headway.tuning.measure.state_run import StateOptions, run_state_level, state_owners, state_plugin_digest
+from headway.tuning.measure.timing import SharedBudget
 from headway.tuning.table.compare import differences
 from headway.tuning.table.convert import to_state_costs
 from headway.tuning.table.files import TableError, read_state_table, state_table_path
@@ -38,21 +39,28 @@ def state_costs_for(
     backend_request: BackendRequest,
     table_request: TableRequest,
     compile_ahead: CompileAhead | None = None,
+    budget: SharedBudget | None = None,
 ) -> dict[StateSpec, CostTable] | None:
     """Measured times of each distinct layer with a state; None where `auto` has nothing to choose from, or no times.
 
+    budget: seconds that are shared with other parts of a start, each kind of layer being a part; None: those of the request.
     Tables are kept beside those of attention; a faulty or stale one is logged, and measured again where the budget allows it.
 
     :raises ConfigError: a budget that is no number.
     """
     distinct = list(dict.fromkeys(specs))
-    available = [name for name in registry.state_backends if registry.state_availability(name)]
-    if not distinct or not backend_request.auto_phases or not _rivals(registry, distinct, available):
+    if not distinct or not backend_request.auto_phases:
         return None
-    tables = _StateTables(registry, available, identify_device(distinct[0].device), table_request, compile_ahead)
+    available = [name for name in registry.state_backends if registry.state_availability(name)]
+    if not _rivals(registry, distinct, available):
+        return None
+    tables = _StateTables(registry, available, identify_device(distinct[0].device), compile_ahead)
+    if budget is None:
+        budget = SharedBudget(table_request.seconds(distinct[0].device), len(distinct))
     found: dict[StateSpec, CostTable] = {}
     for spec in distinct:
-        table = tables.find(spec)
+        with budget.part() as seconds:
+            table = tables.find(spec, seconds)
         if table is None:
             return None
         found[spec] = to_state_costs(table)
@@ -74,14 +82,16 @@ class _StateTables:
     available: Sequence[str]
     """Names of the backends that can run here."""
     device: DeviceIdentity
-    request: TableRequest
     compile_ahead: CompileAhead | None
 
-    def find(self, spec: StateSpec) -> StateTable | None:
-        """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none."""
+    def find(self, spec: StateSpec, budget: float) -> StateTable | None:
+        """The table of a kind of layer, measured or completed where needed and the budget allows; None where there is none.
+
+        budget: seconds that may be measured.
+        """
         path = state_table_path(self.device, StateSpecRecord.of(spec))
         clean(path.parent)
-        table, budget = self._kept(path, spec), self.request.seconds(spec.device)
+        table = self._kept(path, spec)
         if (table is not None and _suffices(table, spec)) or budget <= 0:
             return table
         return self._measure(spec, path, budget, table)

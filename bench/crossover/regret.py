@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from statistics import fmean
 from typing import ClassVar, Literal
 
@@ -35,6 +37,7 @@ from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord
 
+_TURNS = InterleavedTimer(rounds=5)
 LAYERS = 32
 """Layers of a model, which share the plan's cost."""
 
@@ -109,12 +112,16 @@ def measure_regret(
     layers: int = LAYERS,
     console: Console | None = None,
     anywhere: bool = False,
+    others: Iterable[tuple[str, int]] = (),
+    until: float = math.inf,
+    turns: InterleavedTimer = _TURNS,
 ) -> RegretReport:
     """Measure `count` random points of each seed, within the grid's range but not on it, in the order drawn.
 
     They are steps of one engine: what served last may stay within the noise. Every candidate is timed in turns with the others,
     over the layout and block size that `auto` fixes for the workload.
-    anywhere: over all others of the table as well.
+    anywhere: over all others of the table as well. others: layouts and block sizes over which each is timed as well, for
+    `judge_again` with other tables. until: when nothing more is measured, by time.perf_counter; the next point is named.
 
     :raises ConfigError: the table has no times for any layout, so there is no choice to judge.
     """
@@ -126,17 +133,21 @@ def measure_regret(
     usable = {record.name for record in table.backends if record.usable}
     names = [name for name in registry.backends if name in usable and registry.availability(name)]
     known = {cell.case for cell in table.cells}
-    points = [(seed, point) for seed in seeds for point in held_out(device.type, count, seed, known)]
+    draws = [[(seed, point) for point in held_out(device.type, count, seed, known)] for seed in seeds]
+    # Where time may end early every seed has its part of the points.
+    points = list(chain(*draws) if until == math.inf else chain(*zip(*draws, strict=True)))
     pairs = [(chosen.layout, chosen.block_size)]
-    if anywhere:
-        others = [(registry.layout(layout).layout, size) for layout, size in pairs_of(table) if layout and size]
-        pairs += [pair for pair in others if pair != pairs[0]]
+    more = [(layout, size) for layout, size in pairs_of(table) if layout and size] if anywhere else list(others)
+    pairs += [pair for name, size in dict.fromkeys(more) if (pair := (registry.layout(name).layout, size)) != pairs[0]]
     trials: list[RegretTrial] = []
     untimed: list[str] = []
     with torch.no_grad(), on_device(device), progress_bar(console) as progress:
         task = progress.add_task("regret", total=len(points))
         for seed, point in points:
-            bench = Bench(registry, spec, InterleavedTimer(rounds=5), table.graph_len or GRAPH_LEN, seed)
+            if time.perf_counter() > until:
+                untimed.append(f"{point.phase} {point.case} and those after it: the time did not suffice")
+                break
+            bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
             backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)

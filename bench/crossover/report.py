@@ -147,6 +147,9 @@ def notes(view: View) -> list[str]:
             f"{view.between} more points were measured between these, where the fastest backend changes; auto uses them, and "
             "--export table.csv lists them"
         )
+    if table.prior is not None:
+        taken = sum(cell.prior for cell in table.cells)
+        lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
     lines.append(f"measured {table.date}; median spread of the times {table.noise:.1%}; {TIE_RULE}; ~: a clear loser, few runs")

@@ -99,8 +99,13 @@ def refuse_unknown(
             raise ConfigError(name, f"an option of {owner}", repr(name), advice)
 
 
-def knows_its_fields(elsewhere: Mapping[str, str], page: str) -> Callable[[C], C]:
-    """Let a dataclass refuse unknown keywords as `refuse_unknown` does, where Python's own error names nothing to do."""
+def knows_its_fields(
+    elsewhere: Mapping[str, str], page: str, translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+) -> Callable[[C], C]:
+    """Let a dataclass refuse unknown keywords as `refuse_unknown` does, where Python's own error names nothing to do.
+
+    translate: makes of keywords, some of which are unknown, those that count.
+    """
 
     def decorate(cls: C) -> C:
         initialise = cls.__init__  # type: ignore[misc]
@@ -110,6 +115,7 @@ def knows_its_fields(elsewhere: Mapping[str, str], page: str) -> Callable[[C], C
         @functools.wraps(initialise)
         def __init__(self: object, *args: Any, **options: Any) -> None:
             if not options.keys() <= known:
+                options = dict(translate(options)) if translate is not None else options
                 refuse_unknown(cls.__name__, options, names, elsewhere, page)
             initialise(self, *args, **options)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.sampling.structural_tag import structural_tag_text
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import harmless
 
@@ -31,12 +32,15 @@ def grammar_text(form: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, form.choice))}")
     if form.grammar is not None:
         return grammar_from("grammar", form.grammar)
-    schema: Any = {"type": "object"} if form.json is None else form.json
-    if form.disable_additional_properties:
-        schema = _closed(schema)
     spaces: Any = {"whitespace_flexible": not form.disable_any_whitespace}
     if form.whitespace_pattern is not None:
         spaces = {"whitespace_pattern": form.whitespace_pattern}
+    if form.structural_tag is not None:
+        tag: Any = _closed(form.structural_tag) if form.disable_additional_properties else form.structural_tag
+        return structural_tag_text(tag, spaces)
+    schema: Any = {"type": "object"} if form.json is None else form.json
+    if form.disable_additional_properties:
+        schema = _closed(schema)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=spaces)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from headway.core.contract.errors import ConfigError, knows_its_fields
 from headway.core.sampling.structured import StructuredOutputsParams
@@ -19,9 +20,8 @@ MOST_LISTED: Final = 2**24
 MOST_BIAS = 100.0
 """The largest logit_bias; the softmax of anything beyond is 0 or 1."""
 
-_BEAMS: Final = "not supported: best_of draws several completions and returns the likeliest n"
+_BEAMS: Final = "LLM.beam_search(prompts, BeamSearchParams(...)) searches; best_of draws several completions"
 _ELSEWHERE: Final = {
-    "guided_decoding": "Headway calls it structured_outputs",
     "logit_processors": "it is called logits_processors",
     "use_beam_search": _BEAMS,
     "length_penalty": _BEAMS,
@@ -39,6 +39,14 @@ _ELSEWHERE: Final = {
     "do_sample": "temperature=0 is greedy",
 }
 """Names that vLLM or transformers use -> what to write here."""
+_ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
+    "spaces_between_special_tokens": (True,),
+    **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
+    "length_penalty": (1.0,),
+    "stream_interval": (1,),
+    "prompt_logprob_start": (0,),
+}
+"""Names among them -> values beside None that ask for what Headway does anyway."""
 
 LogitsProcessor = Callable[..., Any]
 """(token_ids, logits) -> logits, or (prompt_token_ids, token_ids, logits) -> logits: the request's output so far, and the next
@@ -56,10 +64,25 @@ class RequestOutputKind(Enum):
     """All, once: there is no output before the request has ended."""
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
-@dataclass(frozen=True)
+def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords of a call without those of vLLM's that ask for nothing, and guided_decoding by its newer name."""
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name not in _ASKS_NOTHING or (value is not None and value not in _ASKS_NOTHING[name])
+    }
+    if "guided_decoding" in kept:
+        kept.setdefault("structured_outputs", kept.pop("guided_decoding"))
+    return kept
+
+
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _in_our_names)
+@dataclass
 class SamplingParams:
-    """Names and meanings are vLLM's. Checked when made: a bad value raises ConfigError and never reaches the engine."""
+    """Names and meanings are vLLM's. Checked when made: a bad value raises ConfigError and never reaches the engine.
+
+    An attribute that is set later is checked as well. A request that has been added keeps the parameters that it was added with.
+    """
 
     n: int = 1
     """Completions of the prompt, which is computed once."""
@@ -143,6 +166,28 @@ class SamplingParams:
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
         known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
         self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
+        self.__dict__["_checked"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_checked" not in self.__dict__:  # __init__ sets the fields one by one, and checks them together
+            object.__setattr__(self, name, value)
+            return
+        name = "structured_outputs" if name == "guided_decoding" else name
+        self.__dict__.update(vars(replace(self, **{name: value})))
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> Self:
+        """Make parameters of those of the arguments that are not None."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> Self:
+        """A copy whose attributes may be set without changing this one's; functions among them are shared."""
+        made = copy.copy(self)
+        for name in ("logit_bias", "extra_args"):
+            value = getattr(self, name)
+            if value is not None:
+                made.__dict__[name] = dict(value)
+        return made
 
     def _make_tuples(self) -> None:
         self._need("stop", isinstance(self.stop, (str, tuple, list, type(None))), "a text or a list of texts")

@@ -11,7 +11,7 @@ from typing import Any, Final
 from headway.core.contract.errors import ConfigError, knows_its_fields, refuse_unknown
 from headway.core.system.text import shown
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MOST_FORM_BYTES: Final = 2**20
 """Bytes of a form that is written as JSON with ASCII characters alone."""
@@ -19,17 +19,19 @@ MOST_SCHEMA_LEVELS: Final = 120
 """Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
 
 _ELSEWHERE: Final = {
-    "structural_tag": "not supported yet: grammar can say where a schema begins and ends",
-    "backend": "leave it out: Headway compiles all forms with llguidance",
     "json_schema": "it is called json",
-    "disable_fallback": "leave it out: nothing falls back",
 }
 
 
-@knows_its_fields(_ELSEWHERE, "docs/sampling.md")
+def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords of a call without those of vLLM's that choose how a form is compiled, which changes no answer."""
+    return {name: value for name, value in given.items() if name not in ("backend", "disable_fallback")}
+
+
+@knows_its_fields(_ELSEWHERE, "docs/sampling.md", _without_backend)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form of a completion. Exactly one of the first five is given; names and meanings are vLLM's."""
+    """The form of a completion. Exactly one of the first six is given; names and meanings are vLLM's."""
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, as a dict or as its text."""
@@ -41,6 +43,8 @@ class StructuredOutputsParams:
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
     json_object: bool | None = None
     """Any JSON object."""
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Free text with parts that have a form, as xgrammar describes them, as a dict or as its text: {"format": {...}}."""
     disable_any_whitespace: bool = False
     """JSON without spaces and line breaks between its parts."""
     disable_additional_properties: bool = False
@@ -65,14 +69,11 @@ class StructuredOutputsParams:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             raise ConfigError("structured_outputs", f"exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none of them")
-        if isinstance(self.json, str):
-            try:
-                parsed = json.loads(self.json)
-            except (ValueError, RecursionError) as error:
-                why = "it is nested too deep" if isinstance(error, RecursionError) else error
-                raise ConfigError("structured_outputs.json", "a JSON schema", f"a text that is not JSON ({why})") from None
-            object.__setattr__(self, "json", parsed)
-        elif self.json is not None and not isinstance(self.json, (Mapping, bool)):
+        self._read("json", "a JSON schema")
+        self._read("structural_tag", "a structural tag")
+        if self.structural_tag is not None and not isinstance(self.structural_tag, Mapping):
+            self._refuse("structural_tag", "a structural tag, as a dict or a text")
+        if self.json is not None and not isinstance(self.json, (Mapping, bool)):
             self._refuse("json", "a JSON schema, as a dict or a text")
         if self.choice is not None:
             texts = () if isinstance(self.choice, str) else tuple(self.choice)
@@ -93,14 +94,26 @@ class StructuredOutputsParams:
             self._refuse("whitespace_pattern", "a regular expression")
         self._check_size(given[0])
 
+    def _read(self, field: str, need: str) -> None:
+        """Read a field that was given as a text of JSON."""
+        given = getattr(self, field)
+        if isinstance(given, str):
+            try:
+                parsed = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                why = "it is nested too deep" if isinstance(error, RecursionError) else error
+                raise ConfigError(f"structured_outputs.{field}", need, f"a text that is not JSON ({why})") from None
+            object.__setattr__(self, field, parsed)
+
     def _check_size(self, kind: str) -> None:
         """Check that the form can be handed to another process and to llguidance, whose reader of JSON calls itself."""
-        if _deeper(self.json, MOST_SCHEMA_LEVELS):
-            raise ConfigError("structured_outputs.json", f"at most {MOST_SCHEMA_LEVELS} levels of objects and arrays", "more")
+        if _deeper(self.json if self.structural_tag is None else self.structural_tag, MOST_SCHEMA_LEVELS):
+            raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_SCHEMA_LEVELS} levels of objects and arrays", "more")
         try:
             size = len(self.key)
         except (TypeError, ValueError) as error:
-            raise ConfigError("structured_outputs.json", "a JSON schema", f"values that are not JSON ({error})") from None
+            need = "a JSON schema" if kind == "json" else "a form"
+            raise ConfigError(f"structured_outputs.{kind}", need, f"values that are not JSON ({error})") from None
         if size > MOST_FORM_BYTES:
             raise ConfigError(f"structured_outputs.{kind}", f"at most {MOST_FORM_BYTES} bytes", f"{size} bytes")
 
@@ -111,6 +124,11 @@ class StructuredOutputsParams:
     def key(self) -> str:
         """The form as JSON, equal for equal forms. The order of a schema's properties belongs to the form."""
         return json.dumps([getattr(self, field) for field in self.__dataclass_fields__], default=dict)
+
+
+def may_be_closed(schema: Any) -> bool:
+    """Whether properties that a JSON schema does not name can be forbidden: not where several parts of it name some together."""
+    return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
 
 
 def _deeper(value: Any, most: int) -> bool:

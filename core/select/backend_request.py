@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.core.contract.errors import ConfigError
@@ -32,7 +32,9 @@ class BackendRequest:
 
     @classmethod
     def parse(cls, text: object, option: str = "attn_backend") -> BackendRequest:
-        """Read auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto. A request is taken as it is.
+        """Read auto, NAME, or prefill=NAME,decode=NAME; a phase that is not mentioned is auto.
+
+        A request is taken as it is, and so is what dataclasses.asdict makes of one.
 
         option: the name of the option, for the error.
 
@@ -40,6 +42,8 @@ class BackendRequest:
         """
         if isinstance(text, BackendRequest):
             return text
+        if isinstance(text, Mapping):
+            text = text.get("text")
         if not isinstance(text, str):
             raise ConfigError(option, "a text", shown(text))
         text = text.strip()

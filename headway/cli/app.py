@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from headway.cli.backends import backends
+from headway.cli.batch import batch
 from headway.cli.bench_crossover import crossover
 from headway.cli.bench_kernel import kernel
 from headway.cli.bench_serve import serve as bench_serve
@@ -31,7 +32,7 @@ from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
-from headway.vllm_names import LLM_OPTIONS
+from headway.vllm_api.options import FLAGS
 
 _MOST_SAID = 400
 """Most characters of an error."""
@@ -63,7 +64,7 @@ class Command(TyperCommand):
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             near = [name for name in error.possibilities or () if name.startswith("--")]
-            hint = LLM_OPTIONS.get(option.lstrip("-").replace("-", "_"), "")
+            hint = FLAGS.get(option.lstrip("-").replace("-", "_"), "")
             hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 
@@ -94,6 +95,7 @@ app.add_typer(listing, name="backends")
 app.command(cls=Command)(generate)
 app.command(cls=Command)(chat)
 app.command(cls=Command)(serve)
+app.command(cls=Command)(batch)
 app.command(cls=Command)(diff)
 app.command(cls=Command)(doctor)
 app.command(cls=Command)(build)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -19,8 +19,59 @@ PANEL = "Model and engine"
 """The panel in which the help of a command lists these options."""
 SWITCHES = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("backends", "registry")
+_PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry")
 """Options whose values are Python objects."""
+_USES: Mapping[str, Sequence[str]] = {
+    "The model": (
+        "model",
+        "tokenizer",
+        "revision",
+        "download_dir",
+        "hf_overrides",
+        "dtype",
+        "device",
+        "load_format",
+        "quantization",
+        "model_impl",
+        "torch_compile",
+        "runner",
+        "task",
+        "skip_tokenizer_init",
+        "num_threads",
+        "tensor_parallel_size",
+    ),
+    "Which backend serves": ("attn_backend", "attn_options", "state_backend", "workload", "crossover_table", "autotune_budget"),
+    "The cache and its memory": (
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "kv_layout",
+        "block_size",
+        "enable_prefix_caching",
+        "free_window_blocks",
+        "preemption_mode",
+        "kv_offload_size",
+        "kv_offload_dir",
+        "kv_offload_dir_size",
+    ),
+    "Lengths, batches and their order": (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "scheduling_policy",
+    ),
+    "How steps run": (
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+        "async_scheduling",
+        "speculate",
+        "num_speculative_tokens",
+    ),
+    "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
+    "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "log_stats_interval"),
+}
+"""What options are for -> the options; the page lists those that stand here nowhere at its end."""
 
 
 class _Flag(NamedTuple):
@@ -118,22 +169,27 @@ def options_page() -> str:
         "",
         "Each option is a keyword of `LLM(...)` and a flag of `headway generate`; other commands take those that concern them.",
         "They are written in `headway/engine_args.py` and `core/engine/state/config.py`;",
-        "`python -m headway.cli.engine_options` prints this page.",
+        "`python -m headway.cli.engine_options` prints this page. Those of the server alone are in [server.md](server.md).",
         "",
-        "| `LLM(...)` | command line | type | default | what it says |",
-        "|---|---|---|---|---|",
     ]
-    hints = {name: get_args(option_types()[name])[0] for name in help_texts()}
-    for name, text in help_texts().items():
-        default = _defaults()[name]
-        flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
-        shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
-        kind = " or ".join(_kind(each) for each in get_args(hints[name]) or (hints[name],) if each is not NoneType)
-        if name in ("attn_options", "plugins", "backends"):
-            kind = "mapping" if name == "attn_options" else "iterable"
-        lines.append(f"| `{name}` | {flag} | {kind} | {shown} | {text} |")
-    lines += ["", "`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
+    listed = {name for names in _USES.values() for name in names}
+    for use, names in {**_USES, "Others": [name for name in help_texts() if name not in listed]}.items():
+        if rows := [_row(name) for name in names if name in help_texts()]:
+            head = ["| `LLM(...)` | command line | type | default | what it says |", "|---|---|---|---|---|"]
+            lines += [f"## {use}", "", *head, *rows, ""]
+    lines += ["`--no-autotune` is `--autotune-budget 0`. An unknown option is refused with the nearest of these.", ""]
     return "\n".join(lines)
+
+
+def _row(name: str) -> str:
+    """An option's line in its table."""
+    hint, default = get_args(option_types()[name])[0], _defaults()[name]
+    flag = "" if name in _PYTHON_ONLY else f"`{_flag(name).name}`"
+    shown = "" if default is dataclasses.MISSING or default == () else f"`{default!r}`"
+    kind = " or ".join(_kind(each) for each in get_args(hint) or (hint,) if each is not NoneType)
+    if name in ("attn_options", "hf_overrides", "plugins", "backends", "logits_processors"):
+        kind = "mapping" if name in ("attn_options", "hf_overrides") else "iterable"
+    return f"| `{name}` | {flag} | {kind} | {shown} | {help_texts()[name]} |"
 
 
 def _kind(hint: Any) -> str:

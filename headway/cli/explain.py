@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
-    from headway.tuning.table.schema import Cell, CrossoverTable
+    from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
 
 
 _GEOMETRY = (
@@ -76,6 +76,8 @@ class Explanation:
     """The row of the table that lies nearest to the step; None without a table."""
     table: str
     age: str
+    prior: PriorRecord | None
+    """The shipped table that cells of the table are taken from; None: all of them were measured on its machine."""
 
     @property
     def gap(self) -> tuple[str, float] | None:
@@ -184,7 +186,8 @@ def explanation(
     nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
     age = "" if table is None else _age(table.date)
     title = "" if table is None else table.title
-    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age)
+    prior = None if table is None else table.prior
+    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age, prior)
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:
@@ -235,9 +238,8 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
     """
     from headway.core.select.backend_request import ALL_AUTO
     from headway.core.select.layer_specs import LayerSpecs
-    from headway.tuning.autotune import TableRequest, costs_for
-    from headway.tuning.measure.device import identify_device
-    from headway.tuning.table.files import read_table, table_path
+    from headway.tuning.autotune import TableRequest, tables_for
+    from headway.tuning.table.files import read_table
     from headway.tuning.table.schema import SpecRecord
 
     if paths:
@@ -247,8 +249,8 @@ def _table(paths: list[Path], spec: AttentionSpec, registry: Registry) -> Crosso
             got = " and ".join(f"one for {table.spec}" for table in tables)
             raise ConfigError("--crossover-table", f"a table for {spec}", got, "say --geometry and --dtype")
         return found
-    usable = costs_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
-    return read_table(table_path(identify_device(spec.device), SpecRecord.of(spec))) if usable else None
+    usable = tables_for(LayerSpecs([spec]), registry, ALL_AUTO, TableRequest(budget=0.0))
+    return None if usable is None else usable[spec]
 
 
 def _shape(phase: StepPhase, batch: int, query_len: int | None, length: int) -> Shape:
@@ -327,9 +329,23 @@ def _print(found: Explanation, console: Console) -> None:
         if cell.median_us is not None:
             time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
         where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-        row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}"
+        source = "" if found.prior is None else f", {_source(cell, found.prior)}"
+        row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}{source}"
         console.print(Text(row), soft_wrap=True)
         console.print(Text(f"table: {found.table}, {found.age}", "dim"), soft_wrap=True)
+    if found.prior is not None:
+        console.print(Text(f"prior: {found.prior}", "dim"), soft_wrap=True)
+        for line in found.prior.differs:
+            console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
+        for line in found.prior.disagreed:
+            console.print(Text(f"  not used around {line}", "dim"), soft_wrap=True)
+
+
+def _source(cell: Cell, prior: PriorRecord) -> str:
+    """Whether a cell was measured here."""
+    if not cell.prior:
+        return "measured here"
+    return "prior, checked here" if prior.checked else "prior, not checked here"
 
 
 def _plain(found: Explanation) -> dict[str, object]:
@@ -346,4 +362,5 @@ def _plain(found: Explanation) -> dict[str, object]:
         "nearest_row": None if found.nearest is None else found.nearest.model_dump(),
         "table": found.table,
         "age": found.age,
+        "prior": None if found.prior is None else found.prior.model_dump() | {"text": str(found.prior)},
     }

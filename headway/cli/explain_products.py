@@ -79,13 +79,14 @@ def _on_gpu(products: Sequence[tuple[Linear, bool]], device: torch.device) -> li
     """Kept times choose, or the rule."""
     from headway.models.fused.quantized_ways import QuantizedWays
     from headway.tuning.measure.device import identify_device
-    from headway.tuning.measure.products import obey_kept
+    from headway.tuning.measure.products import obey_kept, obey_shipped
 
     ways = QuantizedWays(device)
     kinds = Counter(kind for linear, gated in products if (kind := ways.kind(linear, linear.dtype, gated)) is not None)
     identity = identify_device(device)
     for kind in kinds:
-        obey_kept(kind, identity)
+        if not obey_kept(kind, identity):
+            obey_shipped(kind, identity)
     return [
         {
             "product": kind.name,

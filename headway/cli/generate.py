@@ -84,7 +84,7 @@ def generate(
         _print_logprobs(err, output)
     _report(err, output, loaded)
     if stats:
-        for line in stats_page(llm.stats(), begun):
+        for line in [*stats_page(llm.stats(), begun), f"start      {llm.start_times}"]:
             err.print(line, highlight=False, markup=False, soft_wrap=True)
     if engine["speculate"] is not None:
         err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
@@ -143,6 +143,7 @@ def _record(prompt: str, output: RequestOutput, loaded: float, llm: LLM) -> dict
         "time_to_first_token": output.metrics.time_to_first_token,
         "generation_time": _seconds(output),
         "load_time": loaded,
+        "start_parts": llm.start_times.seconds,
         "attention": str(llm.engine.selection),
         "model_impl": llm.model.implementation,
         "draft_tokens": llm.engine.stats.num_draft_tokens,

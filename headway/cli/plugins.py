@@ -22,6 +22,7 @@ _KINDS = {
     "state_layouts": "state layouts",
     "proposers": "proposers",
     "logits_processors": "logits processors",
+    "chat_parsers": "chat parsers",
     "hooks": "hooks",
 }
 

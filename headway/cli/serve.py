@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
@@ -22,17 +25,20 @@ if TYPE_CHECKING:
     from headway.hosting.process_messages import SpawnedEngine
     from headway.pooling.async_pooling import AsyncPooling
     from headway.pooling.find import PoolingModel
+    from headway.server.options import ServerOptions
 
 SERVER = "Server"
 LIMITS = "Limits"
+CHATS = "Tools and reasoning"
 _KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
-@takes_engine_options(*(name for name in help_texts() if name != "model"))
+@takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
 def serve(
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
     model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
+    config: ConfigFile = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
@@ -74,11 +80,64 @@ def serve(
             rich_help_panel=SERVER,
         ),
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling where a request is silent: auto (generation_config.json of the model), vllm (no file), or a folder.",
+            rich_help_panel=SERVER,
+        ),
+    ] = "auto",
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="File with a chat template, or its text. Default: the model's own.", rich_help_panel=CHATS),
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="Format in which the model calls tools. Default: by its chat template.", rich_help_panel=CHATS),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of the model's reasoning; none: it is content. Default: by its chat template.", rich_help_panel=CHATS
+        ),
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(help="Read calls where a request leaves it to the model to make some.", rich_help_panel=CHATS),
+    ] = True,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for a first token; one more gets 429.", rich_help_panel=LIMITS)
     ] = 1024,
     max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.", rich_help_panel=LIMITS)] = 16 * 2**20,
     max_connections: Annotated[int, typer.Option(min=1, help="One more gets 503.", rich_help_panel=LIMITS)] = 4096,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a span of each request to this OTLP endpoint (extra otel).", rich_help_panel=SERVER),
+    ] = None,
+    operator_paths: Annotated[
+        bool,
+        typer.Option(
+            "--operator-paths",
+            help="Serve /pause, /resume, /abort_requests and /reset_prefix_cache, which all clients feel.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+    files_dir: Annotated[
+        Path | None,
+        typer.Option(help="Let clients store files and run batches, kept in this folder over restarts.", rich_help_panel=SERVER),
+    ] = None,
+    max_file: Annotated[int, typer.Option(min=1, help="Bytes of a file, with --files-dir.", rich_help_panel=LIMITS)] = 200
+    * 2**20,
+    batch_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Lines of a batch that run at a time. Default: half of what the engine takes.", rich_help_panel=LIMITS
+        ),
+    ] = None,
+    max_stored_responses: Annotated[
+        int,
+        typer.Option(min=0, help="Responses of /v1/responses kept in memory to be continued by id.", rich_help_panel=LIMITS),
+    ] = 1000,
     request_timeout: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds that a request may take. Default: any.", rich_help_panel=LIMITS)
     ] = None,
@@ -107,8 +166,6 @@ def serve(
     ] = 0,
 ) -> None:
     """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
-    from headway.hosting.process_messages import spawn_engine
-    from headway.pooling.find import find_pooling_model
     from headway.server.options import ServerOptions, bound_socket
 
     model = model_option or model
@@ -123,17 +180,45 @@ def serve(
         write_timeout=write_timeout,
         shutdown_timeout=shutdown_timeout,
         step_timeout=step_timeout,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+        operator_paths=operator_paths,
+        files_dir=files_dir,
+        max_file_bytes=max_file,
+        batch_concurrency=batch_concurrency,
+        max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
+        generation_config=generation_config,
+        chat_template=chat_template,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
     )
     args = EngineArgs.of(model, **engine)
-    sock = bound_socket(host, port)
-    if restart_engine and sys.platform == "win32":
-        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restart_engine)
-    pooled = find_pooling_model(args)
-    if pooled is not None:
-        _refuse_generating(model, {"--profile-dir": profile_dir, "--restart-engine": restart_engine})
+    generating = {
+        "--profile-dir": profile_dir,
+        "--restart-engine": restart_engine,
+        "--operator-paths": operator_paths,
+        "--otlp-traces-endpoint": otlp_traces_endpoint,
+    }
+    sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
+    _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _listen(
+    args: EngineArgs,
+    pooled: PoolingModel | None,
+    options: ServerOptions,
+    host: str,
+    sock: socket.socket,
+    log_requests: bool,
+    restart_engine: int,
+) -> None:
+    """Load the model and serve it until a signal. sock: bound to the host."""
+    from headway.hosting.process_messages import spawn_engine
+
+    model = args.model
     # It imports what it needs while this process does. Windows hands no sockets to children: there the engine has a thread, and
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
@@ -143,11 +228,13 @@ def serve(
         if spawned is not None:
             spawned.wire.close()
         raise ConfigError("headway serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    if pooled is None:
+        options = _with_parsers(options, args)
     err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     started = time.perf_counter()
     with err.status(f"loading {model}"):
-        llm, selection = _load(args, spawned, restart_engine) if pooled is None else _load_pooled(args, pooled)
-    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {selection}")
+        llm, found = _load(args, spawned, restart_engine, options) if pooled is None else _load_pooled(args, pooled)
+    err.print(f"{model}: loaded in {time.perf_counter() - started:.1f} s; attention: {found}")
     from headway.hosting.host import EngineDeadError
 
     try:
@@ -157,11 +244,33 @@ def serve(
         raise typer.Exit(1) from error
 
 
-def _refuse_generating(model: str, options: Mapping[str, object]) -> None:
-    """:raises ConfigError: an option that only a model which generates text has."""
-    for name, value in options.items():
-        if value:
-            raise ConfigError(name, "a model that generates text", f"{model}, which is pooled", f"leave {name} out")
+def _with_parsers(options: ServerOptions, args: EngineArgs) -> ServerOptions:
+    """The options with the parsers of chats that plugins bring.
+
+    :raises HeadwayError: a plugin that cannot be registered, or no parser has a name that was given.
+    """
+    from headway.core.chat.builtin import BUILTIN
+    from headway.requests.chats import check_names
+
+    brought = tuple(info for info in args.make_registry().chat_parsers.values() if info not in BUILTIN)
+    check_names(options.tool_call_parser, options.reasoning_parser, brought)
+    return replace(options, chat_parsers=brought)
+
+
+def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, object]) -> PoolingModel | None:
+    """The model, if it is one that is pooled.
+
+    :raises ConfigError: an option that this machine or, of `generating`, a model which is pooled does not have.
+    """
+    from headway.pooling.find import find_pooling_model
+
+    if restarts and sys.platform == "win32":
+        raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restarts)
+    pooled = find_pooling_model(args)
+    for name, value in generating.items():
+        if value and pooled is not None:
+            raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
+    return pooled
 
 
 def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
@@ -174,15 +283,20 @@ def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, s
     return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
 
 
-def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int) -> tuple[AsyncLLM, str]:
-    """Have the engine's process load the model; without one, load it here. Returns it and the choice of its backends."""
+def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, options: ServerOptions) -> tuple[AsyncLLM, str]:
+    """Have the engine's process load the model; without one, load it here.
+
+    Returns it, and in words the choice of its backends and how its chats are read.
+    """
     from headway.async_llm import AsyncLLM
     from headway.hosting.driver import driver_of
     from headway.hosting.process_host import EngineProcess
     from headway.hosting.restarting_host import RestartingEngine
     from headway.hosting.thread_host import EngineThread
+    from headway.server.service import chat_format_of
 
     make = partial(driver_of, args)
     host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
     llm = AsyncLLM.over(host)
-    return llm, llm.facts.selection
+    chats = chat_format_of(llm, options)
+    return llm, f"{llm.facts.selection}\nchats: {chats.why}" if chats.template else llm.facts.selection

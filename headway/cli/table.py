@@ -107,6 +107,43 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
 
 
 @table.command()
+def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the tables that ship with Headway, and say which a first start on this machine checks and takes."""
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import identify_device, resolve_device
+    from headway.tuning.measure.self_test import owners
+    from headway.tuning.table.files import TableError, read_table
+    from headway.tuning.table.priors import Prior, find_prior, shipped
+
+    here, names = identify_device(resolve_device(None)), owners(create_registry(plugin or ()))
+    rows: list[dict[str, object]] = []
+    for path in shipped():
+        fitting: Prior | None = None
+        try:
+            known = read_table(path)
+            if known.device.name == here.name:
+                fitting = find_prior(here, known.spec, names)
+        except TableError as error:
+            rows.append({"file": path.name, "what": str(error), "fits": False, "differs": []})
+            continue
+        differs = [] if fitting is None else list(fitting.differs)
+        what = f"{known.spec}: {Prior(path, known, ()).record().made}, {len(known.cells)} cells"
+        rows.append({"file": path.name, "what": what, "fits": fitting is not None, "differs": differs})
+    if as_json:
+        print(json.dumps({"device": here.name, "priors": rows}, indent=2))
+        return
+    console = _console()
+    for row in rows:
+        console.print(Text(f"{row['what']}", "green" if row["fits"] else ""), soft_wrap=True)
+        for line in row["differs"]:  # type: ignore[attr-defined]
+            console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
+    fit = sum(bool(row["fits"]) for row in rows)
+    counted = f"{fit} of {len(rows)} shipped tables are of this kind of device" if rows else "no table ships with this version"
+    instead = "" if fit else ": a first start measures in full"
+    console.print(Text(f"{here.name}: {counted}{instead}"), soft_wrap=True)
+
+
+@table.command()
 def diff(
     first: Annotated[Path, typer.Argument(help="A table file.")],
     second: Annotated[Path, typer.Argument(help="Another.")],

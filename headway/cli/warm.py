@@ -40,12 +40,15 @@ def warm(engine: dict[str, Any]) -> None:
         raise ConfigError("headway warm", "a GPU of the kind that will serve", "none that torch can use", hint)
     model = engine.pop("model")
     columns = SpinnerColumn(), TextColumn("{task.completed:.0f} kernels"), TimeElapsedColumn()
+    started: list[LLM] = []
     with Progress(*columns, console=Terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=None)
         warmed = watch_start(
-            lambda: LLM(model, skip_tokenizer_init=True, **engine), lambda count: progress.update(task, completed=count)
+            lambda: started.append(LLM(model, skip_tokenizer_init=True, **engine)),
+            lambda count: progress.update(task, completed=count),
         )
     show(warmed, model, Terminal())
+    Terminal().print(f"the start took {started[0].start_times}", highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

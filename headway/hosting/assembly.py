@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
@@ -16,16 +21,19 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.startup import check_names
+from headway.core.system.part_clock import PartClock
 from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, identity_of
 from headway.registry import Registry
+from headway.requests.rules import RequestRules, processor_classes
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce
@@ -33,11 +41,22 @@ from headway.tuning.measure.device import resolve_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.self_test import check_named
+from headway.tuning.measure.timing import SharedBudget
+from headway.vllm_api.configs import CacheSettings, VllmConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from headway.core.contract.compiled import CompileAhead
+    from headway.core.contract.spec import AttentionSpec
+    from headway.core.contract.state import StateSpec
+    from headway.core.engine.state.config import EngineConfig
+    from headway.core.select.costs import CostTable
     from headway.engine_args import EngineArgs
+    from headway.models.decoder import Decoder
+    from headway.models.transformers_adapter.model import TransformersModel
 
 log = logging.getLogger("headway")
 
@@ -53,6 +72,12 @@ class Assembly(NamedTuple):
     engine: EngineLoop
     stats_log: StatsLog | None
     """Logs statistics; None where log_stats_interval asks for none."""
+    start: PartClock
+    """Where the seconds of this start went."""
+    rules: RequestRules = RequestRules()
+    """What the options say of requests."""
+    settings: VllmConfig | None = None
+    """The options under vLLM's names, for programs that read them."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -76,14 +101,23 @@ def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
 
     :raises HeadwayError: a mistake that the caller can put right, in one line; or a rank that has failed at its start.
     """
+    clock, age = PartClock(), time.time() - psutil.Process().create_time()
+    assembly = _assemble_ranks(args, registry, clock)
+    clock.end()
+    log.info("ready in %s; the process had taken %.1f s before, for imports above all", clock, age)
+    return assembly
+
+
+def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartClock) -> Assembly:
+    """Assemble in this process alone, or with those of the other ranks."""
     if args.tensor_parallel_size == 1:
         device = resolve_device(args.device)
-        return _assemble(args, checked_registry(args) if registry is None else registry, device, ONE_RANK, None)
+        return _assemble(args, checked_registry(args) if registry is None else registry, device, ONE_RANK, None, clock)
     devices = rank_devices(args)
     registry = checked_registry(args) if registry is None else registry
     processes = start_ranks(args, devices)
     try:
-        return _assemble(args, registry, devices[0], join_ranks(processes, args), processes)
+        return _assemble(args, registry, devices[0], join_ranks(processes, args), processes, clock)
     except ExecutorLostError:
         raise
     except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
@@ -94,50 +128,125 @@ def assemble(args: EngineArgs, registry: Registry | None = None) -> Assembly:
 
 
 def _assemble(
-    args: EngineArgs, registry: Registry, device: torch.device, ranks: Ranks, processes: RankProcesses | None
+    args: EngineArgs,
+    registry: Registry,
+    device: torch.device,
+    ranks: Ranks,
+    processes: RankProcesses | None,
+    clock: PartClock,
 ) -> Assembly:
-    """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none."""
+    """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none. clock: of the start."""
     config, deterministic = args.engine_config(), args.deterministic
+    rules = _rules(args)
     speculate = None if config.speculate is None else registry.proposer(config.speculate)
-    ahead = compile_ahead(device)
+    ahead = clock.within("compiling", compile_ahead(device))
     num_threads = None
     if device.type == "cpu":
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads, ranks.size)
     table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    budget = SharedBudget(0.0 if deterministic else table.seconds(device))
     if isinstance(ranks, TorchRanks):
-        choose_all_reduce(ranks, 0.0 if deterministic else table.seconds(device))
-    model = load_part(args, device, ranks)
+        budget.expect(1)
+        with clock.part("measuring sums"), budget.part() as seconds:
+            choose_all_reduce(ranks, seconds)
+    with clock.part("weights"):
+        model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
-        costs = costs_for(layers, registry, config.backend_request, table, ahead)
-        state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead)
-        choose_experts(decoder.expert_kinds, table.seconds(device), ahead)
-        choose_products(decoder.product_kinds, table.seconds(device), ahead)
+        costs, state_costs = _measured(decoder, layers, registry, config, table, budget, ahead, clock)
     if processes is not None:
         processes.choose(EngineChoices.of(costs, state_costs))
     # torch's operations are those with which deterministic mode was shown to keep a request's bits.
     sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
-    eos = model.eos_token_ids
+    eos, settings = model.eos_token_ids, VllmConfig.of(args, model)
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
-    engine = make_engine(
-        model=decoder,
-        source=registry,
-        layers=layers,
-        config=config,
-        eos_token_ids=eos,
-        sampling=sampling,
-        costs=costs,
-        state_costs=state_costs,
-        proposer=None if speculate is None else speculate.make(ProposerOptions()),
-        compile_ahead=ahead,
-        hosts=HostRows(grammars, registry.logits_processors),
-        weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
-        ranks=ranks,
-        processes=processes,
-    )
+    with clock.part("memory and graphs"):
+        engine = make_engine(
+            model=decoder,
+            source=registry,
+            layers=layers,
+            config=config,
+            eos_token_ids=eos,
+            sampling=sampling,
+            costs=costs,
+            state_costs=state_costs,
+            proposer=None if speculate is None else speculate.make(ProposerOptions()),
+            compile_ahead=ahead,
+            hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
+            weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
+            ranks=ranks,
+            processes=processes,
+        )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
-    return Assembly(registry, device, num_threads, model, engine, stats_log)
+    _settle(settings, args, engine)
+    return Assembly(registry, device, num_threads, model, engine, stats_log, clock, rules, settings)
+
+
+def _measured(
+    decoder: Decoder | TransformersModel,
+    layers: LayerSpecs,
+    registry: Registry,
+    config: EngineConfig,
+    table: TableRequest,
+    budget: SharedBudget,
+    ahead: CompileAhead | None,
+    clock: PartClock,
+) -> tuple[Mapping[AttentionSpec, CostTable] | None, Mapping[StateSpec, CostTable] | None]:
+    """Measured times of attention and of layers with a state; experts and products are told theirs. They share one budget."""
+    states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.product_kinds
+    attention = len(layers.counts) if config.backend_request.auto_phases else 0
+    budget.expect(attention + len(states) + len(experts) + bool(products))
+    with clock.part("measuring attention"):
+        costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)
+    with clock.part("measuring states"):
+        state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead, budget)
+    with clock.part("measuring experts"):
+        for kind in experts:
+            with budget.part() as seconds:
+                choose_experts([kind], seconds, ahead)
+    with clock.part("measuring products"), budget.part() as seconds:
+        choose_products(products, seconds, ahead)
+    return costs, state_costs
+
+
+def _rules(args: EngineArgs) -> RequestRules:
+    """What the options say of requests.
+
+    :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
+    """
+    rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
+    if rules.processors and args.speculate is not None:
+        need, hint = "steps of one token a sequence", "leave one of them out"
+        raise ConfigError("logits_processors", need, f"speculate={args.speculate}", hint)
+    return rules
+
+
+def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
+    """Write down what is known since the engine has its cache."""
+    pool, longest = engine.capacity.pool, engine.limits.max_model_len
+    settings.model_config.max_model_len = settings.scheduler_config.max_model_len = longest
+    settings.cache_config = CacheSettings(
+        pool.page_format.block_size,
+        pool.num_pages,
+        args.kv_cache_dtype,
+        args.gpu_memory_utilization,
+        args.enable_prefix_caching,
+    )
+
+
+def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
+    """The engine's logits processors; None: there are none.
+
+    :raises ConfigError: one that raises when it is made.
+    """
+    made = []
+    for each in classes:
+        try:
+            made.append(each(settings, device, device.type == "cuda"))
+        except Exception as error:  # a user's own code may raise what it likes
+            raise ConfigError("logits_processors", f"{each.__name__} to be made", f"{type(error).__name__}: {error}") from error
+    return ProcessorBatch(made) if made else None

@@ -101,7 +101,7 @@ class EngineDriver:
     def __init__(self, assembly: Assembly) -> None:
         self.assembly = assembly
         self.engine = assembly.engine
-        self.validator = RequestValidator(assembly.model, assembly.engine.limits)
+        self.validator = RequestValidator(assembly.model, assembly.engine.limits, assembly.rules)
         self.lock = FairLock()
         """Held by whoever calls the engine, for a step at most."""
         self._listeners: tuple[Listener, ...] = ()

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
 from headway.hosting.driver import EngineDriver, Listener
+from headway.requests.rules import RequestRules
 from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ class EngineFacts(NamedTuple):
     device: str
     selection: str
     """The chosen backends, and the reasons."""
+    rules: RequestRules = RequestRules()
+    """What the options say of requests."""
 
     @classmethod
     def of(cls, driver: EngineDriver) -> EngineFacts:
@@ -46,6 +49,7 @@ class EngineFacts(NamedTuple):
             max_num_seqs=engine.capacity.max_num_seqs,
             device=str(driver.assembly.device),
             selection=str(engine.selection),
+            rules=driver.assembly.rules,
         )
 
 

@@ -65,7 +65,7 @@ class EngineChild:
         host.add_client(self._stepped, self._died)
         model = host.model
         self._host = host
-        self._send(EngineReady(model.name, model.folder, model.tokenizer is not None, host.facts))
+        self._send(EngineReady(model.name, model.folder, model.tokenizer_folder, host.facts))
         return host
 
     def _read(self) -> None:

@@ -87,12 +87,12 @@ class EngineProcess:
         self.names = RequestNames()
         try:
             ready = self._begin(make)
-            tokenizer = read_tokenizer(ready.folder) if ready.has_tokenizer else None
+            tokenizer = None if ready.tokenizer_folder is None else read_tokenizer(ready.tokenizer_folder)
         except BaseException:
             self._end()
             raise
         self.model, self.facts = TextFacts(ready.name, ready.folder, tokenizer), ready.facts
-        self.validator = RequestValidator(self.model, ready.facts.limits)
+        self.validator = RequestValidator(self.model, ready.facts.limits, ready.facts.rules)
         freeze_heap()
         Thread(target=self._read, name="headway-engine-process", daemon=True).start()
 

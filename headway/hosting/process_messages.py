@@ -35,7 +35,8 @@ class EngineReady(NamedTuple):
 
     name: str
     folder: Path
-    has_tokenizer: bool
+    tokenizer_folder: Path | None
+    """None: there is no tokenizer."""
     facts: EngineFacts
 
 

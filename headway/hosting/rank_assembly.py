@@ -148,6 +148,8 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         load_format=args.load_format,
         quantization=args.quantization,
         skip_tokenizer_init=args.skip_tokenizer_init or ranks.rank > 0,
+        tokenizer=args.tokenizer,
+        origin=args.origin,
         batch_invariant=args.deterministic,
         model_impl=args.model_impl,
         torch_compile=args.compiles_on(device.type),

@@ -14,6 +14,7 @@ from headway.core.pooling.engine import PoolingEngine
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
+from headway.core.system.part_clock import PartClock
 from headway.hosting.assembly import checked_registry
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
@@ -33,11 +34,13 @@ log = logging.getLogger("headway")
 
 _GENERATING = {
     "deterministic": False,
+    "logits_processors": ((),),
     "kv_cache_dtype": "auto",
     "kv_offload_size": None,
     "model_impl": ("auto", "headway"),
     "speculate": None,
     "tensor_parallel_size": 1,
+    "tokenizer": None,
 }
 """Options that ask for what only a model that generates text has -> the values that ask for nothing."""
 
@@ -51,6 +54,8 @@ class PoolingAssembly(NamedTuple):
     """CPU threads; None on a GPU."""
     model: LoadedPoolingModel
     engine: PoolingEngine
+    start: PartClock
+    """Where the seconds of this start went."""
 
 
 def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry | None = None) -> PoolingAssembly:
@@ -63,23 +68,27 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
     registry = checked_registry(args) if registry is None else registry
     request = config.backend_request
     device = resolve_device(args.device)
-    ahead, num_threads = compile_ahead(device), None
+    clock = PartClock()
+    ahead, num_threads = clock.within("compiling", compile_ahead(device)), None
     if device.type == "cpu":
         bound_kernel_caches()
         num_threads = set_threads(args.num_threads)
-    model = load_pooling_model(
-        found.folder,
-        found.task,
-        name=args.model,
-        dtype=args.dtype,
-        device=device,
-        load_format=args.load_format,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-    )
+    with clock.part("weights"):
+        model = load_pooling_model(
+            found.folder,
+            found.task,
+            name=args.model,
+            dtype=args.dtype,
+            device=device,
+            load_format=args.load_format,
+            skip_tokenizer_init=args.skip_tokenizer_init,
+        )
     model = replace(model, max_length=_max_length(args.max_model_len, model))
     layers = LayerSpecs(list(model.network.attention_specs))
     check_named(registry, request.names, layers.cached)
     table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
+    with clock.part("measuring attention"):
+        costs = costs_for(layers, registry, request, table, ahead)
     selector = Selector(
         registry,
         layers,
@@ -87,16 +96,19 @@ def assemble_pooling(args: EngineArgs, found: PoolingModel, registry: Registry |
         kv_layout=config.kv_layout,
         block_size=config.block_size,
         options=config.attn_options,
-        costs=costs_for(layers, registry, request, table, ahead),
+        costs=costs,
         workload=Workload.parse(config.workload),
     )
     log.info("attention: %s", selector.selection)
     limits = StepLimits(config.for_device(device).step_tokens, config.max_num_seqs, model.max_length)
-    engine = PoolingEngine(model.network, layers, selector, limits)
-    if device.type == "cuda":
-        engine.warm_up()
+    with clock.part("memory and graphs"):
+        engine = PoolingEngine(model.network, layers, selector, limits)
+        if device.type == "cuda":
+            engine.warm_up()
     freeze_heap()
-    return PoolingAssembly(registry, device, num_threads, model, engine)
+    clock.end()
+    log.info("ready in %s", clock)
+    return PoolingAssembly(registry, device, num_threads, model, engine, clock)
 
 
 def _max_length(asked: int | None, model: LoadedPoolingModel) -> int:

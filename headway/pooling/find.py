@@ -29,5 +29,5 @@ def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
         return None
     if asked and pooling_task(Path(), args.runner, args.task) is None:
         return None
-    task = pooling_task(locate(args.model, weights=False), args.runner, args.task)
-    return None if task is None else PoolingModel(locate(args.model, weights=args.load_format != "dummy"), task)
+    task = pooling_task(locate(args.model, weights=False, origin=args.origin), args.runner, args.task)
+    return None if task is None else PoolingModel(locate(args.model, args.load_format != "dummy", args.origin), task)

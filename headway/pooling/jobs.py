@@ -15,7 +15,14 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.pooling.engine import EncodedText
 from headway.core.system.text import shown
 from headway.models.pooling.loader import LoadedPoolingModel
-from headway.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from headway.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from headway.requests.prompts import Prompt, parse_prompts, whole_text
 
 Output = TypeVar("Output")
@@ -64,6 +71,26 @@ class PoolingJobs:
 
         return PoolingJob(texts, finish)
 
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[ClassificationRequestOutput]:
+        """Classify prompts; see `LLM.classify`.
+
+        :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a model that embeds.
+        """
+        if self.model.task != "score" or self.model.score_prompt is not None:
+            raise ConfigError("classify", "a sequence classifier", self.model.name, "task='score' says that a model is one")
+        texts = self._texts(prompts, truncate_prompt_tokens)
+
+        def finish(rows: Tensor) -> list[ClassificationRequestOutput]:
+            return [
+                ClassificationRequestOutput(next(self._numbers), ClassificationOutput(row), list(text.token_ids))
+                for row, text in zip(rows.tolist(), texts, strict=True)
+            ]
+
+        return PoolingJob(texts, finish)
+
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
     ) -> PoolingJob[ScoringRequestOutput]:
@@ -72,9 +99,11 @@ class PoolingJobs:
         :raises PromptError: a pair that is too long.
         :raises ConfigError: no texts, or numbers of them that do not fit.
         """
-        pairs = _pairs(queries, documents)
+        pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
+        if labels != 1:
+            raise ConfigError("score", "a classifier of one label", f"{self.model.name}, which has {labels}", "use classify")
         texts = self._encoded_pairs(pairs, self._most(truncate_prompt_tokens))
         for number, text in enumerate(texts):
             self._check(text.token_ids, f"pair {number}")

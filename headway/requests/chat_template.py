@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.control_tokens import ControlTokens
+from headway.requests.conversation import prepared, template_text
 from headway.requests.prompts import BYTES, Message, Prompt, whole_text
 
 SECONDS: Final = 2.0
@@ -56,7 +57,9 @@ def chat_prompt(
     if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
     listed = (
-        [{"role": "user", "content": messages}] if isinstance(messages, str) else list(map(_message, list_of_messages(messages)))
+        [{"role": "user", "content": messages}]
+        if isinstance(messages, str)
+        else list(map(_message, prepared(list_of_messages(messages), chat_template or template_text(tokenizer))))
     )
     if not listed:
         raise PromptError("messages", "at least one message", "none")

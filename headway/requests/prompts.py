@@ -37,6 +37,13 @@ _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_t
 """Keys of a tokenizer's output beside the ids."""
 
 
+_LACKING: Final = {
+    **dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone"),
+    "prompt_embeds": "not supported yet",
+}
+"""Keys of vLLM's prompts -> why a prompt may not have them."""
+
+
 @dataclass(frozen=True)
 class ParsedPrompt:
     """A prompt in one form, whatever the form of the caller's."""
@@ -100,7 +107,11 @@ def _parse_mapping(item: Mapping[str, Any], index: int) -> list[ParsedPrompt]:
     text, ids = item.get("prompt"), item.get("prompt_token_ids")
     if "input_ids" in item:
         return [ParsedPrompt(None, row) for row in _tokenized(item, index)]
-    surplus = [str(key) for key, value in item.items() if key not in ("prompt", "prompt_token_ids") and value is not None]
+    for key, reason in _LACKING.items():
+        if item.get(key) is not None and item.get(key) != {}:
+            raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {key!r}", reason)
+    known = ("prompt", "prompt_token_ids", *_LACKING)
+    surplus = [str(key) for key, value in item.items() if key not in known and value is not None]
     if surplus:
         raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {', '.join(map(repr, surplus))}")
     if text is not None and not isinstance(text, str):

@@ -14,9 +14,12 @@ from headway.core.engine.state.request_limits import CheckedRequest, RequestLimi
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
 from headway.requests.control_tokens import ControlTokens
+from headway.requests.infill import Infill
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
+from headway.requests.rules import RequestRules
 from headway.requests.sampling_defaults import default_params, params_of_each, resolve
 
+_NO_RULES = RequestRules()
 _AT_ONCE = 8
 """Most prompts that are checked without a thread, if they are short."""
 _SHORT = 4096
@@ -42,8 +45,8 @@ class TextModel(Protocol):
 class RequestValidator:
     """Checks what callers ask of one engine, which does not check again. Any thread may call it, several at a time."""
 
-    def __init__(self, model: TextModel, limits: RequestLimits) -> None:
-        self.model, self.tokenizer, self.limits = model, model.tokenizer, limits
+    def __init__(self, model: TextModel, limits: RequestLimits, rules: RequestRules = _NO_RULES) -> None:
+        self.model, self.tokenizer, self.limits, self._rules = model, model.tokenizer, limits, rules
 
     def check(
         self,
@@ -61,7 +64,7 @@ class RequestValidator:
         :raises ConfigError: a parameter or a priority that cannot work.
         """
         parsed = parse_prompts(prompts)
-        params = params_of_each(sampling_params, len(parsed), self.default_params())
+        params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _priority_of_each(priority, len(parsed))
         resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
         return [
@@ -84,23 +87,45 @@ class RequestValidator:
         """
         return {"prompt": text, "prompt_token_ids": self.control_tokens.encode_text(whole_text(text), add_special_tokens)}
 
+    def infill_prompt(self, prefix: str, suffix: str, split_special_tokens: bool = False) -> Prompt:
+        """The prompt whose completion stands between two texts. split_special_tokens: the names of control tokens are text.
+
+        :raises ConfigError: the model cannot do that.
+        """
+
+        def encode(text: str) -> list[int]:
+            if split_special_tokens:
+                return self.control_tokens.encode_text(text, False)
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+        return self.infill.prompt(prefix, suffix, encode)
+
+    @cached_property
+    def infill(self) -> Infill:
+        """What writes prompts with a gap.
+
+        :raises ConfigError: the model's tokenizer has no tokens for that.
+        """
+        return Infill(self.tokenizer, self.model.name)
+
     @cached_property
     def control_tokens(self) -> ControlTokens:
         """The control tokens of the model, read when they are first asked for."""
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends."""
-        return self._default_params
+        """The parameters that the model's generation_config.json recommends, or vLLM's: see the option generation_config."""
+        return self._default_params.clone()
 
     @cached_property
     def _default_params(self) -> SamplingParams:
-        return default_params(self.model.folder)
+        return default_params(self.model.folder) if self._rules.generation_config == "auto" else SamplingParams()
 
     def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
         if streamed:
             _check_streamed(params)
-        return resolve(params, self.tokenizer, self.model.name)
+        own = self._rules.apply(params) if self._rules.processors else params
+        return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
     def _checked(self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int) -> CheckedRequest:
         """Tokenise and check one prompt of a call. params: resolved."""

@@ -28,27 +28,67 @@ def event(data: object) -> bytes:
 
 
 class Answer(ABC):
-    """Writes one answer: its id, its chunks, its whole.
+    """Writes one answer: its id, the events of its stream, its whole."""
+
+    prefix: ClassVar[str]
+    """Start of the answer's id."""
+
+    def __init__(self, body: SamplingRequest, model: str) -> None:
+        """model: the name to answer by."""
+        self.id = f"{self.prefix}{uuid4().hex}"
+        self.body, self.model, self.created = body, model, int(time.time())
+        options = body.stream_options
+        self.tells_usage = options is not None and options.continuous_usage_stats
+        """Whether every chunk has the usage so far."""
+        given = body.response_format is not None or body.structured_outputs is not None
+        self.is_structured = given or bool(body.older_form)
+        self.form_field = "structured_outputs"
+        """The field that has asked for the form which the completion has."""
+
+    def check_ended(self, new: CompletionOutput) -> None:
+        """Check that a completion, which has ended, has not failed.
+
+        :raises ApiError: it has failed, or was ended by the server.
+        """
+        check_ended(new, self.is_structured, self.form_field)
+
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
+        return b""
+
+    @abstractmethod
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """Write the new part of a choice as events. used: the output and its tokens so far, where `tells_usage`."""
+
+    @abstractmethod
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Write the end of a stream that has begun and failed."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Write the answer that comes at once. outputs: one for each prompt."""
+
+
+class ChunkedAnswer(Answer):
+    """Writes an answer of OpenAI's chats and completions, whose streams are chunks.
 
     Most chunks of a stream differ in nothing but their text. What stands before and after the text is rendered once for each
     choice, so that a chunk costs little more than the escaping of its text.
     """
 
-    prefix: ClassVar[str]
-    """Start of the answer's id."""
     chunk_object: ClassVar[str]
     around: ClassVar[tuple[str, str]]
     """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool) -> None:
         """model: the name to answer by."""
-        self.id = f"{self.prefix}-{uuid4().hex}"
-        self.body, self.model, self.created = body, model, int(time.time())
+        super().__init__(body, model)
         options = body.stream_options
         self.includes_usage = options is not None and options.include_usage
-        self.tells_usage = options is not None and options.continuous_usage_stats
-        """Whether every chunk has the usage so far."""
-        self.is_structured = body.response_format is not None or body.structured_outputs is not None
         self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
         self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
         self._heads: dict[int, bytes] = {}
@@ -56,7 +96,7 @@ class Answer(ABC):
         self._tail += b"}\n\n"
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """Write the new part of a choice as an event. used: the output and its tokens so far, where `tells_usage`."""
+        """See `Answer`."""
         if self._plain and new.finish_reason is None:
             head = self._heads.get(index)
             if head is None:
@@ -75,17 +115,17 @@ class Answer(ABC):
         common = orjson.dumps(self._common)[:-1]
         return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
 
-    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
-        """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
-        return b""
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        return error.event() + DONE
 
     @abstractmethod
     def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
         """Make a choice of a chunk from the new part of a completion."""
-
-    @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Write the answer that comes at once. outputs: one for each prompt."""
 
 
 def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
@@ -103,13 +143,15 @@ def num_written(output: RequestOutput) -> int:
     return sum(len(each.token_ids) for each in output.outputs)
 
 
-def check_ended(new: CompletionOutput, structured: bool) -> None:
-    """Check that a completion has not failed. structured: the request asked for a form, which perhaps could not be compiled.
+def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
+    """Check that a completion has not failed.
+
+    structured: the request asked for a form, by this field, which perhaps could not be compiled.
 
     :raises ApiError: the completion has failed, or was ended by the server.
     """
     if new.finish_reason == "error":
-        said = new.error or "the completion has failed"
+        said = (new.error or "the completion has failed").replace("structured_outputs", field, 1)
         raise ApiError(400 if NO_TOKEN_LEFT in said or (structured and not new.token_ids) else 500, said)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")

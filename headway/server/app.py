@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from openai.types import Model
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
-from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
-from headway.server.chat import ChatAnswer
+from headway.requests.tool_use import ToolUse
+from headway.server.anthropic.routes import MessagesRoutes
+from headway.server.batches.lines import LineAnswers
+from headway.server.batches.routes import BatchRoutes
+from headway.server.chats import Chats
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
+from headway.server.operator_routes import OperatorRoutes
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
-from headway.server.params import chat_params, completion_params, messages_of, prompts_of, template_kwargs
+from headway.server.params import completion_params, prompts_of, template_kwargs
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.routing import DirectMiddleware, Endpoint, endpoint, read_body
+from headway.server.responses.routes import ResponsesRoutes
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
 from headway.server.service import Service
 from headway.version import __version__
-
-Body = TypeVar("Body", bound=BaseModel)
 
 OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
 """Paths that need no API key: probes and scrapers carry none, and the page's files are no secret; its data need the key."""
@@ -46,11 +51,17 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     service = Service(llm, options or ServerOptions())
     app = FastAPI(title="Headway", version=__version__)
     app.state.service = service
-    routes = Routes(service)
-    app.state.routes = routes, PageRoutes(service), ProfileRoutes(service)
+    chats = Chats(service)
+    routes = Routes(service, chats)
+    messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
+    direct = {**routes.direct, **messages.direct, **responses.direct}
+    answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
+    batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
+    app.state.batches, app.state.line_answers = batches, answers
+    app.state.routes = routes, messages, responses, batches, OperatorRoutes(service), PageRoutes(service), ProfileRoutes(service)
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints=routes.direct, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints=direct, refuse=routes.refuse)
     if service.options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
@@ -59,11 +70,16 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     return app
 
 
+def batch_concurrency(options: ServerOptions, most: int) -> int:
+    """Lines of a batch that are answered at a time, so that others find room beside them. most: sequences of a step."""
+    return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
+
+
 class Routes:
     """The API's routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+    def __init__(self, service: Service, chats: Chats) -> None:
+        self._service, self._llm, self._chats = service, service.llm, chats
         self._started = int(time.time())
 
     @property
@@ -73,14 +89,13 @@ class Routes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
-        for path, answer, kind in (
+        add_posts(
+            app,
             ("/v1/chat/completions", self.chat, ChatRequest),
             ("/v1/completions", self.completions, CompletionRequest),
             ("/tokenize", self.tokenize, TokenizeRequest),
             ("/detokenize", self.detokenize, DetokenizeRequest),
-        ):
-            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+        )
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
@@ -99,30 +114,33 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
-        body = await self._body(request, ChatRequest)
-        return Reply(self._service, ChatAnswer(body, body.model or self._service.names[0]), partial(self._prepare_chat, body))
+        body = await self._service.read(request, ChatRequest)
+        answer = self._chats.answer(body)
+        return Reply(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
-        body = await self._body(request, CompletionRequest)
+        body = await self._service.read(request, CompletionRequest)
         answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
-        return Reply(self._service, answer, partial(self._prepare_completions, body))
+        return Reply(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's template."""
-        body = await self._body(request, TokenizeRequest)
+        body = await self._service.read(request, TokenizeRequest)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
         if body.messages is not None:
+            messages, tools = self._service.chat_format.conversation(body.messages, ToolUse.of(body.tools))
             prompt: Any = await self._llm.chat_prompt(
-                body.messages,
+                messages,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
-                tools=body.tools,
+                tools=tools,
+                chat_template=self._service.options.template_text,
                 chat_template_kwargs=template_kwargs(body),
-                split_special_tokens=self._splits(body.split_special_tokens),
+                split_special_tokens=self._service.splits(body.split_special_tokens),
             )
             tokens = prompt["prompt_token_ids"]
         elif body.split_special_tokens:
@@ -136,7 +154,7 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
-        body = await self._body(request, DetokenizeRequest)
+        body = await self._service.read(request, DetokenizeRequest)
         if body.tokens:
             self._llm.facts.limits.check_ids(body.tokens, "tokens")
         decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
@@ -165,41 +183,37 @@ class Routes:
         snapshot = await self._llm.stats()
         return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
 
-    async def _body(self, request: Request, kind: type[Body]) -> Body:
-        body = await read_body(request, kind, self._service.options)
-        self._service.check_model(body.model)  # type: ignore[attr-defined]
-        return body
-
-    async def _prepare_chat(self, body: ChatRequest) -> Sequence[CheckedRequest]:
-        params = chat_params(body, self._service.params_maker)
-        tokenizer = self._llm.get_tokenizer()
-        messages, tools = messages_of(body, getattr(tokenizer, "chat_template", None))
-        prompt = await self._llm.chat_prompt(
-            messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            tools=tools,
-            chat_template_kwargs=template_kwargs(body),
-            split_special_tokens=self._splits(body.split_special_tokens),
-        )
-        try:
-            return await self._llm.check([prompt], params, priority=body.priority)
-        except PromptError as error:  # which the client knows by another name
-            raise PromptError("messages", *error.reason[1:]) from None
-
     async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
         params = completion_params(body, self._service.params_maker)
         prompts = prompts_of(body)
+        if body.suffix:
+            return await self._prepare_infills(body, params, prompts, body.suffix)
         if body.split_special_tokens:
             prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
         return await self._llm.check(prompts, params, priority=body.priority)
 
-    def _splits(self, asked: bool | None) -> bool:
-        return self._service.options.split_special_tokens if asked is None else asked
+    async def _prepare_infills(
+        self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
+    ) -> Sequence[CheckedRequest]:
+        """Prepare the completions of prompts that are followed by a suffix.
+
+        :raises ApiError: a prompt of token ids.
+        """
+        if not all(isinstance(each, str) for each in prompts):
+            raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
+        split = bool(body.split_special_tokens)
+        made = [await self._llm.infill_prompt(each, suffix, split_special_tokens=split) for each in prompts]
+        if not body.ignore_eos:
+            ends = self._llm.host.validator.infill.stop_token_ids
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
+        return await self._llm.check(made, params, priority=body.priority)
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
-        return {**model.model_dump(), "root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        chats = self._service.chat_format
+        parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
+        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
 
     def _tokenizer(self) -> Any:
         tokenizer = self._llm.get_tokenizer()
@@ -211,13 +225,13 @@ class Routes:
         tokenizer = self._llm.get_tokenizer()
         return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    async def refuse(self, _: Request, error: Exception) -> Response:
+    async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed before its admission."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._service.metrics.refused[str(told.status)] += 1
-        return told.response()
+        return told.response(request.scope["path"])
 
 
 def _json(data: object) -> Response:

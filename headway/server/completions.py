@@ -9,14 +9,14 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.answers import Answer, completion_logprobs, extras, usage
+from headway.server.answers import ChunkedAnswer, completion_logprobs, extras, usage
 from headway.server.requests import CompletionRequest
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkedAnswer):
     """Writes the answer to a CompletionRequest."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
     chunk_object = "text_completion"
     around: ClassVar[tuple[str, str]] = ('"text":', ',"logprobs":null')
 

@@ -1,4 +1,4 @@
-"""Answers to requests that fail, in the form of OpenAI's errors."""
+"""Answers to requests that fail, in the form of the path's own API: OpenAI's errors, or Anthropic's."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ _TYPES = {
 }
 """Status -> type; for other statuses `invalid_request_error` below 500, `server_error` from 500 on."""
 
+ANTHROPIC = "/v1/messages"
+"""Start of the paths whose clients read Anthropic's errors."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> type; for other statuses `invalid_request_error` below 500, `api_error` from 500 on."""
+
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
 """Parts of pydantic's error locations that name a type, not a field."""
 
@@ -48,9 +61,16 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The error as an answer."""
-        return Response(orjson.dumps(self.body), self.status, self.headers, "application/json")
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The JSON object of the error in Anthropic's shape, whose message alone names the field."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str = "") -> Response:
+        """The error as an answer. path: of the request, whose API has a shape of errors."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
+        return Response(orjson.dumps(body), self.status, self.headers, "application/json")
 
     def event(self) -> bytes:
         """The error as an event of a stream that has begun, whose status can no longer be changed."""

@@ -14,15 +14,16 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from headway.async_llm import AsyncLLM
 from headway.machine.threads import SWITCH_INTERVAL
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.app import create_app
+from headway.server.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
+from headway.server.tracing import Tracing
 
 log = logging.getLogger("headway")
 
@@ -50,7 +51,9 @@ class Server(uvicorn.Server):
     ) -> None:
         """started_at: called with the URL once the server listens."""
         self._llm = llm
-        app: ASGIApp = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+        app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+        self._batches: BatchRoutes = app.state.batches
+        self._tracing: Tracing | None = app.state.service.tracing if isinstance(llm, AsyncLLM) else None
         config = uvicorn.Config(
             app,
             host,
@@ -88,6 +91,7 @@ class Server(uvicorn.Server):
         sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections have it from the listener
         sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
         await super().startup(sockets)
+        self._batches.start()
         if self._started_at is not None:
             host = str(self.config.host)
             self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
@@ -103,12 +107,15 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end for `shutdown_timeout` seconds, then end them."""
+        await self._batches.close()
         ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
             self._llm.shutdown()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     @property
     def port(self) -> int:

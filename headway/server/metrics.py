@@ -9,9 +9,11 @@ from typing import Final
 
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
 
 from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestMetrics
+from headway.vllm_api.metrics import COUNTERS
 
 
 class Histogram:
@@ -48,6 +50,8 @@ class Histogram:
         return self._sum
 
 
+PROCESS: Final = ProcessCollector(registry=None)
+"""`process_*`: processor time, memory, open files and the start of the server's own process; on Linux."""
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of `Metrics.page`."""
 
@@ -67,18 +71,10 @@ _HISTOGRAMS: Final = {
     "request_inference_time_seconds": ("Seconds from a request's first step to its last token.", REQUEST_SECONDS),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _COUNT),
     "request_generation_tokens": ("Tokens of a request's completions.", _COUNT),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest completion.", _COUNT),
+    "request_params_max_tokens": ("Tokens that a request asks for at most, where it says so.", _COUNT),
     "request_params_n": ("Completions that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
 }
-_COUNTERS: Final = {
-    "prompt_tokens": ("Tokens of prompts that were admitted.", "num_prompt_tokens"),
-    "generation_tokens": ("Tokens that were written.", "num_output_tokens"),
-    "prefix_cache_queries": ("Tokens of prompts that were looked up in the cache.", "num_prompt_tokens"),
-    "prefix_cache_hits": ("Tokens of prompts that were found in the cache.", "num_cached_tokens"),
-    "num_preemptions": ("Sequences that gave their blocks back and were computed again.", "num_preemptions"),
-    "spec_decode_num_draft_tokens": ("Guessed tokens that were verified.", "num_draft_tokens"),
-    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", "num_accepted_tokens"),
-}
-"""Name -> help text, field of EngineStats."""
 _REASONS: Final = ("stop", "length", "abort", "error")
 
 
@@ -97,12 +93,18 @@ class Metrics:
         self.next_tokens = self._histograms["inter_token_latency_seconds"].observe
         """Called with (seconds per token, number of tokens)."""
 
-    def finished(self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str]) -> None:
-        """Add a request that has ended. reasons: finish_reason of each of its completions."""
+    def finished(
+        self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
+    ) -> None:
+        """Add a request that has ended. reasons: finish_reason of each of its completions. longest: tokens of the longest. most:
+        its max_tokens, where it says so."""
         self._reasons.update(reasons)
         found = self._histograms
         found["request_prompt_tokens"].observe(prompt_tokens)
         found["request_generation_tokens"].observe(output_tokens)
+        found["request_max_num_generation_tokens"].observe(longest)
+        if most is not None:
+            found["request_params_max_tokens"].observe(most)
         found["request_params_n"].observe(len(reasons))
         arrival, begun, first, end = times.arrival_time, times.scheduled_time, times.first_token_time, times.finished_time
         if end is None or first is None:
@@ -120,7 +122,7 @@ class Metrics:
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
         """Write all figures. queued: requests that the engine has not been handed yet."""
         families = [*self._engine(engine, queued), *self._requests()]
-        return generate_latest(Families(families))
+        return generate_latest(Families([*families, *PROCESS.collect()]))
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -134,6 +136,7 @@ class Metrics:
         yield gauge("num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued)
         used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
         yield gauge("kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used)
+        yield gauge("gpu_cache_usage_perc", "The same, by its name in older dashboards.", used)
         states = "States that are kept for equal prefixes, of a model whose layers keep states."
         yield gauge("num_kept_states", states, now.num_kept_states, "headway")
         yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
@@ -141,11 +144,23 @@ class Metrics:
         info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
         info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
         yield info
-        for name, (text, field) in _COUNTERS.items():
+        for name, (text, field) in COUNTERS.items():
             family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
             family.add_metric(values, getattr(now.totals, field))
             yield family
+        yield self._step_tokens(now.totals)
         yield from self._steps(now.totals)
+
+    def _step_tokens(self, totals: EngineStats) -> Metric:
+        """Tokens of steps, in the engine's own buckets: it counts each step by the next power of two alone."""
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=list(self._labels))
+        buckets, total = [], 0
+        for bits in range(1, max(totals.steps_by_tokens, default=1) + 1):
+            total += totals.steps_by_tokens[bits]
+            buckets.append((repr(float(2**bits - 1)), float(total)))
+        buckets.append(("+Inf", float(total)))
+        family.add_metric(list(self._labels.values()), buckets, totals.num_prefill_tokens + totals.num_decode_tokens)
+        return family
 
     def _steps(self, totals: EngineStats) -> Iterator[Metric]:
         values = list(self._labels.values())

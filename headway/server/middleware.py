@@ -24,14 +24,20 @@ class ApiKeyMiddleware:
         if self._key is None or scope["type"] != "http" or scope["path"] in self._open_paths or self._knows(scope["headers"]):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "the header Authorization: Bearer KEY has no valid key", code="invalid_api_key")
-        await error.response()(scope, receive, send)
+        message = "the header Authorization: Bearer KEY (or x-api-key: KEY) has no valid key"
+        await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
 
     def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = next((value for name, value in headers if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        """Whether a key is given as OpenAI's clients do, or as Anthropic's."""
         assert self._key is not None
-        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+        for name, value in headers:
+            if name == b"authorization":
+                scheme, _, key = value.partition(b" ")
+                if hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer":
+                    return True
+            elif name == b"x-api-key" and hmac.compare_digest(value.strip(), self._key):
+                return True
+        return False
 
 
 PROBES: Final = frozenset(("/health", "/ping"))
@@ -63,7 +69,11 @@ class HostMiddleware:
             await self._app(scope, receive, send)
             return
         error = ApiError(421, f"the header Host: needs one of --allowed-hosts, got {host[:100]!r}", code="host_not_allowed")
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
+
+
+FILES: Final = "/v1/files"
+"""The path whose bodies are forms."""
 
 
 class JsonMiddleware:
@@ -81,7 +91,7 @@ class JsonMiddleware:
         if scope["type"] == "http" and scope["method"] == "POST" and not _is_json(scope):
             got = _header(scope, b"content-type")[:100]
             message = f"the header Content-Type: needs application/json, since this server asks for no key, got {got or None!r}"
-            await ApiError(415, message, code="not_json").response()(scope, receive, send)
+            await ApiError(415, message, code="not_json").response(scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -89,6 +99,8 @@ class JsonMiddleware:
 def _is_json(scope: Any) -> bool:
     """Whether a request declares JSON, or has no body and comes from no page."""
     kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
+    if kind == "multipart/form-data" and scope["path"] == FILES:
+        return not _header(scope, b"origin")  # a browser names the page that posts a form
     if kind:
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
     has_body = _header(scope, b"content-length") not in ("", "0") or bool(_header(scope, b"transfer-encoding"))

@@ -7,9 +7,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
@@ -44,12 +46,51 @@ class ServerOptions:
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
+    otlp_traces_endpoint: str | None = None
+    """Where spans of requests are sent, by OpenTelemetry's protocol; None: there are none."""
+    operator_paths: bool = False
+    """Whether requests may pause the server, end the requests of others and empty the prefix cache."""
+    files_dir: Path | None = None
+    """Folder for files and batches, this server's alone; None: /v1/files and /v1/batches are refused."""
+    max_file_bytes: int = 200 * 2**20
+    batch_concurrency: int | None = None
+    """Lines of a batch that are answered at a time; None: half of what the engine or the queue takes."""
+    max_stored_responses: int = 1000
+    """Responses of /v1/responses that can be asked for again and continued; 0: none."""
     allowed_hosts: Sequence[str] = ()
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
 
+    generation_config: str = "auto"
+    """Where parameters come from that a request leaves out: "auto": the model's generation_config.json; "vllm": none of it; or a
+    folder with such a file."""
+    tool_call_parser: str | None = None
+    """Parser of calls of tools; None: by the model's chat template."""
+    reasoning_parser: str | None = None
+    """Parser of reasoning; None: by the model's chat template; "none": reasoning is content."""
+    enable_auto_tool_choice: bool = True
+    """Whether calls are read where a request leaves it to the model to make some."""
+    chat_template: str | None = None
+    """A file with a chat template, or its text, in place of the model's own."""
+    chat_parsers: Sequence[ChatParserInfo] = ()
+    """Parsers of plugins."""
+
+    @cached_property
+    def template_text(self) -> str | None:
+        """The chat template that stands in place of the model's own; None: the model's own.
+
+        :raises ConfigError: there is no such file.
+        """
+        given = self.chat_template
+        if given is None or "{" in given:
+            return given
+        try:
+            return Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("--chat-template", "a file with a template, or its text", f"{given} ({error})") from None
+
     def __post_init__(self) -> None:
         """:raises ConfigError: a key that no header can carry, an empty name, an endless time, or a file in a folder's place."""
-        key, folder = self.api_key, self.profile_dir
+        key = self.api_key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):  # not shown: it is a secret
             got = "one with spaces around it or control characters" if key else "an empty one"
             hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
@@ -66,8 +107,13 @@ class ServerOptions:
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
                 need = "names or addresses without ports, or *.NAME for all below one"
                 raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise ConfigError("--profile-dir", "a folder", f"{folder}, which is none", "name another place")
+        _ = self.template_text  # a file that cannot be read is told of at once
+        given = self.generation_config
+        if given not in ("auto", "vllm") and not Path(given).is_dir():
+            raise ConfigError("--generation-config", "auto, vllm or a folder with a generation_config.json", repr(given))
+        for option, folder in (("--profile-dir", self.profile_dir), ("--files-dir", self.files_dir)):
+            if folder is not None and folder.exists() and not folder.is_dir():
+                raise ConfigError(option, "a folder", f"{folder}, which is none", "name another place")
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

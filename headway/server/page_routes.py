@@ -76,7 +76,8 @@ class PageRoutes:
         """The choice made at start, why other backends were not taken, and the measured times that `auto` obeys."""
         if self._table is None:
             found = await self._llm.run_task(table_of, concurrently=True)
-            self._table = orjson.dumps({"version": __version__, "served_as": self._service.names, **found})
+            served = {"served_as": self._service.names, "sampling": self._service.recommended_sampling()}
+            self._table = orjson.dumps({"version": __version__, **served, **found})
         return _json(self._table)
 
     async def explain(

@@ -6,11 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Final
 
-import orjson
-
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
-from headway.core.sampling.structured import StructuredOutputsParams
+from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
+from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
 
@@ -74,9 +73,8 @@ def chat_params(body: ChatRequest, maker: ParamsMaker) -> SamplingParams:
     """
     if body.top_logprobs and not body.logprobs:
         raise ConfigError("top_logprobs", "logprobs=true beside it", body.top_logprobs)
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _params(body, maker, most, logprobs)  # no limit: until the answer ends or there is no room left
+    return _params(body, maker, body.most_tokens, logprobs)  # no limit: until the answer ends or there is no room left
 
 
 def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingParams:
@@ -84,8 +82,8 @@ def completion_params(body: CompletionRequest, maker: ParamsMaker) -> SamplingPa
 
     :raises ConfigError: a value that cannot work.
     """
-    if body.suffix:
-        raise ConfigError("suffix", "none, because models continue texts", repr(body.suffix[:40]))
+    if body.suffix and body.echo:
+        raise ConfigError("echo", "false beside suffix", "true")
     most = body.max_tokens
     if most == 0 and body.echo:  # the prompt and its log-probabilities are all that is wanted
         most = 1
@@ -113,15 +111,23 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
-    wanted = body.response_format
+    wanted, older = body.response_format, body.older_form
+    if older:
+        if body.structured_outputs or (wanted is not None and wanted.type != "text"):
+            raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
+        return StructuredOutputsParams.of(older)
     if wanted is not None and wanted.type != "text":
         if body.structured_outputs:
             raise ConfigError("response_format", "no structured_outputs beside it", "both")
         if wanted.type == "json_object":
             return StructuredOutputsParams(json_object=True)
+        if wanted.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=wanted.model_extra or {})
         if wanted.json_schema is None:
             raise ConfigError("response_format.json_schema", "a schema", "none")
-        return StructuredOutputsParams(json=wanted.json_schema.schema_)  # type: ignore[arg-type]
+        schema: Any = wanted.json_schema.schema_
+        closed = wanted.json_schema.strict is not False and may_be_closed(schema)
+        return StructuredOutputsParams(json=schema, disable_additional_properties=closed)
     return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
 
 
@@ -137,18 +143,15 @@ def prompts_of(body: CompletionRequest) -> list[Any]:
     return prompts
 
 
-def messages_of(body: ChatRequest, template: object) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools as a chat template reads them. template: the model's, as a text.
+def tool_use(body: ChatRequest) -> ToolUse:
+    """The tools of a chat, and whether they may or must be called.
 
-    :raises ConfigError: tools that the template does not know, or that must be called.
+    :raises ConfigError: tools, or a choice of them, that cannot work; or the fields that tools have replaced.
     """
-    tools = body.tools if body.tool_choice != "none" else None
-    if tools and body.tool_choice not in (None, "auto"):
-        need = "auto or none, because calls come as the text in which the model writes them"
-        raise ConfigError("tool_choice", need, repr(body.tool_choice))
-    if tools and "tools" not in str(template):
-        raise ConfigError("tools", "a model whose chat template has tools", "one that has none", "leave them out")
-    return [_message(each) for each in body.messages], tools or None
+    for field, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        if getattr(body, field) is not None:
+            raise ConfigError(field, f"{instead}, which OpenAI has put in its place", "the older field", f"use {instead}")
+    return ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
 def template_kwargs(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
@@ -156,24 +159,12 @@ def template_kwargs(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
     :raises ConfigError: the request brings a template of its own: a program that may run for ever.
     """
-    given = body.chat_template_kwargs or {}
+    given = dict(body.chat_template_kwargs or {})
     if body.chat_template is not None or "chat_template" in given:
         raise ConfigError("chat_template", "the model's own", "another", "leave it out")
+    effort = getattr(body, "reasoning_effort", None)
+    if effort is not None:
+        given.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            given.setdefault("enable_thinking", False)
     return given
-
-
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message for templates: content that is null, beside calls of tools, becomes "", and arguments become objects."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    read = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                call = {**call, "function": {**function, "arguments": orjson.loads(function["arguments"])}}
-            except ValueError:
-                raise ConfigError("messages", "tool calls whose arguments are JSON", repr(function["arguments"][:60])) from None
-        read.append(call)
-    return {**message, "content": message.get("content") or "", "tool_calls": read}

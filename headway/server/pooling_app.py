@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from headway.pooling.async_pooling import AsyncPooling
+from headway.server.batches.lines import LineAnswers
+from headway.server.batches.routes import BatchRoutes
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
 from headway.server.options import ServerOptions
 from headway.server.pooling_routes import PoolingRoutes
@@ -18,8 +20,12 @@ def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = No
     """Make an ASGI application that does not shut down the model's engine. `app.state.routes` are its PoolingRoutes."""
     options = options or ServerOptions()
     app = FastAPI(title="Headway", version=__version__)
-    app.state.routes = PoolingRoutes(pooling, options)
-    app.state.routes.add_to(app)
+    routes = PoolingRoutes(pooling, options)
+    answers = LineAnswers(routes.posts, routes.refuse, lambda: pooling.has_lost_engine)
+    batches = BatchRoutes(options, answers, options.batch_concurrency or max(options.max_queue // 2, 1))
+    app.state.routes, app.state.batches, app.state.line_answers = routes, batches, answers
+    routes.add_to(app)
+    batches.add_to(app)
     if options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=OPEN_PATHS)

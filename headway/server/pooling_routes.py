@@ -43,6 +43,12 @@ class PoolingRoutes:
         self._metrics = PoolingMetrics(self.service.names[0])
         self._started = int(time.time())
 
+    @property
+    def posts(self) -> dict[str, Endpoint]:
+        """Path -> what answers its requests."""
+        reranks = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)
+        return {"/v1/embeddings": self.embeddings, **reranks, "/score": self.score, "/v1/score": self.score}
+
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
         posts: list[tuple[str, Endpoint, type[PooledRequest]]] = [
@@ -159,13 +165,13 @@ class PoolingRoutes:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
         return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
 
-    async def refuse(self, _: Request, error: Exception) -> Response:
+    async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed."""
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._metrics.refused[str(told.status)] += 1
-        return told.response()
+        return told.response(request.scope["path"])
 
 
 def _encoded(output: EmbeddingRequestOutput, encoding: str) -> list[float] | str:

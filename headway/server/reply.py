@@ -7,15 +7,17 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from headway.core.engine.state.request_limits import CheckedRequest
+from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
-from headway.server.answers import DONE, Answer, check_ended, usage
+from headway.server.answers import Answer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import Metrics
 from headway.server.service import Service, Ticket
@@ -23,12 +25,15 @@ from headway.server.service import Service, Ticket
 log = logging.getLogger("headway")
 
 
+Ended = Callable[[RequestOutput, int], None]
+
+
 class PromptReader:
     """Reads the stream of one prompt."""
 
-    def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics) -> None:
-        """number: the prompt's place in its request."""
-        self._stream, self._answer, self._ticket, self._metrics = stream, answer, ticket, metrics
+    def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
+        """number: the prompt's place in its request. end: called with the output and its tokens when the prompt has ended."""
+        self._stream, self._answer, self._ticket, self._metrics, self._end = stream, answer, ticket, metrics, end
         self._n = answer.body.n or 1
         self._first = number * self._n
         """Index of the prompt's first choice."""
@@ -53,7 +58,7 @@ class PromptReader:
             return None
         self._ticket.begun()
         for new in last.outputs:
-            check_ended(new, self._answer.is_structured)
+            self._answer.check_ended(new)
             self._reasons[new.index] = str(new.finish_reason)
             self.num_written += len(new.token_ids)
         self._note(last)
@@ -74,7 +79,7 @@ class PromptReader:
             for new in news:
                 index, tokens = new.index, len(new.token_ids)
                 if new.finish_reason is not None:
-                    check_ended(new, answer.is_structured)
+                    answer.check_ended(new)
                     self._reasons[index] = new.finish_reason
                 self.num_written += tokens
                 before = times.get(index)
@@ -86,14 +91,17 @@ class PromptReader:
                     observe((now - (before or now)) / tokens, tokens)
                 used = (self.output, self.num_written) if answer.tells_usage else None
                 parts.append(answer.piece(self._first + index, new, used))
-            yield parts[0] if len(parts) == 1 else b"".join(parts)
+            if found := parts[0] if len(parts) == 1 else b"".join(parts):
+                yield found
         self._note(self.output)
 
     def _note(self, output: RequestOutput) -> None:
         """Count the prompt, which has ended."""
+        self._end(output, self.num_written)
         ended = [self._reasons.get(index, "abort") for index in range(self._n)]
         times, metrics = output.metrics, self._metrics
-        metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended)
+        longest = max(len(each.token_ids) for each in output.outputs)
+        metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended, longest, self._answer.body.most_tokens)
         if not self._answer.body.stream and times.first_token_time is not None and times.finished_time is not None:
             metrics.first_token(times.time_to_first_token)
             later = self.num_written - len(ended)
@@ -112,17 +120,24 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 class Reply(Response):
     """The answer to one request, sent by ASGI itself: no task, lock or queue lies between the engine's tokens and the socket."""
 
-    def __init__(self, service: Service, answer: Answer, prepare: Prepare) -> None:
+    def __init__(self, service: Service, answer: Answer, prepare: Prepare, ignored: Sequence[str] = ()) -> None:
+        """ignored: names of fields of the request that are ignored."""
         super().__init__()
+        self._ignored = ignored
         self._service, self._answer, self._prepare = service, answer, prepare
         self._body = answer.body
         self._streams: list[RequestStream] = []
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
+        self._path = ""
+        self._asked_headers: Sequence[tuple[bytes, bytes]] = ()
+        self._more_headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve the request, which ends with its client's connection."""
         arrived, ticket = time.perf_counter(), None
+        self._path, self._asked_headers = scope["path"], scope["headers"]
+        self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
             ticket = self._service.admit()
             async with asyncio.timeout(self._service.options.request_timeout):
@@ -137,6 +152,7 @@ class Reply(Response):
                 self._watcher.cancel()
             for stream in self._streams:
                 stream.close()
+            self._service.running.pop(self._answer.id, None)
             if ticket is not None:
                 ticket.begun()
             self._service.took(time.perf_counter() - arrived)
@@ -144,11 +160,18 @@ class Reply(Response):
     async def _serve(self, ticket: Ticket, receive: Receive, send: Send) -> None:
         requests = await self._prepare()
         llm, metrics = self._service.llm, self._service.metrics
+        if self._service.is_paused and not await self._wait_resumed(receive):
+            return
         for number, request in enumerate(requests):
             self._streams.append(llm.submit(request, f"{self._answer.id}-{number}"))
         ticket.submitted()
-        self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
-        readers = [PromptReader(each, number, self._answer, ticket, metrics) for number, each in enumerate(self._streams)]
+        self._service.running[self._answer.id] = [stream.request_id for stream in self._streams]
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
+        ends = [_nothing_more if self._service.tracing is None else partial(self._trace, each.params) for each in requests]
+        readers = [
+            PromptReader(each, number, self._answer, ticket, metrics, ends[number]) for number, each in enumerate(self._streams)
+        ]
         if not self._body.stream:
             outputs = [await reader.whole() for reader in readers]
             if not self._left:
@@ -158,10 +181,21 @@ class Reply(Response):
         await (parts[0] if len(parts) == 1 else _all(parts))
         if self._left:
             return
-        end = DONE
-        if self._answer.includes_usage:
-            end = self._answer.chunk([], usage([(reader.output, reader.num_written) for reader in readers])) + DONE
-        await self._write(send, end, more=False)
+        await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
+
+    def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
+        assert self._service.tracing is not None
+        self._service.tracing.finished(output, written, params, self._asked_headers)
+
+    async def _wait_resumed(self, receive: Receive) -> bool:
+        """Wait until a paused server goes on; False: the client has left meanwhile."""
+        self._watcher = asyncio.ensure_future(self._watch(receive))
+        resumed = asyncio.ensure_future(self._service.resumed())
+        try:
+            await asyncio.wait((self._watcher, resumed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            resumed.cancel()
+        return not self._left
 
     async def _stream(self, reader: PromptReader, send: Send) -> None:
         async with aclosing(reader.events()) as events:
@@ -172,12 +206,12 @@ class Reply(Response):
         """Send a part of a stream; waits for a client that does not read, until `write_timeout`."""
         if not self._started:
             self._started = True
-            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS + self._more_headers})
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _send_whole(self, body: bytes, send: Send) -> None:
         self._started = True
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *self._more_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -198,9 +232,13 @@ class Reply(Response):
         if self._left:
             return
         if self._started:
-            await send({"type": "http.response.body", "body": told.event() + DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": self._answer.failed(told), "more_body": False})
             return
-        await told.response()({"type": "http"}, _nothing, send)
+        await told.response(self._path)({"type": "http"}, _nothing, send)
+
+
+def _nothing_more(output: RequestOutput, written: int) -> None:
+    """Take no further note of a prompt that has ended."""
 
 
 async def _nothing() -> Any:

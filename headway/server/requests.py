@@ -1,10 +1,12 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds. Other fields are ignored, as OpenAI's servers do."""
+"""The bodies of requests: OpenAI's fields, and those that vLLM adds. See `Fields` for others."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from headway.server.unknown_fields import Fields
 
 MOST_COMPLETIONS = 128
 """Most completions of one prompt, as in OpenAI's API: a large n is quickly written and slowly computed."""
@@ -32,20 +34,23 @@ class JsonSchema(BaseModel):
     model_config = ConfigDict(populate_by_name=True)
 
     name: str = "schema"
+    strict: bool | None = None
+    """False: properties that the schema does not name may come, too."""
     schema_: dict[str, Any] | bool = Field(alias="schema", default=True)
 
 
 class ResponseFormat(BaseModel):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    """The schema of "json_schema"; a "structural_tag" has `format`, or `structures` and `triggers`, in its place."""
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(Fields):
     """The fields that chats and completions share. None: the field was not given."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
     """One of the server's names for its model; None: that model."""
@@ -78,6 +83,11 @@ class SamplingRequest(BaseModel):
     prompt_logprobs: int | None = None
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
+    guided_json: str | dict[str, Any] | None = None
+    """This and the next three: forms of the answer, by the names that they had in vLLM before 0.10."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: int = 0
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
@@ -86,6 +96,22 @@ class SamplingRequest(BaseModel):
     """Add `token_ids` to every choice, and the prompt's to the first."""
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as "token_id:123"."""
+
+    @property
+    def older_form(self) -> dict[str, Any]:
+        """The form in fields of the names that vLLM once had, by its name today; empty: none."""
+        found = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a completion at most; None: the request does not say."""
+        return self.max_tokens
 
 
 class ChatRequest(SamplingRequest):
@@ -96,9 +122,20 @@ class ChatRequest(SamplingRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     tools: list[dict[str, Any]] | None = None
-    """Shown to the model by its chat template; calls come as the text in which the model writes them."""
+    """Shown to the model by its chat template, or described in the first message where the template has none."""
     tool_choice: str | dict[str, Any] | None = None
+    """None: "auto" where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template; "none" also sets enable_thinking to false."""
+    functions: list[Any] | None = None
+    """Refused: `tools` have taken their place."""
+    function_call: Any = None
+    """Refused, as `functions`."""
     # vLLM's
+    include_reasoning: bool = True
+    """Whether the answer has the reasoning."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
@@ -106,6 +143,11 @@ class ChatRequest(SamplingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
     """Begin the answer with the last message, where it is continued."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See `SamplingRequest`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(SamplingRequest):
@@ -118,7 +160,7 @@ class CompletionRequest(SamplingRequest):
     suffix: str | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Fields):
     """The body of /tokenize: a text, or a conversation."""
 
     model: str | None = None
@@ -135,7 +177,7 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Fields):
     """The body of /detokenize."""
 
     model: str | None = None

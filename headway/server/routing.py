@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -70,6 +71,13 @@ def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitabl
     answer.__name__, answer.__doc__ = method.__name__, method.__doc__
     answer.__signature__ = inspect.signature(method, eval_str=True)  # type: ignore[attr-defined]
     return answer
+
+
+def add_posts(app: FastAPI, *posts: tuple[str, Endpoint, type[BaseModel]]) -> None:
+    """Add endpoints of POSTs to an application: path, method and the type of the body, which the schema shows."""
+    for path, answer, kind in posts:
+        schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+        app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:

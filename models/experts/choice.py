@@ -34,10 +34,15 @@ def nearest(num_tokens: int) -> int:
     return min(max(round(math.log2(max(num_tokens, 1))), 0), len(TOKEN_COUNTS) - 1)
 
 
-def rule(num_tokens: int, config: ExpertsConfig) -> str:
-    """What begins the name of the method that is taken without a measurement: by how many pairs an expert has on average."""
+def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
+    """What the name of the method begins with that is taken without a measurement, by how many pairs an expert has on average.
+
+    The first of which there is a method that takes so many tokens.
+    """
     num_tokens = TOKEN_COUNTS[nearest(num_tokens)]
-    if num_tokens <= 2:
-        return "triton.rows"
     pairs = num_tokens * config.num_slots / config.num_all
-    return "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
+    lots = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
+    if num_tokens <= 2:
+        return [lots, "triton.rows"]
+    tiles = "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
+    return [lots, tiles] if pairs <= 16 else [tiles]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rule
+from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.models.experts.dequantized import Dequantized, scratch_bytes
 from headway.models.experts.methods import (
     INVARIANT,
@@ -22,6 +23,7 @@ from headway.models.experts.methods import (
 )
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.cuda_products import Arrangements
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.operations import Norm
 
@@ -45,6 +47,7 @@ class FusedExperts:
         self.config, self.dtype, self.device = config, dtype, device
         self.forms = forms
         router, quantized = Router(config, device, batch_invariant), forms != ("", "")
+        self._router, self._batch_invariant = router, batch_invariant
         if batch_invariant:
             tiling = QUANTIZED_INVARIANT if quantized else INVARIANT
             ways: list[Method] = [TileMethod(tiling, config, router, device, always=True)]
@@ -56,13 +59,26 @@ class FusedExperts:
         self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
         self.example: ExpertWeights | None = None
         """The weights of one layer of this kind, to measure with."""
+        self._layers: list[ExpertWeights] = []
         self._times: ExpertTimes | None = None
         self._chosen: dict[int, Method] = {}
 
     def layer(self, weights: ExpertWeights, norm: Norm) -> FusedLayer:
-        """One layer of this kind."""
-        self.example = self.example or weights
+        """One layer of this kind. The first tells whether kernels in CUDA C++ compute them, too."""
+        if self.example is None:
+            self.example = weights
+            quantised = self.forms != ("", "") and not self._batch_invariant
+            if quantised and computes_experts(self.config, weights, self.device):
+                arranged = Arrangements()
+                ways = [CudaRows(lot, self.config, self._router, self.device, arranged) for lot in LOTS]
+                self.methods = {**{way.name: way for way in ways}, **self.methods}
+        self._layers.append(weights)
         return FusedLayer(self, weights, norm)
+
+    def prepare(self) -> int:
+        """Arrange all layers' weights for the methods that serve and read an arrangement; bytes that it takes besides."""
+        ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows)}
+        return max((sum(way.prepare(weights) for weights in self._layers) for way in ways), default=0)  # they share it
 
     def obey(self, times: ExpertTimes) -> None:
         """Choose by measured times from now on."""
@@ -90,9 +106,8 @@ class FusedExperts:
         if method is None:
             able = {each.name: each for each in self.methods.values() if each.takes(num_tokens, self.dtype)}
             name = None if self._times is None else self._times.fastest(num_tokens, able)
-            ruled = rule(num_tokens, self.config)
-            likely = [each for each in able.values() if each.name.startswith(ruled)] or list(able.values())
-            method = self._chosen[num_tokens] = able[name] if name else likely[0]
+            likely = [each for ruled in rules(num_tokens, self.config) for each in able.values() if each.name.startswith(ruled)]
+            method = self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
         return method
 
     def __call__(self, x: Tensor, norm: Norm, weights: ExpertWeights, onto: Tensor) -> Tensor:

@@ -5,99 +5,45 @@ Triton cannot say that a thread multiplies the very bytes that it has copied, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
 
 import numpy
 import torch
-import triton
 from torch import Tensor
 
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant, architecture
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.triton.launch import FixedLauncher
+from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.core.contract.support import YES, Support
 from headway.models.config import Activation
+from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaCutRule, most_rows_of
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
-from headway.models.fused.step_kernels import norm_rows
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
-from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name
+from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
 MOST_ROWS = 64
 """Rows up to which the kernels compute."""
 _FEW_ROWS = 16
 """Rows up to which few_rows.cu does."""
-_SLICE = 64
-"""Bytes of a row that one warp multiplies at a time."""
-_PART = 16
-"""Rows of the weight that the matrix units take."""
-_KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2}
+_COPY = 16
+"""Bytes that a thread copies at a time."""
+_KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 _HALVES = {torch.bfloat16: 0, torch.float16: 1}
-_POINTERS = Struct("=12Q")
+POINTERS = Struct("=12Q")
 """struct Pointers of product.cuh."""
-_NARROW_EXPONENT = 128
-"""The largest of MXFP4's exponents whose scale, times what is missing from the codes' exponents, is a bfloat16."""
-_SHARED = 113 * 1024
-"""Bytes of shared memory of a block of threads beside which another finds room."""
+_NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
+"""The largest of MXFP4's exponents, and of FP8's scales, that half precision holds beside what exponents of codes lack."""
 
 
 @dataclass(frozen=True, slots=True)
-class CudaCut:
-    """How one product is cut; see the kernels' constants."""
-
-    tiles: int
-    """Sixteens of the weight's rows that a warp holds."""
-    warps: int
-    stages: int
-    splits: int = 0
-    """Blocks of threads that share a sum over K, in shared_rows.cu, whose warps hold one such part; 0: few_rows.cu."""
-    per_multiprocessor: int = 1
-    """Blocks of threads of few_rows.cu."""
-
-
-CudaCutRule = Callable[[WeightBytes, int, int, bool, int], CudaCut]
-"""(weight, rows, out_features, gated, multiprocessors) -> cut"""
-
-
-def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Cut a product of up to 16 rows, whose warps share a sum over K: tiles of few rows are alike for all multiprocessors."""
-    parts, most = out_features // _PART, _most_rows(rows)
-    wide = not gated and -(-parts // 4) / multiprocessors > _FULL
-    tiles = 2 if gated or parts > 2 * _FULL * multiprocessors else 1
-    if most == 1:
-        return CudaCut(tiles, 16, 4)
-    if wide and -(-parts // 4) <= multiprocessors:
-        return CudaCut(4, 4, 4)
-    return CudaCut(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
-
-
-def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Cut a product of up to 64 rows, whose blocks of threads share a sum over K: so many that two fill a multiprocessor."""
-    most, warps = max(_most_rows(rows), 8), 8
-    step = 2 * most * 128 + warps * 1024 * (1 if weight.half else 2) * 17 // 16
-    blocks = -(-out_features // (warps * _PART // (2 if gated else 1)))
-    steps = weight.row // _SLICE * (2 if weight.half else 1) // 2
-    splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= 2 * multiprocessors and steps >= 4 * count))
-    return CudaCut(1, warps, max(2, min((_SHARED - 1024) // step, 6)), splits)
-
-
-_FULL = 0.9
-"""Share of the multiprocessors that must have work."""
-
-
-def _most_rows(rows: int) -> int:
-    return 1 if rows == 1 else max(8, 1 << (rows - 1).bit_length())
-
-
-@dataclass(frozen=True, slots=True)
-class _Arranged:
+class ArrangedWeight:
     """A weight as the kernel reads it."""
 
     described: WeightBytes
@@ -107,7 +53,7 @@ class _Arranged:
     zeros: Tensor | None = None
     """uint8 [K / group_size, N]"""
     wide: bool = False
-    """Whether a scale is larger than the kernel's first way of unpacking MXFP4 has place for."""
+    """Whether a scale is larger than the kernels' first way of unpacking has place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +82,7 @@ class CudaVariant:
         """Macros of few_rows.cu."""
         weight, cut = self.weight, self.cut
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
+        registers = cut.warps <= 8 if cut.splits else self.most_rows <= _FEW_ROWS  # for two blocks of threads
         return {
             "WEIGHT": _KINDS[weight.kind],
             "HALF_TYPE": _HALVES[self.dtype],
@@ -153,7 +100,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if self.shared_bytes <= _SHARED and (cut.splits or self.most_rows <= _FEW_ROWS) else 1,
+            "RESIDENT": 2 if registers and self.shared_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -175,11 +122,19 @@ class CudaVariant:
         return Variant(CSRC, f"{name}.cu", tuple(self.constants.items()))
 
     @property
+    def _copied_scales(self) -> int:
+        """Bytes of scales and zeros for 16 rows of a slice, in shared_rows.cu."""
+        weight = self.weight
+        if weight.scale_rows > 1 or weight.scale_span >= weight.row:
+            return 0
+        return max(1, SLICE_BYTES // weight.scale_span) * 16 * (self.scale_dtype.itemsize + int(weight.zeros))
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as few_rows.cu adds it up."""
+        """Dynamic shared memory, as the kernels add it up."""
         weight, cut = self.weight, self.cut
         halves, rows = 2 if weight.half else 1, 16 * cut.tiles
-        groups = max(1, _SLICE // weight.scale_span)
+        groups = max(1, SLICE_BYTES // weight.scale_span)
         by_row = weight.scale_span >= weight.row and weight.scale_rows == 1
         scales = groups * rows * self.scale_dtype.itemsize
         if by_row or weight.scale_rows > 1:
@@ -187,8 +142,8 @@ class CudaVariant:
         codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
         window = self.most_rows * 128
         if cut.splits:
-            step = -(-(2 * window + cut.warps * 2 // halves * codes) // 1024) * 1024
-            return max(cut.stages * step, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
+            step = 2 * window + (2 // halves) * cut.warps * (1024 + self._copied_scales)
+            return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
         return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
 
 
@@ -196,9 +151,9 @@ class Arrangements:
     """Weights as the kernels read them, each arranged once."""
 
     def __init__(self) -> None:
-        self._known: dict[QuantizedWeight, _Arranged] = {}
+        self._known: dict[QuantizedWeight, ArrangedWeight] = {}
 
-    def __call__(self, weight: Tensor | QuantizedWeight) -> _Arranged:
+    def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
         """The arrangement of a weight, made now where there is none."""
         assert not isinstance(weight, Tensor)
         known = self._known.get(weight)
@@ -227,11 +182,27 @@ class _Launcher:
             self.tiles = -(-variant.out_features // rows)
             grid, cluster = (min(self.tiles, multiprocessors * cut.per_multiprocessor), 1, 1), (1, 1, 1)
         early = torch.cuda.get_device_capability(device) >= (9, 0)
-        threads = 32 * (cut.warps if cut.splits else cut.warps + (1 if variant.most_rows == 1 else 4))
+        threads = 32 * (cut.warps + (1 if cut.splits or variant.most_rows == 1 else 4))
         self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
-        self.arguments = Arguments(
-            bytes(_POINTERS.size), numpy.float32(0), numpy.float32(0), numpy.int32(0), numpy.int32(self.tiles)
-        )
+        pointers, zero = bytes(POINTERS.size), numpy.float32(0)
+        self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(self.tiles))
+        self.most_rows, self.arrange = variant.most_rows, None
+        if cut.splits:
+            self.arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
+            self.arrange_launches = [Launch((count, 1, 1), 256, overlaps=early) for count in range(variant.most_rows + 1)]
+            self.arrange_arguments = Arguments(0, 0, 0, zero)
+            self.arguments = Arguments(bytes(MAP_BYTES), pointers, numpy.int32(0))
+            self.box = rows * cut.warps, SLICE_BYTES
+
+    def arranged(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+        """x [rows, in_features], normed, in the order in which shared_rows.cu copies it, in a launch before."""
+        assert self.arrange is not None
+        rows, columns = x.shape
+        y = torch.empty(self.most_rows * columns, dtype=x.dtype, device=x.device)  # rows that are missing are never stored
+        pointers = x.data_ptr(), 0 if norm is None else norm.data_ptr(), y.data_ptr()
+        self.arrange_arguments.set(*pointers, numpy.float32(eps))
+        self.arrange(self.arrange_launches[rows], self.arrange_arguments)
+        return y
 
 
 class CudaProducts:
@@ -247,7 +218,6 @@ class CudaProducts:
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._launchers: dict[CudaVariant, _Launcher] = {}
-        self._norms: dict[int, FixedLauncher] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
         """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
@@ -255,7 +225,7 @@ class CudaProducts:
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
         cut = self._cut(self._arranged(linear.weight).described, rows, linear.out_features, False, self._multiprocessors)
-        return not cut.splits and heads.head_dim % _PART == 0
+        return not cut.splits and heads.head_dim % PART_ROWS == 0
 
     def __call__(
         self,
@@ -283,10 +253,10 @@ class CudaProducts:
             weight.scales.dtype,
             weight.wide,
             cut,
-            max(_most_rows(rows), 8) if cut.splits else _most_rows(rows),
+            max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
             in_features,
             out_features,
-            None if norm is None or cut.splits else norm.weight.dtype,
+            None if norm is None else norm.weight.dtype,
             gated,
             activation,
             add_to is not None,
@@ -297,28 +267,20 @@ class CudaProducts:
         launcher = self._launchers.get(variant)
         if launcher is None:
             launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
-        if norm is not None and cut.splits:
-            x, norm = self._normed(x, norm), None
         x, norm_weight = self._in_order(x, norm, linear)
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()
+        if launcher.arrange is not None:
+            x = launcher.arranged(x, norm_weight, 0.0 if norm is None else norm.eps)
         first = [x, weight.codes, weight.scales, weight.zeros, norm_weight, linear.bias, y, *self._rotation(rotated)]
         eps = 0.0 if norm is None else norm.eps
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
-        pointers = _POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
-        launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
+        pointers = POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
+        if cut.splits:
+            launcher.arguments.set(tensor_map(weight.codes.view(torch.uint8), launcher.box, 0), pointers, numpy.int32(rows))
+        else:
+            launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
-        return y
-
-    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
-        """RMSNorm in a launch before: blocks that share x's columns do not see whole rows."""
-        size, y = x.shape[1], torch.empty_like(x)
-        launch = self._norms.get(size)
-        if launch is None:
-            block = triton.next_power_of_2(size)
-            constants = {"SIZE": size, "BLOCK": block, "LAYER": False, "ADD": False}
-            launch = self._norms[size] = FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, **constants)
-        launch((x.shape[0], 1, 1), x, norm.weight, norm.weight, y, y, norm.eps)
         return y
 
     def _rotation(self, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | None, ...]:
@@ -334,25 +296,31 @@ class CudaProducts:
         return (*rope, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, arrivals)
 
 
-def computes(dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x."""
-    described, (rows, columns) = weight_bytes(weight), weight.shape
+def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = None) -> Support:
+    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x.
+
+    rows: of each expert, where the weight is that of several (expert_rows.cu); None: it is that of one product.
+    """
+    described, columns = weight_bytes(weight), weight.shape[1]
     if described is None or described.kind not in _KINDS or dtype not in _HALVES:
-        return Support.no(form_name(weight), "fp8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
-    support, span = YES, described.scale_span
-    if rows % (2 * _PART) or described.row % (2 * _SLICE if described.kind == "fp8" else _SLICE):
-        support &= Support.no("shape", "multiples of 32 x 128", f"{rows} x {columns}")
-    whole = span % _SLICE == 0 or (_SLICE % span == 0 and span % 16 == 0) or span >= described.row
-    if not whole or (1 < described.scale_rows < rows and described.scale_rows % _PART):
+        return Support.no(form_name(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+    support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
+    if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
+        support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
+    if rows is not None and (rows % PART_ROWS or described.row % (SLICE_BYTES if described.half >= SLICE_BYTES else _COPY)):
+        support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
+    short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
+    whole = span % SLICE_BYTES == 0 or short or by_row
+    if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
         support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
-    if described.zeros and span >= described.row:
+    if described.zeros and by_row:
         support &= Support.no("zeros", "of groups that are shorter than a row", form_name(weight))
     if described.kind == "mxfp4" and dtype != torch.bfloat16:
         support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
     return support
 
 
-def arranged(weight: QuantizedWeight) -> _Arranged:
+def arranged(weight: QuantizedWeight) -> ArrangedWeight:
     """A weight as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
     described = weight_bytes(weight)
     assert described is not None
@@ -363,12 +331,14 @@ def arranged(weight: QuantizedWeight) -> _Arranged:
             described = replace(described, scale_rows=1)
         elif described.scale_rows == 1:
             scales = scales.t().contiguous()
-        return _Arranged(described, weight.values, scales)
+        return ArrangedWeight(described, weight.values, scales, wide=float(scales.max()) > _NARROW_SCALE)
     if isinstance(weight, Float4Weight):
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
-        return _Arranged(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
+        return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
+    if isinstance(weight, Int8Weight):
+        return ArrangedWeight(described, weight.values.view(torch.uint8), weight.scales)
     assert isinstance(weight, Int4Weight)
     if described.scale_span >= described.row:
-        return _Arranged(described, weight.packed, weight.scales.view(-1).float())
+        return ArrangedWeight(described, weight.packed, weight.scales.view(-1).float())
     zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
-    return _Arranged(described, weight.packed, weight.scales.t().contiguous(), zeros)
+    return ArrangedWeight(described, weight.packed, weight.scales.t().contiguous(), zeros)

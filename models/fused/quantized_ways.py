@@ -10,7 +10,8 @@ from torch import Tensor
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
-from headway.models.fused.cuda_products import Arrangements, CudaCutRule, CudaProducts, computes, few_rows_cut, shared_rows_cut
+from headway.models.fused.cuda_cuts import CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
+from headway.models.fused.cuda_products import Arrangements, CudaProducts, computes
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
@@ -54,10 +55,10 @@ class CudaWay(ProductWay):
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """fp8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
+        """fp8, int8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
         support = computes(dtype, weight)
-        if self._capability != (9, 0) if self.name == SHARED else self._capability < (8, 0):
-            need = "9.0, whose matrix units it multiplies by" if self.name == SHARED else "8.0 or newer"
+        if self._capability < (8, 0) if self.name == FEW else self._capability != (9, 0):
+            need = "8.0 or newer" if self.name == FEW else "9.0, whose matrix units it multiplies by"
             support &= Support.no("compute capability", need, "{}.{}".format(*self._capability))
         return support & find_compiler()[1]
 
@@ -85,6 +86,7 @@ class QuantizedWays:
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
                 CudaWay(FEW, device, few_rows_cut, 16, arranged),
                 CudaWay(SHARED, device, shared_rows_cut, 64, arranged),
+                CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, 64, arranged),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),

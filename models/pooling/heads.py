@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -93,15 +93,19 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class ScoringHead:
-    """Pooling, products if any, and one logit with its activation."""
+    """Pooling, products if any, and a logit for each label with their activation."""
 
     pooling: PoolingType
     out: DenseLayer
-    """To the logit, and the activation that makes a score of it."""
+    """To the logits, and the activation that makes scores or probabilities of them."""
     dense: DenseLayer | None = None
     norm: Norm | None = None
     """Behind `dense`."""
-    size: int = field(default=1, init=False)
+
+    @property
+    def size(self) -> int:
+        """Labels: 1 where a pair of texts is scored."""
+        return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """See PoolingHead."""

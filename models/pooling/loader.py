@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from headway.models.pooling.heads import (
     PoolingHead,
     ScoringHead,
     YesNoHead,
+    same,
 )
 from headway.models.pooling.model import PooledModel
 from headway.models.pooling.score_prompts import QWEN3_RERANKER, ScorePrompt
@@ -207,7 +209,7 @@ def _activation(name: str, where: str) -> Activation:
 
 
 def _classifier(config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource) -> ScoringHead:
-    """The head of a sequence classifier with one label."""
+    """The head of a sequence classifier."""
     names, size = family.head, read.hidden_size
     activation = family.head_activation(config)
     act = torch.tanh if activation == "tanh" else ACTIVATE[activation]  # type: ignore[index]
@@ -219,15 +221,17 @@ def _classifier(config: Any, read: EncoderConfig, family: EncoderFamily, weights
 
 
 def _score_layer(config: Any, module: str, size: int, bias: bool, weights: WeightSource) -> DenseLayer:
-    """The product to the one logit, with what makes a score of it.
+    """The product to the logits, one for each label, with what makes a score or probabilities of them."""
+    labels = config.num_labels
+    weight = weights.take(f"{module}.weight", (labels, size)).float()
+    biases = weights.take(f"{module}.bias", (labels,)).float() if bias else None
+    return DenseLayer(weight, biases, _score_activation(config) if labels == 1 else _label_activation(config))
 
-    :raises ModelError: another number of labels.
-    """
-    if config.num_labels != 1:
-        raise ModelError(f"num_labels: a score needs 1, got {config.num_labels} (a classifier of several labels)")
-    weight = weights.take(f"{module}.weight", (1, size)).float()
-    biases = weights.take(f"{module}.bias", (1,)).float() if bias else None
-    return DenseLayer(weight, biases, _score_activation(config))
+
+def _label_activation(config: Any) -> Activation:
+    """What makes probabilities of several labels: the softmax, unless config.json says that they exclude one another not."""
+    kinds: dict[str | None, Activation] = {"regression": same, "multi_label_classification": torch.sigmoid}
+    return kinds.get(getattr(config, "problem_type", None), partial(torch.softmax, dim=-1))
 
 
 def _score_activation(config: Any) -> Activation:
@@ -245,7 +249,7 @@ def _decoder_scores(
     if classifies:
         return ScoringHead("last", _score_layer(config, "score", read.hidden_size, False, weights)), None
     if config.model_type != "qwen3":
-        need = "a sequence classifier with one label, or Qwen3-Reranker (Qwen3ForCausalLM)"
+        need = "a sequence classifier, or Qwen3-Reranker (Qwen3ForCausalLM)"
         raise ModelError(f"model architecture: score needs {need}, got {', '.join(config.architectures or [config.model_type])}")
     if tokenizer is None:
         raise ModelError("score: a model that answers yes or no needs its tokenizer, which skip_tokenizer_init leaves out")

@@ -52,6 +52,8 @@ class Quantization:
     place: str
     """Where it is said, in words."""
     rules: tuple[FormatRule, ...]
+    method: str = ""
+    """The name of the method, one of METHODS."""
     beside: str | None = None
     """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
 
@@ -92,7 +94,7 @@ def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization |
         said.refuse_method(method)
     _check_cache(said)
     rules = METHODS[method](said)
-    return Quantization(place, rules) if rules else None
+    return Quantization(place, rules, method) if rules else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ OPTIONS: dict[str, list[Any]] = {
     "num_threads": [0, -1, 10**6, 2**63, 1.5, "2", True],
     "seed": [2**63, -(2**63) - 1, 1.5, "x", True],
     "max_model_len": [0, -1, 2**64, 10**30, float("nan"), "x"],
-    "max_num_seqs": [0, 2**21, 2**63, None],
+    "max_num_seqs": [0, 2**21, 2**63],
     "autotune_budget": [-1, -0.5, float("nan"), "x", -float("inf")],
     "log_stats_interval": [0, -1, float("nan")],
     "gpu_memory_utilization": [0, -1, 2, float("nan"), True],

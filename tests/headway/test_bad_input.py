@@ -58,7 +58,7 @@ OPTIONS = {
     "unknown option elsewhere": (["--attn-opt", "sdpa.math.splits=4"], ("--attn-opt", "sdpa.math", "got sdpa.math.splits")),
     "unknown layout": (["--kv-layout", "bhsd"], ("kv_layout", "nhd, hnd, vllm_5d, latent", "got 'bhsd'")),
     "unknown dtype": (["--dtype", "int8"], ("dtype", "float32, bfloat16, float16", "got 'int8'")),
-    "unknown model_impl": (["--model-impl", "vllm"], ("model_impl", "auto, headway, transformers", "got 'vllm'")),
+    "unknown model_impl": (["--model-impl", "jax"], ("model_impl", "auto, headway, transformers", "got 'jax'")),
     "deterministic by transformers": (
         ["--model-impl", "transformers", "--deterministic"],
         ("deterministic", "a model that Headway's decoder computes", "not batch-invariant"),
@@ -515,7 +515,6 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"truncate_prompt_tokens": 0},
         {"extra_args": []},
         {"use_beam_search": True},
-        {"guided_decoding": None},
         {"max_token": 3},
     ],
     ids=str,
@@ -557,7 +556,6 @@ def test_an_unknown_argument_of_llm_gets_the_nearest_of_ours() -> None:
     for name, words in {
         "attn_backen": "did you mean attn_backend?",
         "max_model_length": "did you mean max_model_len?",
-        "attention_backend": "Headway calls it attn_backend",
         "pipeline_parallel_size": "not supported: tensor_parallel_size cuts a model over GPUs",
         "frobnicate": "docs/options.md lists them",
     }.items():

@@ -43,6 +43,13 @@ def test_texts_and_token_ids_are_prompts_alone_and_in_lists(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
+def test_a_start_says_where_its_seconds_went(llm: LLM) -> None:
+    parts = llm.start_times
+    assert {"weights", "measuring attention", "memory and graphs"} <= parts.seconds.keys()
+    assert 0 < sum(parts.seconds.values()) <= parts.whole
+    assert str(parts).endswith(f"the rest {parts.whole - sum(s for s in parts.seconds.values() if s >= 0.1):.1f}")
+
+
 def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
     wishes = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5)]
     outputs = llm.generate(prompts(llm), wishes, use_tqdm=False)

@@ -244,11 +244,18 @@ def test_a_named_backend_serves_and_another_is_refused_with_reasons(bert: tuple[
         load(folder, attn_backend="causal_alone", backends=[CausalAlone])
 
 
-def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+def test_a_classifier_of_several_labels_gives_their_probabilities_and_scores_no_pair(tmp_path: Path) -> None:
     kind, config = SCORERS["bert"]
-    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 3}), tmp_path)
-    with pytest.raises(ModelError, match="num_labels: a score needs 1, got 3"):
-        load(tmp_path)
+    model = save(kind, config.__class__(**{**config.to_dict(), "num_labels": 3}), tmp_path)
+    llm = load(tmp_path)
+    outputs = llm.classify(list(TEXTS), use_tqdm=False)
+    with torch.no_grad():
+        logits = [model(torch.tensor([output.prompt_token_ids])).logits[0] for output in outputs]
+    assert outputs[0].outputs.num_classes == 3
+    close(torch.tensor([output.outputs.probs for output in outputs]), torch.stack(logits).softmax(-1))
+    assert llm.encode(TEXTS[0], use_tqdm=False)[0].outputs.data.shape == (3,)
+    with pytest.raises(ConfigError, match="score: needs a classifier of one label, got .*which has 3"):
+        llm.score("a", "b", use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", ["Identity", "Sigmoid"])

@@ -178,7 +178,7 @@ def test_drafts_and_log_probabilities_beside_a_grammar(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({}, "exactly one of json, regex, choice, grammar, json_object, structural_tag, got none"),
         ({"json": {}, "regex": "a"}, "exactly one of .*got json, regex"),
         ({"json": "{"}, "structured_outputs.json: needs a JSON schema"),
         ({"json": 3}, "structured_outputs.json: needs a JSON schema"),
@@ -186,7 +186,8 @@ def test_drafts_and_log_probabilities_beside_a_grammar(llm: LLM) -> None:
         ({"choice": "yes"}, "structured_outputs.choice: needs a list of texts"),
         ({"regex": ""}, "structured_outputs.regex: needs a text"),
         ({"json_object": False}, "structured_outputs.json_object: needs True"),
-        ({"structural_tag": "x"}, "structural_tag: needs an option of StructuredOutputsParams.*not supported yet"),
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag: needs a structural tag, got a text that is not JSON"),
+        ({"structural_tag": "[]"}, "structured_outputs.structural_tag: needs a structural tag"),
     ],
     ids=str,
 )

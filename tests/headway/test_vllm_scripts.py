@@ -3,49 +3,83 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from headway import LLM, SamplingParams
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, HeadwayError
 from sandbox import save_tiny_model
+from tiny_encoders import SCORERS, save
+from vllm_programs import FOLDER, PAGE, header, page
 
-SCRIPTS = sorted((Path(__file__).parent / "vllm_scripts").glob("*.py"))
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
+"""Programs of the everyday suite."""
 MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the scripts' models are: each the tiny one."""
+    """A folder in which the programs' models are: those that generate are the tiny one."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "tiny", positions=512, chat=True)
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "tiny")
+    kind, config = SCORERS["bert"]
+    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder / "classifier")
     return folder
+
+
+def of_headway(text: str) -> str:
+    """A program with nothing changed but what it imports from."""
+    text, count = re.subn(r"^from vllm\b", "from headway", text, flags=re.MULTILINE)
+    text, more = re.subn(r"^import vllm$", "import headway as vllm", text, flags=re.MULTILINE)
+    assert count + more
+    return text
+
+
+def run_program(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = script.read_text()
+    monkeypatch.setattr(sys, "argv", [script.name, *header(text, "argv").split()])
+    names = {"__name__": f"program_{script.stem}" if "__main__" not in text else "__main__"}
+    exec(compile(of_headway(text), str(script), "exec", dont_inherit=True), names)
+
+
+RUNNING = [script for script in SCRIPTS if not header(script.read_text(), "refused")]
+REFUSED = [script for script in SCRIPTS if script not in RUNNING]
 
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(script, marks=pytest.mark.slow if number % 3 else ()) for number, script in enumerate(SCRIPTS)],
+    [pytest.param(script, marks=pytest.mark.slow if script.stem not in QUICK else ()) for script in RUNNING],
     ids=lambda script: script.stem,
 )
-def test_vllm_script_runs_with_headways_import(
+def test_program_runs_with_headways_import(
     models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Path
 ) -> None:
-    if script.stem == "structured_outputs":
+    if "structured" in script.stem or "guided" in script.stem:
         pytest.importorskip("llguidance")
     monkeypatch.chdir(models)
-    text, count = re.subn(r"^from vllm(\.\w+)* import", "from headway import", script.read_text(), flags=re.MULTILINE)
-    assert count >= 1
-    assert "vllm" not in text
-    exec(compile(text, str(script), "exec"), {"__name__": "__main__"})
-    assert capsys.readouterr().out, "a script shows what it found"
+    run_program(script, monkeypatch)
+    assert capsys.readouterr().out, "a program shows what it found"
 
 
-def test_there_are_ten() -> None:
-    assert len(SCRIPTS) == 10
+def test_the_page_lists_the_programs() -> None:
+    assert all(header(script.read_text(), "shows") for script in SCRIPTS)
+    assert PAGE.read_text() == page(), "python docs/_tools/vllm_programs.py --write"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", REFUSED, ids=lambda script: script.stem)
+def test_program_that_cannot_run_is_refused_in_one_line(models: Path, monkeypatch: pytest.MonkeyPatch, script: Path) -> None:
+    monkeypatch.chdir(models)
+    with pytest.raises((ImportError, ValueError, AttributeError, HeadwayError)) as error:
+        run_program(script, monkeypatch)
+    assert header(script.read_text(), "refused") in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +92,6 @@ def llm(models: Path) -> LLM:
     [
         ({"lora_request": "adapter"}, "lora_request: needs an option of LLM.generate.*merge the adapter"),
         ({"priority": [1]}, "priority: needs 0, because .*first come, first served.*scheduling_policy"),
-        ({"prompt_token_ids": [[1]]}, "prompt_token_ids: needs .*pass them as prompts"),
         ({"params": SamplingParams()}, "params: needs .*it is called sampling_params"),
         ({"use_tqmd": True}, "use_tqmd: needs .*did you mean use_tqdm?"),
     ],
@@ -71,16 +104,15 @@ def test_missing_vllm_keyword_is_refused_with_the_nearest(llm: LLM, keywords: di
 
 
 def test_missing_vllm_attribute_names_the_nearest(llm: LLM) -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'beam_search'.*best_of"):
-        llm.beam_search  # noqa: B018
-    assert not hasattr(llm, "encode")
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'sleep'.*del llm frees"):
+        llm.sleep  # noqa: B018
+    assert not hasattr(llm, "apply_model")
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("guided_decoding", "structured_outputs"),
-        ("use_beam_search", "best_of"),
+        ("use_beam_search", "LLM.beam_search"),
         ("max_new_tokens", "max_tokens"),
         ("repetition_penality", "did you mean repetition_penalty?"),
     ],

@@ -120,16 +120,17 @@ class Layer:
 
         routing: which experts, where that is not the question; its weights are float64.
         """
-        plain, normed = PlainExperts(self.config, self.weights(torch.float64)), self._normed(x)
+        plain, normed = PlainExperts(self.config, self.weights(torch.float64)), self.normed(x)
         return x + plain.apply(normed, routing or self.routing(x), _product)
 
     def routing(self, x: Tensor) -> Routing:
         """Which experts, and with what weights, in float64."""
         weights = self.weights(torch.float64)
         bias = 0 if weights.router_bias is None else weights.router_bias
-        return route(self._normed(x) @ weights.router.T + bias, self.config, weights.correction_bias)
+        return route(self.normed(x) @ weights.router.T + bias, self.config, weights.correction_bias)
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
+        """What the experts see, as far as the layer's type holds it. x: float64 [num_tokens, hidden_size]."""
         return torch.nn.functional.rms_norm(x, self.norm.shape, self.norm, 1e-5).to(self.dtype).double()
 
 

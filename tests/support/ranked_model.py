@@ -28,6 +28,7 @@ from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.system.part_clock import PartClock
 from headway.hosting.assembly import Assembly
 from headway.hosting.driver import EngineDriver
 from headway.models.loader import LoadedModel
@@ -159,7 +160,7 @@ def ranked_driver(size: int, fault: str = "") -> EngineDriver:
     config = EngineConfig(block_size=8, kv_cache_memory=2**20 // size)
     engine = ranked_engine(size, config, fault=fault)
     model: Any = LoadedModel("ranked", Path(), RankedModel(), "a model of a test", None, frozenset())
-    return EngineDriver(Assembly(registry(), torch.device("cpu"), 1, model, engine, None))
+    return EngineDriver(Assembly(registry(), torch.device("cpu"), 1, model, engine, None, PartClock()))
 
 
 def pids_of(engine: EngineLoop) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import string
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +68,9 @@ CHAT = (
 """A chat template."""
 
 
-def save_tiny_model(folder: Path, positions: int = 256, chat: bool = False) -> Path:
-    """A Llama of two layers with random weights as transformers saves it: 300 tokens of ASCII text. chat: with a template."""
+def save_tiny_model(folder: Path, positions: int = 256, chat: bool = False, special: Sequence[str] = ()) -> Path:
+    """A Llama of two layers with random weights as transformers saves it: 300 tokens of ASCII text. chat: with a template.
+    special: further special tokens."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -76,7 +78,7 @@ def save_tiny_model(folder: Path, positions: int = 256, chat: bool = False) -> P
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>", *special], show_progress=False)
     syllables = " ".join(first + vowel + last for first in string.ascii_lowercase for vowel in "aeiou" for last in "nrst")
     tokenizer.train_from_iterator([string.printable, "the quick brown fox jumps over the lazy dog", syllables], trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")

@@ -44,7 +44,7 @@ class Fake:
         self.runs += 1
         if self.fails:
             raise RuntimeError("out of something")
-        if len(residual) == min(self.most, 16):  # where answers are compared
+        if not residual.any():  # where answers are compared
             plain = PlainExperts(CONFIG, weights)
             residual += self.off * plain(routed.x, lambda x, linear: linear(x))
         time.sleep(self.seconds * min(len(residual), 64))

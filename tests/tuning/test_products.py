@@ -224,3 +224,62 @@ def test_a_library_that_has_changed_since_serves_no_longer(cache: Path, caplog: 
         assert not kind.refused["library"]
     for why in ("ArithmeticError: its answer is off by 5.0e-01", "RuntimeError: out of something", "MemoryError: no room"):
         assert f"products fp8 rows 32x64 float32: library serves no longer: {why}" in caplog.text
+
+
+@pytest.fixture
+def shipped(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Path:
+    """A file that ships with Headway, measured by a bench of COSTS with another torch; nothing is kept."""
+    caplog.set_level(logging.INFO, "headway")
+    monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
+    bench = Bench(COSTS)
+    choose_products([bench.kind(layers())], 60.0, timer=TableTimer(bench=bench))
+    (path,) = cache.glob("*.json")
+    found = json.loads(path.read_text())
+    found["device"]["torch"] = "1.0"
+    target = tmp_path / "priors" / "products" / path.name
+    target.parent.mkdir(parents=True)
+    target.write_text(json.dumps(found))
+    path.unlink()
+    return target
+
+
+def test_shipped_times_are_checked_and_scaled(cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    twice = Bench({name: lambda rows, cost=cost: 2 * cost(rows) for name, cost in COSTS.items()})
+    choose_products([kind := twice.kind(layers())], 60.0, timer=TableTimer(bench=twice))
+    assert (kind.way_for(1), kind.way_for(64)) == ("kernel n64", "scaled_mm")
+    assert "torch: measured with 1.0" in kind.source
+    assert kind.source.endswith("checked here in 3 of 14 cells")
+    (path,) = cache.glob("*.json")
+    kept = json.loads(path.read_text())
+    before = json.loads(shipped.read_text())
+    assert kept["prior"] == kind.source
+    assert kept["us"]["scaled_mm"] == pytest.approx([2 * us for us in before["us"]["scaled_mm"]])
+    assert kept["device"]["torch"] == torch.__version__
+    runs = twice.runs
+    full = Bench(COSTS)
+    shipped.unlink()
+    path.unlink()
+    choose_products([full.kind(layers())], 60.0, timer=TableTimer(bench=full))
+    assert runs < full.runs / 2
+
+
+def test_shipped_times_that_are_wrong_here_are_measured_in_full(
+    cache: Path, shipped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Bench({**COSTS, "scaled_mm": lambda rows: 300.0})
+    choose_products([kind := other.kind(layers())], 60.0, timer=TableTimer(bench=other))
+    assert kind.way_for(64) == "kernel n64"
+    assert "are not used: scaled_mm takes " in caplog.text
+    (path,) = cache.glob("*.json")
+    assert json.loads(path.read_text())["prior"] == ""
+
+
+@pytest.mark.usefixtures("cache", "shipped")
+def test_shipped_times_serve_unchecked_where_nothing_may_be_measured(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(COSTS)
+    choose_products([kind := bench.kind(layers())], 0.0)
+    assert kind.source.endswith("not checked here")
+    assert kind.way_for(1) == "kernel n64"
+    more = Bench({**COSTS, "library": lambda rows: 1.0}, library=FakeLibrary())
+    choose_products([kind := more.kind(layers())], 0.0)
+    assert kind.source == "rule, not measured", "they do not know the library"

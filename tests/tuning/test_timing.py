@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from headway.tuning.measure.timing import EventClock, InterleavedTimer, host_us
+from headway.tuning.measure.timing import EventClock, InterleavedTimer, SharedBudget, host_us
 
 CPU = torch.device("cpu")
 
@@ -158,3 +158,18 @@ def test_a_call_longer_than_the_limit_runs_once(clock: Clock) -> None:
 
     assert host_us(call, CPU, seconds=0.001, clock=clock) == pytest.approx(5000)
     assert count[0] == 1
+
+
+def test_parts_share_a_budget_and_leave_what_they_do_not_take(clock: Clock) -> None:
+    budget = SharedBudget(20.0, clock=clock)
+    budget.expect(4)
+    shares = []
+    for took in (1.0, 0.0, 30.0, 5.0):
+        with budget.part() as seconds:
+            shares.append(seconds)
+            clock.sleep(took)
+    assert shares == pytest.approx([5.0, 19.0 / 3, 9.5, 9.5])
+    with SharedBudget(3.0, clock=clock).part() as seconds:
+        assert seconds == 3.0
+    with budget.part() as seconds:
+        assert seconds == pytest.approx(4.5)

@@ -40,9 +40,7 @@ class AllReduceFile(KeptTimes):
     file_schema: str = SCHEMA
     ranks: int
     sizes: list[int]
-    """Bytes of the tensors, in bfloat16."""
-    us: dict[str, list[float | None]]
-    """Way -> microseconds for each of `sizes`, of the slowest rank; None: it does not take so many bytes, or failed."""
+    """Bytes of the tensors, in bfloat16. Times are of the slowest rank."""
 
 
 def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:

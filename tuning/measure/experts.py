@@ -7,7 +7,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,8 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import Routing
 from headway.models.operations import Norm
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.kept import KeptTimes, read_kept
+from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
+from headway.tuning.measure.kept_prior import times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from headway.tuning.table.identity import DeviceIdentity
 
@@ -52,8 +53,6 @@ class ExpertsFile(KeptTimes):
     layer: str
     """Configuration, dtype and forms of quantised weights, in words."""
     tokens: list[int]
-    us: dict[str, list[float | None]]
-    """Method -> microseconds for each of `tokens`; None: it does not take so many, or failed."""
 
 
 def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileAhead | None = None) -> None:
@@ -66,11 +65,15 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
         device = identify_device(kind.device)
         path = _path(device, kind)
         kept = _kept(path, device, kind)
-        if kept is None and budget > 0:
-            kept = _measured(kind, device, path, budget, ahead)
+        if kept is None:
+            shipped = read_shipped("experts", path, ExpertsFile, SCHEMA, device, _own(kind))
+            kept = _measured(kind, device, path, budget, ahead, shipped) if budget > 0 else unchecked(shipped, kind.methods)
         if kept is not None:
-            kind.obey(ExpertTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
+            kind.obey(ExpertTimes(kept.us, kept.source(path)))
         log.info("experts: %s", kind.describe())
+        taken = kind.prepare()
+        if taken:
+            log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
 def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
@@ -85,39 +88,66 @@ def _layer(kind: FusedExperts) -> str:
     return told if kind.forms == ("", "") else f"{told} {' / '.join(kind.forms)}"
 
 
+def _own(kind: FusedExperts) -> Callable[[ExpertsFile], list[Differing]]:
+    """What a file says of its layer, and what this kind is."""
+    return lambda found: [("layer", found.layer, _layer(kind)), ("tokens", found.tokens, list(TOKEN_COUNTS))]
+
+
 def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:
     """The times at a path where they are of this device, software and layer; why not is logged."""
-    return read_kept(
-        "experts",
-        path,
-        ExpertsFile,
-        SCHEMA,
-        device,
-        lambda found: [
-            ("layer", found.layer, _layer(kind)),
-            ("tokens", found.tokens, list(TOKEN_COUNTS)),
-            ("methods", sorted(found.us), sorted(kind.methods)),
-        ],
-    )
+
+    def own(found: ExpertsFile) -> list[Differing]:
+        return [*_own(kind)(found), ("methods", sorted(found.us), sorted(kind.methods))]
+
+    return read_kept("experts", path, ExpertsFile, SCHEMA, device, own)
 
 
-def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: float, ahead: CompileAhead | None) -> ExpertsFile:
-    """Time every method on random tokens and a random router, over the weights of a layer, and keep the times."""
+def _measured(
+    kind: FusedExperts,
+    device: DeviceIdentity,
+    path: Path,
+    budget: float,
+    ahead: CompileAhead | None,
+    shipped: ExpertsFile | None,
+) -> ExpertsFile:
+    """Time every method on random tokens and a random router, over the weights of a layer, and keep the times.
+
+    shipped: times that are taken, scaled, where they agree with a few that are measured.
+    """
     began = time.perf_counter()
     log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
-    us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
     sample = SampleLayer(kind)
-    if ahead is not None:
-        with ahead():
-            for count in TOKEN_COUNTS:
-                for method in sample.methods(count):
-                    with suppress(Exception):  # the trial will meet it again, and name it
-                        sample.run(method, count)
-    right = [name for name, method in kind.methods.items() if sample.is_right(method)]
-    for cell, count in enumerate(TOKEN_COUNTS):
+    right: list[str] | None = None
+
+    def measure(cells: Collection[int]) -> dict[str, list[float | None]]:
+        nonlocal right
+        if ahead is not None:
+            with ahead():
+                sample.launch([TOKEN_COUNTS[cell] for cell in cells])
+        if right is None:
+            right = [name for name, method in kind.methods.items() if sample.is_right(method)]
+        return _times(sample, right, cells, began + budget)
+
+    us, prior = times_with(shipped, "experts", kind.methods, len(TOKEN_COUNTS), measure)
+    layer, tokens = _layer(kind), list(TOKEN_COUNTS)
+    found = ExpertsFile(device=device, origin=Origin.here(), prior=prior, layer=layer, tokens=tokens, us=us)
+    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, path)
+    try:
+        write_json(found, path, "HEADWAY_CACHE")
+    except ConfigError as error:
+        log.warning("experts: the times are not kept: %s", error)
+    return found
+
+
+def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], until: float) -> dict[str, list[float | None]]:
+    """Microseconds of the methods that are right, for some of TOKEN_COUNTS. until: when time is up, by time.perf_counter."""
+    kind = sample.kind
+    us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
+    for cell in cells:
+        count = TOKEN_COUNTS[cell]
         methods = [method for method in sample.methods(count) if method.name in right]
         calls = [partial(sample.run, method, count) for method in methods]
-        if time.perf_counter() - began > budget:
+        if time.perf_counter() > until:
             log.warning("experts: the time did not suffice for %d tokens and more, where a rule chooses", count)
             break
         for method, timing in zip(methods, _TURNS.time(calls, kind.device), strict=True):
@@ -125,13 +155,7 @@ def _measured(kind: FusedExperts, device: DeviceIdentity, path: Path, budget: fl
                 us[method.name][cell] = timing.median_us
             else:
                 log.warning("experts: %s with %d tokens is left out: %s", method.name, count, timing)
-    found = ExpertsFile(device=device, origin=Origin.here(), layer=_layer(kind), tokens=list(TOKEN_COUNTS), us=us)
-    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, path)
-    try:
-        write_json(found, path, "HEADWAY_CACHE")
-    except ConfigError as error:
-        log.warning("experts: the times are not kept: %s", error)
-    return found
+    return us
 
 
 class SampleLayer:
@@ -141,7 +165,7 @@ class SampleLayer:
         """:raises ValueError: no layer of this kind was loaded."""
         if kind.example is None:
             raise ValueError("a kind of experts without a layer")
-        self._kind = kind
+        self.kind = kind
         self._generator = torch.Generator(kind.device).manual_seed(0)
         router = self._draw(*kind.example.router.shape) * kind.example.router.shape[1] ** -0.5
         flat = {
@@ -154,7 +178,7 @@ class SampleLayer:
         self._tokens: dict[int, Tensor] = {}
 
     def _draw(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._kind.dtype, device=self._kind.device).normal_(generator=self._generator)
+        return torch.empty(shape, dtype=self.kind.dtype, device=self.kind.device).normal_(generator=self._generator)
 
     def tokens(self, count: int) -> Tensor:
         """A residual stream [count, hidden_size]."""
@@ -164,7 +188,14 @@ class SampleLayer:
 
     def methods(self, count: int) -> list[Method]:
         """The methods that take this many tokens."""
-        return [method for method in self._kind.methods.values() if method.takes(count, self._kind.dtype)]
+        return [method for method in self.kind.methods.values() if method.takes(count, self.kind.dtype)]
+
+    def launch(self, counts: Iterable[int]) -> None:
+        """Launch whatever is compiled for some numbers of tokens, to be called where nothing is launched."""
+        for count in counts:
+            for method in self.methods(count):
+                with suppress(Exception):  # the trial will meet it again, and name it
+                    self.run(method, count)
 
     def run(self, method: Method, count: int) -> None:
         """Compute the layer once."""
@@ -172,19 +203,22 @@ class SampleLayer:
         method.add(x, method.route(x, self.norm, self.weights), self.weights)
 
     def is_right(self, method: Method) -> bool:
-        """Whether its answer for a few tokens agrees with that of torch's operations; one that raises is wrong, too."""
+        """Whether its answers for one token and for a few agree with torch's operations; a method that raises is wrong, too."""
+        taken = [count for count in TOKEN_COUNTS if method.takes(count, self.kind.dtype)]
+        few = max([count for count in taken if count <= _FEW] or taken[:1])
         try:
-            taken = [count for count in TOKEN_COUNTS if method.takes(count, self._kind.dtype)]
-            count = max([count for count in taken if count <= _FEW] or taken[:1])
-            routed = method.route(self.tokens(count), self.norm, self.weights)
-            found = torch.zeros_like(routed.x)
-            method.add(found, routed, self.weights)
-            plain = PlainExperts(self._kind.config, self.weights)
-            expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
-            error = float((found - expected).float().norm() / expected.float().norm())
+            error = max(self._error(method, count) for count in {taken[0], few})
             what = f"its answer is off by {error:.1e}"
         except Exception as raised:
             error, what = torch.inf, f"{type(raised).__name__}: {raised}"
         if not error < _TOLERANCE:
             log.warning("experts: %s is left out: %s", method.name, what)
         return error < _TOLERANCE
+
+    def _error(self, method: Method, count: int) -> float:
+        routed = method.route(self.tokens(count), self.norm, self.weights)
+        found = torch.zeros_like(routed.x)
+        method.add(found, routed, self.weights)
+        plain = PlainExperts(self.kind.config, self.weights)
+        expected = plain.apply(routed.x, Routing(routed.experts, routed.weights), lambda x, linear: linear(x))
+        return float((found - expected).float().norm() / expected.float().norm())

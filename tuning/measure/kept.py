@@ -14,6 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import read_json
 from headway.core.system.provenance import Origin
 from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.priors import prior_folder
 
 log = logging.getLogger("headway")
 Differing = tuple[str, object, object]
@@ -27,6 +28,14 @@ class KeptTimes(BaseModel):
 
     device: DeviceIdentity
     origin: Origin
+    prior: str = ""
+    """The shipped file whose times these are but for those that checked them, in words; empty: all were measured here."""
+    us: dict[str, list[float | None]]
+    """Way -> microseconds for each number of tokens, rows or bytes; None: it does not take so many, or failed."""
+
+    def source(self, path: Path) -> str:
+        """Where the times come from, in words. path: of this file."""
+        return self.prior or f"measured {self.device.date}, {path.name}"
 
 
 File = TypeVar("File", bound=KeptTimes)
@@ -39,21 +48,51 @@ def read_kept(
 
     what: whose times these are, for the log. own: what else must be the same.
     """
-    if not os.path.exists(path):  # a folder that may not be read counts as empty
+    found = _read(what, path, kind, schema)
+    if found is None:
         return None
-    try:
-        found = read_json(path, kind, schema)
-    except ConfigError as error:
-        log.warning("%s: measured times not used: %s", what, error)
-        return None
-    rows: list[Differing] = [
-        ("device", found.device.name, device.name),
-        ("driver", found.device.driver, device.driver),
-        ("torch", found.device.torch, device.torch),
-        *((name, found.device.libraries.get(name), device.libraries.get(name)) for name in ("triton", "headway")),
-        *own(found),
-    ]
-    other = [f"{named}: measured with {was}, here is {now}" for named, was, now in rows if was != now]
+    other = _other([("device", found.device.name, device.name), *_software(found, device), *own(found)])
     if other:
         log.info("%s: measured times not used: %s", what, "; ".join(other))
     return None if other else found
+
+
+def read_shipped(
+    what: str, path: Path, kind: type[File], schema: str, device: DeviceIdentity, own: Callable[[File], Sequence[Differing]]
+) -> File | None:
+    """The file of the same name that ships with Headway, where there is one of this kind of device.
+
+    Its `prior` says where it is from, and what was other there. path: where times are kept, in a folder of their kind. own: what
+    must be the same besides the device.
+    """
+    found = _read(what, prior_folder() / path.parent.name / path.name, kind, schema)
+    if found is None:
+        return None
+    wrong = _other([("device", found.device.name, device.name), *own(found)])
+    if wrong:
+        log.info("%s: shipped times not used: %s", what, "; ".join(wrong))
+        return None
+    other = "".join(f", {line}" for line in _other(_software(found, device)))
+    return found.model_copy(update={"prior": f"shipped times of {found.device.date[:10]} ({found.origin}{other})"})
+
+
+def _read(what: str, path: Path, kind: type[File], schema: str) -> File | None:
+    if not os.path.exists(path):  # a folder that may not be read counts as empty
+        return None
+    try:
+        return read_json(path, kind, schema)
+    except ConfigError as error:
+        log.warning("%s: measured times not used: %s", what, error)
+        return None
+
+
+def _software(found: KeptTimes, device: DeviceIdentity) -> list[Differing]:
+    return [
+        ("driver", found.device.driver, device.driver),
+        ("torch", found.device.torch, device.torch),
+        *((name, found.device.libraries.get(name), device.libraries.get(name)) for name in ("triton", "headway")),
+    ]
+
+
+def _other(rows: Sequence[Differing]) -> list[str]:
+    return [f"{named}: measured with {was}, here is {now}" for named, was, now in rows if was != now]

@@ -35,7 +35,7 @@ GRIDS: dict[str, dict[PhaseName, Axes]] = {
     "cuda": {
         "decode": Axes((1,), (1, 2, 4, 8, 16, 32, 64, 128, 256), (256, 1024, 4096, 16384, 65536), 256, 2**20),
         "prefill": Axes((32, 128, 256, 512, 1024, 2048, 4096, 8192, 32768), (1, 2, 3, 4, 6, 8, 16, 32, 64), (), 2**15, 2**15),
-        "extend": Axes((16, 32, 128, 512, 2048, 8192), (1, 3, 8), (2048, 4096, 8192, 16384, 32768), 2**13, 2**17),
+        "extend": Axes((16, 32, 64, 128, 256, 512, 2048, 8192), (1, 3, 8), (2048, 4096, 8192, 16384, 32768), 2**13, 2**17),
         "verify": Axes((2, 4, 8), (1, 4, 16, 64), (512, 2048, 8192, 32768), 512, 2**18),
     },
     "cpu": {
@@ -163,9 +163,9 @@ _LEAST_LOSS = 0.03
 _LEVEL = 3
 """After all levels of a grid."""
 
-_Coordinates = tuple[int, int, int]
+Coordinates = tuple[int, int, int]
 """batch, query_len, kv_len."""
-_Times = Mapping[tuple[str | None, int | None], Mapping[str, float]]
+Times = Mapping[tuple[str | None, int | None], Mapping[str, float]]
 """Layout and block size -> backend -> microseconds of a layer."""
 
 
@@ -177,7 +177,7 @@ def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
     measured = points(cells)
     found: dict[PointKey, tuple[float, Point]] = {}
     for phase in dict.fromkeys(cell.phase for cell in cells):
-        times = {_place(rivals[0]): _times(rivals) for (of, _), rivals in measured.items() if of == phase}
+        times = {place_of(rivals[0]): rival_times(rivals) for (of, _), rivals in measured.items() if of == phase}
         for low, high in _neighbours(list(times), phase):
             loss = _loss(times[low], times[high])
             middle = _middle(phase, low, high)
@@ -189,12 +189,13 @@ def midpoints(cells: Sequence[Cell], noise: float) -> list[Point]:
     return [point for _, point in sorted(found.values(), key=lambda ranked: -ranked[0])]
 
 
-def _place(cell: Cell) -> _Coordinates:
+def place_of(cell: Cell) -> Coordinates:
+    """Where a cell's point lies."""
     return cell.batch, cell.query_len, cell.kv_len
 
 
-def _times(rivals: Sequence[Cell]) -> _Times:
-    """A time without a layout holds over all of them."""
+def rival_times(rivals: Sequence[Cell]) -> Times:
+    """The times of one point's cells. One without a layout holds over all of them."""
     timed = [(cell, cell.layer_us) for cell in rivals if cell.layer_us is not None]
     everywhere = {cell.backend: us for cell, us in timed if cell.layout is None}
     pairs = dict.fromkeys((cell.layout, cell.block_size) for cell, _ in timed)
@@ -205,10 +206,10 @@ def _times(rivals: Sequence[Cell]) -> _Times:
     }
 
 
-def _neighbours(places: Sequence[_Coordinates], phase: PhaseName) -> Iterator[tuple[_Coordinates, _Coordinates]]:
+def _neighbours(places: Sequence[Coordinates], phase: PhaseName) -> Iterator[tuple[Coordinates, Coordinates]]:
     """Pairs next to each other in a row of points that differ in one number. A prompt's two lengths are one."""
     for axis in (0, 1) if phase == "prefill" else (0, 1, 2):
-        rows: dict[tuple[int, ...], list[_Coordinates]] = {}
+        rows: dict[tuple[int, ...], list[Coordinates]] = {}
         for place in places:
             others = place[:1] if phase == "prefill" and axis == 1 else place[:axis] + place[axis + 1 :]
             rows.setdefault(others, []).append(place)
@@ -216,7 +217,7 @@ def _neighbours(places: Sequence[_Coordinates], phase: PhaseName) -> Iterator[tu
             yield from pairwise(sorted(row, key=lambda place: place[axis]))
 
 
-def _loss(low: _Times, high: _Times) -> float:
+def _loss(low: Times, high: Times) -> float:
     """What the winner of each neighbour loses at the other's point, the less of the two, as a share; of all layouts the most.
 
     Where one of them loses nothing there is one winner of both, and a tie at one end.
@@ -230,7 +231,7 @@ def _loss(low: _Times, high: _Times) -> float:
     return worst
 
 
-def _middle(phase: PhaseName, low: _Coordinates, high: _Coordinates) -> Point | None:
+def _middle(phase: PhaseName, low: Coordinates, high: Coordinates) -> Point | None:
     """None where the neighbours are too near, or no whole number lies between."""
     batch, query_len, kv_len = (round(math.sqrt(a * b)) for a, b in zip(low, high, strict=True))
     if phase == "prefill":

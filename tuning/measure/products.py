@@ -6,8 +6,10 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +27,8 @@ from headway.models.fused.quantized_choice import KERNEL, ROW_COUNTS, ProductTim
 from headway.models.quantization.forms import num_bytes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import KeptTimes, read_kept
+from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
+from headway.tuning.measure.kept_prior import Us, cells_to_check, times_with, unchecked
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
 from headway.tuning.table.identity import DeviceIdentity
 
@@ -57,8 +60,7 @@ class ProductsFile(KeptTimes):
     product: str
     """Form, shape and element type, in words."""
     rows: list[int]
-    us: dict[str, list[float | None]]
-    """Way -> microseconds for each of `rows`; None: it does not take so many, failed, or was far behind with fewer."""
+    """A way that was far behind with fewer rows has no time."""
 
 
 def choose_products(
@@ -75,6 +77,9 @@ def choose_products(
     missing = [kind for kind in kinds if not obey_kept(kind, identity)]
     if missing and budget > 0:
         _measure(missing, identity, budget, ahead, timer)
+    else:
+        for kind in missing:
+            obey_shipped(kind, identity)
     with on_device(kinds[0].examples[0].device), torch.inference_mode():
         for kind in kinds:
             settle(kind)
@@ -139,22 +144,32 @@ def _room(device: torch.device) -> float:
 
 def obey_kept(kind: ProductKind, device: DeviceIdentity) -> bool:
     """Have a kind choose by the times that are kept for a device; False: there are none."""
+
+    def own(found: ProductsFile) -> list[Differing]:
+        return [*_own(kind)(found), ("ways", sorted(found.us), sorted(kind.ways))]
+
     path = _path(device, kind)
-    kept = read_kept(
-        "products",
-        path,
-        ProductsFile,
-        SCHEMA,
-        device,
-        lambda found: [
-            ("product", found.product, kind.name),
-            ("rows", found.rows, list(ROW_COUNTS)),
-            ("ways", sorted(found.us), sorted(kind.ways)),
-        ],
-    )
-    if kept is not None:
-        kind.obey(ProductTimes(kept.us, f"measured {kept.device.date}, {path.name}"))
-    return kept is not None
+    return _obey(kind, read_kept("products", path, ProductsFile, SCHEMA, device, own), path)
+
+
+def obey_shipped(kind: ProductKind, device: DeviceIdentity) -> bool:
+    """Have a kind choose by the times that ship with Headway, unchecked; False: there are none of all its ways."""
+    return _obey(kind, unchecked(_shipped(kind, device), kind.ways), _path(device, kind))
+
+
+def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
+    if found is not None:
+        kind.obey(ProductTimes(found.us, found.source(path)))
+    return found is not None
+
+
+def _own(kind: ProductKind) -> Callable[[ProductsFile], list[Differing]]:
+    """What a file says of its product, and what this kind is."""
+    return lambda found: [("product", found.product, kind.name), ("rows", found.rows, list(ROW_COUNTS))]
+
+
+def _shipped(kind: ProductKind, device: DeviceIdentity) -> ProductsFile | None:
+    return read_shipped("products", _path(device, kind), ProductsFile, SCHEMA, device, _own(kind))
 
 
 def _path(device: DeviceIdentity, kind: ProductKind) -> Path:
@@ -170,27 +185,41 @@ def _measure(
     device, clock = kinds[0].examples[0].device, Budget(budget)
     log.warning("products: measuring the ways of %d kinds over quantised weights, some seconds, once", len(kinds))
     with on_device(device), torch.inference_mode():
-        samples = [SampleProduct(kind) for kind in kinds]
+        samples = {SampleProduct(kind): _shipped(kind, identity) for kind in kinds}
         if ahead is not None:
             with ahead():
-                for sample in samples:
-                    sample.compile()
+                for sample, shipped in samples.items():
+                    sample.compile(range(len(ROW_COUNTS)) if shipped is None else cells_to_check(shipped.us))
         clock.begin()
-        for place, sample in enumerate(samples):
+        for place, (sample, shipped) in enumerate(samples.items()):
             left = clock.left or 0.0
             share = Budget(left / (len(samples) - place))
             with sample.arranged():
-                times = _times(sample, share, timer)
-            _keep(sample.kind, identity, times)
+                measure = partial(_compiled_times, sample, share, timer, ahead)
+                times, prior = times_with(shipped, f"products {sample.kind.name}", sample.kind.ways, len(ROW_COUNTS), measure)
+            _keep(sample.kind, identity, times, prior)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # graphs and answers of many rows
 
 
-def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer) -> dict[str, list[float | None]]:
-    """Microseconds of each way for each of ROW_COUNTS."""
+def _compiled_times(
+    sample: SampleProduct, budget: Budget, timer: InterleavedTimer, ahead: CompileAhead | None, cells: Collection[int]
+) -> Us:
+    """Microseconds of each way for some of ROW_COUNTS, for which nothing is compiled one by one."""
+    if ahead is not None:
+        began = time.perf_counter()
+        with ahead():
+            sample.compile(cells)  # found at once where all kinds' kernels were compiled together
+        budget.compiling += time.perf_counter() - began
+    return _times(sample, budget, timer, cells)
+
+
+def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer, cells: Collection[int]) -> Us:
+    """Microseconds of each way for some of ROW_COUNTS, fewest first."""
     kind, out = sample.kind, set[str]()
     us: dict[str, list[float | None]] = {name: [None] * len(ROW_COUNTS) for name in kind.ways}
-    for cell, rows in enumerate(ROW_COUNTS):
+    for cell in cells:
+        rows = ROW_COUNTS[cell]
         if (budget.left or 0.0) <= 0.0:
             log.warning("products %s: the time did not suffice for %d rows and more, where a rule chooses", kind.name, rows)
             break
@@ -217,11 +246,11 @@ def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer) -> di
     return us
 
 
-def _keep(kind: ProductKind, device: DeviceIdentity, us: dict[str, list[float | None]]) -> None:
-    """Obey times, and write them down."""
-    path = _path(device, kind)
-    found = ProductsFile(device=device, origin=Origin.here(), product=kind.name, rows=list(ROW_COUNTS), us=us)
-    kind.obey(ProductTimes(us, f"measured {device.date}, {path.name}"))
+def _keep(kind: ProductKind, device: DeviceIdentity, us: Us, prior: str) -> None:
+    """Obey times, and write them down. prior: as in `KeptTimes`."""
+    path, rows = _path(device, kind), list(ROW_COUNTS)
+    found = ProductsFile(device=device, origin=Origin.here(), prior=prior, product=kind.name, rows=rows, us=us)
+    _obey(kind, found, path)
     try:
         write_json(found, path, "HEADWAY_CACHE")
     except ConfigError as error:
@@ -270,9 +299,9 @@ class SampleProduct:
                 for layer in self.kind.examples:
                     way.release(layer)
 
-    def compile(self) -> None:
-        """Launch whatever is compiled, to be called where nothing is launched."""
-        for rows in ROW_COUNTS:
+    def compile(self, cells: Collection[int]) -> None:
+        """Launch whatever is compiled for some of ROW_COUNTS, to be called where nothing is launched."""
+        for rows in (ROW_COUNTS[cell] for cell in cells):
             for name in self.kind.able(rows):
                 if self.kind.ways[name].arranges:  # by a launch
                     continue

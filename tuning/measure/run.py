@@ -214,7 +214,7 @@ def _resumed(table: CrossoverTable, path: Path | None, excluded: Collection[str]
         reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
     if reasons:
         raise UnsupportedError(f"--resume {path}: the table", reasons, "measure anew without --resume, or into another file")
-    table.cells, table.noise = cells, old.noise
+    table.cells, table.noise, table.prior = cells, old.noise, old.prior
     return table
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -259,3 +259,29 @@ class Budget:
     def left(self) -> float | None:
         """Seconds that are left; None without a limit."""
         return None if self._seconds is None else self._seconds - self.spent
+
+
+class SharedBudget:
+    """Seconds of measuring that a start has for everything that it measures, part by part."""
+
+    def __init__(self, seconds: float, parts: int = 0, clock: Clock = time.perf_counter) -> None:
+        """parts: how many may still ask for a share."""
+        self._left = seconds
+        self._parts = parts
+        self._clock = clock
+
+    def expect(self, parts: int) -> None:
+        """Have so many more parts ask for a share."""
+        self._parts += parts
+
+    @contextmanager
+    def part(self) -> Iterator[float]:
+        """The seconds of the next part: an equal share of what is left. What a part does not take is left for the others; what it
+        takes beyond its share, such as for compiling, they do not lose."""
+        share = self._left / max(self._parts, 1)
+        began = self._clock()
+        try:
+            yield share
+        finally:
+            self._left -= min(share, self._clock() - began)
+            self._parts -= 1

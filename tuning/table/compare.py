@@ -52,6 +52,10 @@ def differences(
 def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection[str]) -> list[str]:
     """What does not make a table wrong, and is worth knowing."""
     lines = []
+    if table.prior is not None:
+        taken = sum(cell.prior for cell in table.cells)
+        lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
+        lines += [f"the shipped table differs in {line}" for line in table.prior.differs]
     if table.device.threads != device.threads:
         lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
     measured = [record.name for record in table.backends if record.usable]
@@ -145,6 +149,7 @@ def merge(tables: Sequence[CrossoverTable], names: Sequence[object] = ()) -> Cro
             "cells": merged,
             "noise": noise_of(merged),
             "complete": all(table.complete for table in ordered),
+            "prior": next((table.prior for table in reversed(ordered) if table.prior is not None), None),
             "command": "headway table merge",
         }
     )

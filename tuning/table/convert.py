@@ -48,7 +48,15 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
         if cell.phase in CORE_PHASE
     ]
     excluded = {record.name: record.reason for record in table.backends if record.available and record.reason}
-    return CostTable(samples, table.noise, source or f"crossover table of {table.date[:10]}", excluded, phases)
+    return CostTable(samples, table.noise, source or _source(table), excluded, phases)
+
+
+def _source(table: CrossoverTable) -> str:
+    """Where a table's times come from, in a few words."""
+    if table.prior is None:
+        return f"crossover table of {table.date[:10]}"
+    checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"
+    return f"shipped table of {table.prior.date[:10]}, {checked}"
 
 
 VERB_PHASE: dict[Verb, Phase] = {"scan": Phase.PREFILL, "step": Phase.DECODE}

@@ -187,6 +187,9 @@ class Cell(BaseModel):
     """Host time of one layer's call; None on a CPU and in a graph."""
     between: bool = False
     """Whether the point was added between neighbours of the grid, because the fastest backend is another at each of them."""
+    prior: bool = False
+    """Whether the time was not measured here: it is a shipped table's, scaled by points that were. False in files of before
+    2026-11-26."""
     relative_error: Annotated[FiniteFloat, Field(ge=0)] | None = None
     tolerance: Annotated[FiniteFloat, Field(ge=0)] | None = None
 
@@ -225,6 +228,40 @@ class Cell(BaseModel):
         return self.batch * (self.kv_len - self.query_len) / self.median_us * 1e6
 
 
+class PriorRecord(BaseModel):
+    """The shipped table from which a table has what was not measured here."""
+
+    model_config = _STRICT
+
+    device: DeviceIdentity
+    """Where it was measured."""
+    origin: Origin | None
+    date: str
+    differs: list[str] = []
+    """What was other there than here, in words."""
+    checked: list[str] = []
+    """Points that were measured here to check it, such as "decode 1q1s256"; none: it is taken unchecked."""
+    disagreed: list[str] = []
+    """The points among them at which it was wrong, with the reason. Around them nothing of it is taken."""
+    device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
+    """Phase -> the factor of its times on the device."""
+    host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
+    """The factor of its times on the host."""
+
+    @property
+    def made(self) -> str:
+        """When, where and with what it was measured, in words."""
+        driver = f"driver {self.device.driver}, " if self.device.driver else ""
+        origin = f", {self.origin}" if self.origin is not None else ""
+        return f"shipped table of {self.date[:10]} ({self.device.name}, {driver}torch {self.device.torch}{origin})"
+
+    def __str__(self) -> str:
+        if not self.checked:
+            return f"{self.made}, not checked here"
+        wrong = f", wrong at {len(self.disagreed)}" if self.disagreed else ""
+        return f"{self.made}, checked here at {len(self.checked)} points{wrong}"
+
+
 class CrossoverTable(BaseModel):
     """One run, or several merged: one device, one kind of layer (or, at level engine, one model)."""
 
@@ -251,6 +288,8 @@ class CrossoverTable(BaseModel):
     """kv_len at which decode graphs were captured; None: none were."""
     noise: Annotated[FiniteFloat, Field(ge=0, lt=1)]
     """Relative spread of the times: below it a step keeps the backend in use."""
+    prior: PriorRecord | None = None
+    """Where cells that are marked so come from; None: all were measured here, as in files of before 2026-11-26."""
     backends: list[BackendRecord]
     cells: list[Cell]
 

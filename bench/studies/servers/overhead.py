@@ -36,6 +36,7 @@ from headway.hosting.driver import EngineDriver
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
 from headway.models.loader import read_tokenizer
+from headway.requests.rules import RequestRules
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ def paced_driver(folder: Path | None, step_seconds: float, work_seconds: float, 
     model = SimpleNamespace(name="paced", folder=folder or Path("/nonexistent"), tokenizer=tokenizer)
     engine = PacedEngine(1000 if tokenizer is None else len(tokenizer), step_seconds, work_seconds, *others)
     device = SimpleNamespace(type="cpu")
-    assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device)
+    assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device, rules=RequestRules())
     return EngineDriver(assembly)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.state.step import Sampled, StartedRow
+from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
 from headway.core.sampling.grammar import Grammar, GrammarCompiler
 from headway.core.sampling.grammar_queue import GrammarQueue
 from headway.core.sampling.grammar_text import GrammarError
@@ -33,17 +34,25 @@ class Waitable(Protocol):
 class HostRow:
     """The part of a completion that the host has seen."""
 
-    token_ids: list[int]
-    num_prompt_tokens: int
+    prompt: list[int]
+    params: SamplingParams
+    output: list[int] = field(default_factory=list)
     grammar: Grammar | None = None
     processors: list[LogitsProcessor] = field(default_factory=list)
     """Functions of (prompt_token_ids, token_ids, logits)."""
+    batched: bool = False
+    """Whether the engine's processors change its logits too."""
     error: str | None = None
     """Why the completion cannot go on."""
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
     def take(self, tokens: Sequence[int]) -> None:
         """Take in tokens that have come."""
-        self.token_ids += tokens
+        self.output += tokens
         try:
             for token in tokens:
                 if self.grammar is not None and self.error is None:
@@ -55,9 +64,17 @@ class HostRow:
 class HostRows:
     """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
 
-    def __init__(self, grammars: GrammarCompiler | None, processors: Mapping[str, LogitsProcessorInfo]) -> None:
-        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name."""
-        self._grammars, self._infos = grammars, processors
+    def __init__(
+        self,
+        grammars: GrammarCompiler | None,
+        processors: Mapping[str, LogitsProcessorInfo],
+        batch: ProcessorBatch | None = None,
+    ) -> None:
+        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name.
+
+        batch: of the engine's own processors; None: there are none.
+        """
+        self._grammars, self._infos, self._batch = grammars, processors, batch
         self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
@@ -72,7 +89,7 @@ class HostRows:
         :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
         """
         for each in params.logits_processors or ():
-            if isinstance(each, str) and each not in self._makers:
+            if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
                 self._makers[each] = self._load(each)
         form = params.structured_outputs
         if form is None:
@@ -99,12 +116,15 @@ class HostRows:
         if not wanted:
             return
         params = started.params
-        row = self._rows[started.row] = HostRow(list(started.token_ids[: started.num_prompt_tokens]), started.num_prompt_tokens)
+        row = self._rows[started.row] = HostRow(list(started.token_ids[: started.num_prompt_tokens]), params)
         try:
             if params.structured_outputs is not None:
                 assert self._queue is not None, "prepare() has refused it"
                 row.grammar = self._queue.grammar(params.structured_outputs)
             for each in params.logits_processors or ():
+                if each == ENGINE_PROCESSORS:
+                    row.batched = True
+                    continue
                 function = self._makers[each](params.extra_args or {}) if isinstance(each, str) else each
                 row.processors.append(_with_prompt(function))
         except (Exception, SystemExit) as error:  # a plugin's own code may raise what it likes
@@ -113,7 +133,7 @@ class HostRows:
 
     def refuse(self, started: StartedRow, why: str) -> None:
         """A sequence begins in a row, and is to end with its first token, for this reason."""
-        self._rows[started.row] = HostRow(list(started.token_ids), started.num_prompt_tokens, error=why)
+        self._rows[started.row] = HostRow(list(started.token_ids), started.params, error=why)
 
     def launched(self, step: Waitable, rows: NDArray[numpy.int32]) -> None:
         """A step was launched that samples in these rows, in its own order."""
@@ -149,7 +169,7 @@ class HostRows:
             own = self._rows[row]
             if own.grammar is None or own.error is not None:
                 continue
-            guessed = length - len(own.token_ids)
+            guessed = length - own.length
             grammar = own.grammar.ahead(drafts[row][:guessed]) if guessed else own.grammar
             if grammar is not None:  # else the draft before will be refused, and this token is not read
                 which.append(number)
@@ -171,13 +191,14 @@ class HostRows:
         Their logits become NaN. rows, lens, drafts: see `masks`.
         """
         failed = {}
+        if self._batch is not None:
+            self._process_batch(self._batch, [self._rows[row] for row in rows], logits)
         for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
             own = self._rows[row]
-            output = own.token_ids[own.num_prompt_tokens :]
-            output += drafts.get(row, ())[: length - len(own.token_ids)]
+            output = [*own.output, *drafts.get(row, ())[: length - own.length]]
             try:
                 for processor in own.processors if own.error is None else ():
-                    changed = processor(own.token_ids[: own.num_prompt_tokens], output, logits[number])
+                    changed = processor(list(own.prompt), output, logits[number])
                     if not isinstance(changed, Tensor) or changed.shape != logits[number].shape:
                         found = f"a tensor of shape {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
                         raise TypeError(f"it must return logits of shape {list(logits[number].shape)}, not {found}")
@@ -190,6 +211,17 @@ class HostRows:
                 logits[number] = torch.nan
                 failed[number] = own.error
         return failed
+
+    def _process_batch(self, batch: ProcessorBatch, rows: Sequence[HostRow], logits: Tensor) -> None:
+        """Let the engine's processors change rows of logits in place; what they raise ends all of these rows."""
+        at = [number for number, row in enumerate(rows) if row.batched and row.error is None]
+        if not at:
+            return
+        try:
+            logits[at] = batch.apply([rows[number] for number in at], logits[at])
+        except (Exception, SystemExit) as error:  # whatever a processor raises
+            for number in at:
+                rows[number].error = _named(error)
 
 
 def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+import numpy
+
 from headway.core.engine.state.executor import InFlight
 from headway.core.engine.state.step import StepInput
 
@@ -55,6 +57,8 @@ class EngineStats:
     """Pages that were not kept, or not found as they should be, by reason."""
     num_draft_tokens: int = 0
     """Guesses that steps have verified."""
+    num_drafts: int = 0
+    """Guesses, of one token or several, that steps have verified for a sequence."""
     num_accepted_tokens: int = 0
     """Guesses among them that held."""
     num_draft_steps: int = 0
@@ -87,6 +91,8 @@ class EngineStats:
     """Steps that verified no guess although tokens are guessed, by reason."""
     steps_after_model: Counter[str] = field(default_factory=Counter)
     """Steps some of whose tokens were chosen after the model or its graph, kernel by kernel, by what requests asked for."""
+    steps_by_tokens: Counter[int] = field(default_factory=Counter)
+    """Steps by the bits of their number of tokens: under n those of 2^(n-1) to 2^n - 1 tokens."""
     steps_waiting: Counter[str] = field(default_factory=Counter)
     """Steps whose tokens could not be chosen before the host had read the step before, by what requests asked for. The model
     itself was under way meanwhile."""
@@ -116,16 +122,20 @@ class EngineStats:
             (self.steps_in_pieces if launched.piecewise else self.steps_without_graph)[launched.no_graph] += 1
         if step.goes_on:  # the commonest step, counted without masks: the host's time counts where a step is short
             self.num_decode_tokens += step.num_seqs
+            self.steps_by_tokens[step.num_seqs.bit_length()] += 1
             self.kv_tokens_read += int(step.context_lens.sum(dtype=int)) + step.num_seqs
             self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])
             return
         drafts = int(step.num_draft_tokens.sum())
         self.num_draft_tokens += drafts
         self.num_draft_steps += drafts > 0
+        self.num_drafts += int(numpy.count_nonzero(step.num_draft_tokens))
         decodes = (step.context_lens > 0) & (step.query_lens == step.num_draft_tokens + 1)
         num_decodes = int(decodes.sum())
         self.num_decode_tokens += num_decodes
-        self.num_prefill_tokens += int(step.query_lens.sum(where=~decodes))
+        prefilled = int(step.query_lens.sum(where=~decodes))
+        self.num_prefill_tokens += prefilled
+        self.steps_by_tokens[(prefilled + num_decodes).bit_length()] += 1
         self.kv_tokens_read += int(step.context_lens.sum(where=decodes, dtype=int)) + num_decodes
         if num_decodes:
             self.steps_by_phase.update(("decode", name) for name in launched.backends[-1:])

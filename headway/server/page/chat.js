@@ -41,24 +41,47 @@ function setRunning(controller) {
   find("log").setAttribute("aria-busy", String(controller !== null)); // read out when it is whole, not token by token
 }
 
-function body(model) {
+/** The temperature of a model that recommends no sampling: that of `headway generate`, so that both give one answer. */
+const GREEDY = 0;
+
+/** Tell in the settings what holds where nothing is entered. sampling: what the model recommends. */
+export function showSampling(sampling) {
+  const all = Object.entries(sampling).map(([name, value]) => `${name} ${value}`);
+  find("temperature").placeholder = `${sampling.temperature ?? (all.length ? 1 : GREEDY)}`;
+  find("sampling").textContent = all.length
+    ? `The model recommends ${all.join(", ")}.`
+    : "The model recommends no sampling, so the likeliest token is taken, as by headway generate.";
+}
+
+function body(served) {
+  const model = served?.served_as?.[0];
+  const recommends = Object.keys(served?.sampling ?? {}).length > 0;
   const system = find("system").value.trim();
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
   return {
     model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    temperature: number("temperature"),
+    temperature: number("temperature") ?? (recommends ? undefined : GREEDY),
     max_completion_tokens: number("max-tokens"),
     stream: true,
     stream_options: { include_usage: true },
   };
 }
 
-async function send(text, model) {
+/** Where an answer's reasoning is written, made when there is some: folded behind the words "Reasoning". */
+function reasoningOf(answer) {
+  const before = answer.previousElementSibling;
+  if (before?.tagName === "DETAILS") return before.lastElementChild;
+  const body = make("p", { className: "text" });
+  answer.before(make("details", {}, make("summary", { textContent: "Reasoning" }), body));
+  return body;
+}
+
+async function send(text, served) {
   const chat = messages;
   chat.push({ role: "user", content: text });
   article("user", "You", text);
-  const answer = article("assistant", model ?? "Model", "");
+  const answer = article("assistant", served?.served_as?.[0] ?? "Model", "");
   const controller = new AbortController();
   setRunning(controller);
   find("chat-status").textContent = "waiting for the first token";
@@ -68,7 +91,7 @@ async function send(text, model) {
     const reply = await call("/v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
-      body: JSON.stringify(body(model)),
+      body: JSON.stringify(body(served)),
       signal: controller.signal,
     });
     for await (const event of events(reply.body)) {
@@ -76,14 +99,16 @@ async function send(text, model) {
       usage = event.usage ?? usage;
       const choice = event.choices?.[0];
       reason = choice?.finish_reason ?? reason;
-      if (!choice?.delta?.content) continue;
+      const written = choice?.delta?.content, thought = choice?.delta?.reasoning;
+      if (!written && !thought) continue;
       if (first === null) {
         first = performance.now();
-        find("chat-status").textContent = "answering";
+        find("chat-status").textContent = thought ? "reasoning" : "answering";
       }
       const log = find("log");
       const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // who has scrolled up is left there
-      answer.append(choice.delta.content);
+      if (thought) reasoningOf(answer).append(thought);
+      if (written) answer.append(written);
       if (below) log.scrollTop = log.scrollHeight;
     }
   } catch (error) {
@@ -105,6 +130,7 @@ function finish(text, answer, fault) {
     return;
   }
   messages.pop();
+  if (answer.previousElementSibling?.tagName === "DETAILS") return; // the reasoning has taken all the tokens
   answer.parentElement.remove();
   if (!find("prompt").value) find("prompt").value = text;
 }
@@ -121,8 +147,8 @@ function summary(began, first, usage, reason, stopped) {
   return parts.join(", ");
 }
 
-/** modelName: tells the name by which the server knows its model, once it is known. */
-export function startChat(modelName) {
+/** served: tells what the server says of its model, once it is known. */
+export function startChat(served) {
   const prompt = find("prompt"), log = find("log");
   const empty = () => log.replaceChildren(make("p", { className: "empty", textContent: HINT }));
   empty();
@@ -131,7 +157,7 @@ export function startChat(modelName) {
     const text = prompt.value.trim();
     if (!text || running) return;
     prompt.value = "";
-    send(text, modelName());
+    send(text, served());
   });
   prompt.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

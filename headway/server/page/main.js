@@ -1,6 +1,6 @@
 // Puts the page together: theme, API key, and the second's beat that asks the server how it is.
 
-import { startChat } from "./chat.js";
+import { showSampling, startChat } from "./chat.js";
 import { apiKey, call, find } from "./dom.js";
 import { showState } from "./live.js";
 import { showTable } from "./table.js";
@@ -43,6 +43,7 @@ async function look() {
     if (table === null) {
       table = await (await call("/headway/table")).json();
       showTable(table);
+      showSampling(table.sampling);
     }
     showState(await (await call("/headway/state")).json(), table);
     tell("connected", false);
@@ -82,6 +83,6 @@ function startKey() {
 
 startTheme();
 startKey();
-startChat(() => table?.served_as?.[0]);
+startChat(() => table);
 document.addEventListener("visibilitychange", beat);
 keepBeating();

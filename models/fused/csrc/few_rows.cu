@@ -7,19 +7,9 @@
 //
 // Bytes of the weight are asked for before the kernel waits for the one before it (programmatic dependent launch).
 
-#include "product.cuh"
+#include "warp_step.cuh"
 
 namespace fused {
-
-constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
-constexpr int STEP_BYTES = SLICE_BYTES + HALVES * MOST_ROWS * 128;
-constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
-constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
-constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
-constexpr int FINISHERS = MOST_ROWS == 1 ? 1 : 4;         // warps that finish tiles
-constexpr int FINISHING = FINISHERS * 32;
-constexpr int THREADS = WARPS * 32 + FINISHING;
-constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + FINISHING - 1) / FINISHING;  // of a thread
 
 // The weight of a head's norm, float32 or in half precision.
 __device__ __forceinline__ float norm_at(const void* norm, int k) {
@@ -30,27 +20,8 @@ __device__ __forceinline__ float norm_at(const void* norm, int k) {
 #endif
 }
 
-// Where in W the 16 rows of a part begin. out: the tile's first row of y. Tiles may reach beyond N, but no part does.
-__device__ __forceinline__ int first_row(int out, int part) {
-  constexpr int parts = GATED ? TILES / 2 : TILES;
-  const int row = min(out + part % parts * 16, N - 16);
-  return part < parts ? row : N + row;
-}
-
 __device__ __forceinline__ void copy_tile(const Pointers& p, u32 to, int tile, int slice, int lane, u64 policy) {
   copy_weights(p, to, [tile](int part) { return first_row(tile * WARP_OUT, part); }, slice, lane, policy);
-}
-
-// The first of the columns of a window of a slice, of which there are HALVES.
-__device__ __forceinline__ int window_column(int slice, int window) {
-  if (HALVES == 1 || HALF >= SLICE) return column_of(slice * SLICE, window);
-  return slice * (HALVES * SLICE) + window * WINDOW;
-}
-
-// Where 8 columns of x lie in a window's rows, of which MOST_ROWS lie behind one another: the threads of a warp that read two
-// neighbouring rows at once find them in different banks.
-__device__ __forceinline__ u32 chunk_at(int window, int m, int chunk) {
-  return (window * MOST_ROWS + m) * 128 + (chunk ^ (m & 1)) * 16;
 }
 
 // Ask for the columns of x of a slice, the rows from `rows` on as zeros.
@@ -65,43 +36,6 @@ __device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int slice
   }
 }
 
-// 8 columns of a row of x: those of the words 2 `words` and 2 `words` + 1 of a thread's 16 bytes.
-__device__ __forceinline__ Quad load_columns(u32 x, int block, int half, int words, int lane) {
-  if (MOST_ROWS == 1 && lane >= 4) return {};
-  int window = half, chunk = lane % 4 * 2;
-  if (HALVES == 2 && HALF < SLICE) {
-    const int column = column_of(lane % 4 * 16, half);
-    window = column / WINDOW, chunk = column % WINDOW / 8;
-  }
-  return load_quad(x + chunk_at(window, MOST_ROWS == 1 ? 0 : block * 8 + lane / 4, chunk + words));
-}
-
-__device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int column) {
-#if NORM_FLOAT
-  const float* weight = static_cast<const float*>(norm) + column;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.part[i] = to_pair(low_of(x.part[i]) * weight[2 * i], high_of(x.part[i]) * weight[2 * i + 1]);
-#else
-  const Quad weight = load_constant_quad(static_cast<const u16*>(norm) + column);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x.part[i] = multiply_pair(x.part[i], weight.part[i]);
-#endif
-}
-
-// Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
-template <int half>
-__device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
-  codes.unpack<half>(a[0], 2 * words);
-  codes.unpack<half>(a[1], 2 * words + 1);
-}
-
-__device__ __forceinline__ float sum_of_squares(const Quad& x) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) sum += low_of(x.part[i]) * low_of(x.part[i]) + high_of(x.part[i]) * high_of(x.part[i]);
-  return sum;
-}
-
 struct Place {  // of a step: the tile, and the number of the slice among the warp's
   int tile, step;
   __device__ __forceinline__ void advance() {
@@ -112,63 +46,12 @@ struct Place {  // of a step: the tile, and the number of the slice among the wa
   }
 };
 
-// squares: sums of x's, of the rows that the thread reads; kept where first.
-__device__ __forceinline__ void multiply_step(
-    const Pointers& p, float (&sums)[TILES][BLOCKS][4], float (&squares)[BLOCKS], bool first, u32 from, int slice, int lane) {
-  Quad x[2][HALVES][BLOCKS];
-#pragma unroll
-  for (int words = 0; words < 2; ++words) {
-#pragma unroll
-    for (int half = 0; half < HALVES; ++half) {
-#pragma unroll
-      for (int block = 0; block < BLOCKS; ++block) {
-        Quad& columns = x[words][half][block];
-        columns = load_columns(from + SLICE_BYTES, block, half, words, lane);
-        if (NORM && first) squares[block] += sum_of_squares(columns);
-        if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
-      }
-    }
-  }
-#pragma unroll
-  for (int part = 0; part < TILES; ++part) {
-    const Codes codes(from, part, lane);
-    float products[2][BLOCKS][4] = {};  // two, so that one need not wait for the other
-#pragma unroll
-    for (int words = 0; words < 2; ++words) {
-#pragma unroll
-      for (int half = 0; half < HALVES; ++half) {
-        u32 a[2][4];
-        half ? unpack_words<1>(a, codes, words) : unpack_words<0>(a, codes, words);
-#pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) {
-          const Quad& columns = x[words][half][block];
-          multiply_add(products[0][block], a[0], columns.part[0], columns.part[1]);
-          multiply_add(products[1][block], a[1], columns.part[2], columns.part[3]);
-        }
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) products[0][block][i] += products[1][block][i];
-      add_scaled(sums[part][block], products[0][block], from, part, lane);
-    }
-  }
-}
-
 // 1 / sqrt(mean of squares + eps) of a row of x. squares: of each warp's columns [WARPS, MOST_ROWS].
 __device__ __forceinline__ float norm_factor(const float* squares, int m, float eps) {
   float sum = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) sum += squares[warp * MOST_ROWS + m];
   return rsqrtf(sum / K + eps);
-}
-
-__device__ __forceinline__ float sum_of_warps(const float* sums, int row, int m) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) sum += sums[(warp * MOST_ROWS + m) * SUM_ROW + row];
-  return sum;
 }
 
 // thread: of the finishing ones.
@@ -250,20 +133,6 @@ struct Shared {
   int* arrived;
   u32 full, empty;    // two barriers each, of 8 bytes: whether a tile's sums are there, and whether they have been read
 };
-
-__device__ __forceinline__ void store_sums(float* mine, const float (&sums)[TILES][BLOCKS][4], int lane) {
-#pragma unroll
-  for (int part = 0; part < TILES; ++part) {
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
-        if (column < MOST_ROWS) mine[column * SUM_ROW + row] = sums[part][block][i];
-      }
-    }
-  }
-}
 
 __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOCKS], int lane) {
 #pragma unroll

@@ -7,17 +7,28 @@
 
 #include "unpack.cuh"
 
+#ifndef EXPERTS  // whose weights lie one after the other
+#define EXPERTS 1
+#endif
+
 namespace fused {
 
 constexpr int SLICE = 64;
-constexpr int SLICES = ROW / SLICE;
+constexpr int SLICES = (ROW + SLICE - 1) / SLICE;
+constexpr int REST = ROW % SLICE;  // bytes of the last slice, where it is no whole one: the rest is zeros, of W and of x
 constexpr int BLOCKS = MOST_ROWS <= 8 ? 1 : MOST_ROWS / 8;
 constexpr int GROUPS = SCALE_SPAN < SLICE ? SLICE / SCALE_SPAN : 1;  // groups of a slice
 constexpr bool BY_ROW = SCALE_SPAN >= ROW && SCALE_ROWS == 1;        // a scale for each row, multiplied at the end
 constexpr bool BY_BLOCK = !BY_ROW && SCALE_ROWS > 1;                 // a scale for 16 rows and more
 constexpr bool BY_GROUP = !BY_ROW && !BY_BLOCK;
-constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // codes are scaled, not sums
+constexpr bool SHORT = BY_GROUP && GROUPS > 1;                       // several scales for a slice: codes are scaled, not sums
+#ifdef SCALED_CODES
+constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is dequantised in half precision
+#else
+constexpr bool ON_CODES = SHORT;
+#endif
 
+constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W, of each expert
 constexpr int PART_ROWS = 16 * TILES;
 constexpr int CODE_BYTES = TILES * 1024;
 constexpr int SCALE_BYTES = BY_ROW ? 0 : BY_BLOCK ? (TILES * 4 + 15) / 16 * 16 : GROUPS * PART_ROWS * SCALE_SIZE;
@@ -46,15 +57,22 @@ __device__ __forceinline__ int column_of(int byte, int half) {
   return byte / HALF * (2 * HALF) + half * HALF + byte % HALF;
 }
 
+// Whether a row has so many groups, which it has but in its last slice.
+__device__ __forceinline__ bool is_group(int group) { return REST == 0 || group < ROW / SCALE_SPAN; }
+
 // Ask for a slice of W, with its scales and zeros. first_row: where in W each part begins.
 template <typename FirstRow>
 __device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow first_row, int slice, int lane, u64 policy) {
-  const u64 at = static_cast<u64>(slice) * SLICE + lane % 4 * 16;
+  const u32 bytes = REST && slice == SLICES - 1 && lane % 4 * 16 >= REST ? 0 : 16;
+  const u64 at = static_cast<u64>(slice) * SLICE + (bytes ? lane % 4 * 16 : 0);
 #pragma unroll
   for (int part = 0; part < TILES; ++part) {
     const u8* row = p.weight + static_cast<u64>(first_row(part) + lane / 4) * ROW + at;
-    copy_16_once(to + part * 1024 + lane * 16, row, policy);
-    copy_16_once(to + part * 1024 + 512 + lane * 16, row + 8ull * ROW, policy);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 target = to + part * 1024 + i * 512 + lane * 16;
+      REST ? copy_16_once(target, row + 8ull * i * ROW, bytes, policy) : copy_16_once(target, row + 8ull * i * ROW, policy);
+    }
   }
   if constexpr (BY_BLOCK) {
     if (lane < TILES) {
@@ -62,18 +80,20 @@ __device__ __forceinline__ void copy_weights(const Pointers& p, u32 to, FirstRow
       copy_4(to + CODE_BYTES + lane * 4, p.scales + 4ull * place, 4);
     }
   } else if constexpr (BY_GROUP) {
-    constexpr int rows = GATED ? 2 * N : N;
+    constexpr u64 rows = static_cast<u64>(EXPERTS) * WIDTH;
     const int group = slice * SLICE / SCALE_SPAN;
 #pragma unroll
     for (int c = lane; c < GROUPS * TILES * SCALE_SIZE; c += 32) {
-      const u64 place = static_cast<u64>(group + c / (TILES * SCALE_SIZE)) * rows + first_row(c / SCALE_SIZE % TILES);
-      copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, 16);
+      const int own = group + c / (TILES * SCALE_SIZE);
+      const u64 place = (is_group(own) ? own : group) * rows + first_row(c / SCALE_SIZE % TILES);
+      copy_16(to + CODE_BYTES + c * 16, p.scales + place * SCALE_SIZE + c % SCALE_SIZE * 16, is_group(own) ? 16 : 0);
     }
     if (ZEROS) {
 #pragma unroll
       for (int c = lane; c < GROUPS * TILES; c += 32) {
-        const u64 place = static_cast<u64>(group + c / TILES) * rows + first_row(c % TILES);
-        copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, 16);
+        const int own = group + c / TILES;
+        const u64 place = (is_group(own) ? own : group) * rows + first_row(c % TILES);
+        copy_16(to + CODE_BYTES + SCALE_BYTES + c * 16, p.zeros + place, is_group(own) ? 16 : 0);
       }
     }
   }
@@ -96,7 +116,7 @@ __device__ __forceinline__ u32 pair_scale(u32 from) {
 #if WEIGHT == MXFP4
   return scale_of(load_shared<u8>(from));
 #else
-  const float scale = float_scale(from);
+  const float scale = float_scale(from) * (WEIGHT == FP8 && !WIDE ? CODE_FACTOR : 1.0f);
   return to_pair(scale, scale);
 #endif
 }
@@ -107,17 +127,25 @@ struct Codes {
   u32 offset[2];
   u32 scale[2];
 
-  __device__ __forceinline__ Codes(u32 from, int part, int lane) {
-    const int group = SHORT ? lane % 4 * 16 / SCALE_SPAN : 0;
+  // from: of the slice in shared memory, as copy_weights fills it.
+  __device__ __forceinline__ Codes(u32 from, int part, int lane)
+      : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,
+              from + CODE_BYTES + SCALE_BYTES + row_of(part, lane)) {}
+
+  // Where the first row's codes, scale and zero lie; those of the other are 512 bytes and 8 rows behind.
+  __device__ __forceinline__ Codes(u32 codes, u32 scales, u32 zeros) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row[i] = load_quad(from + part * 1024 + 512 * i + lane * 16);
-      const int place = group * PART_ROWS + part * 16 + lane / 4 + 8 * i;
+      row[i] = load_quad(codes + 512 * i);
 #if WEIGHT == INT4
-      offset[i] = offset_of(ZEROS ? load_shared<u8>(from + CODE_BYTES + SCALE_BYTES + place) : 8);
+      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + 8 * i) : 8);
 #endif
-      if (SHORT) scale[i] = pair_scale(from + CODE_BYTES + place * SCALE_SIZE);
+      if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + 8 * i * SCALE_SIZE);
     }
+  }
+
+  static __device__ __forceinline__ int row_of(int part, int lane) {
+    return (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * PART_ROWS + part * 16 + lane / 4;
   }
 
   // The first operand, from one word of each row.
@@ -126,11 +154,15 @@ struct Codes {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #if WEIGHT == FP8
+      const u32 factor = ON_CODES && !WIDE ? scale[i] : to_pair(CODE_FACTOR, CODE_FACTOR);
+      a[i] = codes<0>(row[i].part[word], factor), a[2 + i] = codes<1>(row[i].part[word], factor);
+      if (ON_CODES && WIDE) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+#elif WEIGHT == INT8
       a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
 #else
       const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
       a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
-      if (WEIGHT == INT4 && SHORT) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+      if (WEIGHT == INT4 && ON_CODES) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #endif
     }
   }
@@ -158,8 +190,10 @@ __device__ __forceinline__ float activate(float x) {
   return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 #elif ACTIVATION == 4  // ReLU
   return fmaxf(x, 0.0f);
-#elif ACTIVATION == 5  // its square
-  return x > 0.0f ? x * x : 0.0f;
+#elif ACTIVATION == 5  // its square; a NaN stays one
+  return x > 0.0f ? x * x : x == x ? 0.0f : x;
+#elif ACTIVATION == 6  // x * sigmoid(ALPHA x)
+  return x / (1.0f + __expf(-(ALPHA) * x));
 #else
   return x;
 #endif

@@ -25,6 +25,12 @@ __device__ __forceinline__ void copy_16_once(u32 to, const void* from, u64 polic
 }
 
 // bytes: 16, or 0: zeros are written, and nothing is read.
+__device__ __forceinline__ void copy_16_once(u32 to, const void* from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+// bytes: likewise.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -97,6 +103,12 @@ __device__ __forceinline__ u16 load_stored(const u16* from) {
   return value;
 }
 
+__device__ __forceinline__ u32 load_stored(const u32* from) {
+  u32 value;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ int add_arrivals(int* to, int count) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(count) : "memory");
@@ -113,11 +125,44 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
-// Wait until the phase of this parity has ended.
+// Arrive, and have the phase wait for so many bytes of copies besides.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Let copies by others than threads see the barriers.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// What cuTensorMapEncodeTiled fills.
+struct alignas(64) TensorMap {
+  char opaque[128];
+};
+
+// Rows from `row` on of a tensor, of each what a box holds from `column` on, by one thread; those that are missing are zeros.
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(reinterpret_cast<u64>(&map)), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// What lies together, by one thread; the barrier counts its bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Wait until the phase of this parity has ended. try_wait rests for a while; before it, a loop asked again and again.
+#if __CUDA_ARCH__ >= 900
+#define BARRIER_TEST "mbarrier.try_wait"
+#else
+#define BARRIER_TEST "mbarrier.test_wait"
+#endif
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   u32 done = 0;
   while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+    asm volatile("{\n.reg .pred p;\n" BARRIER_TEST ".parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
                  : "r"(barrier), "r"(parity)
                  : "memory");

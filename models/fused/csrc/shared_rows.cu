@@ -1,14 +1,17 @@
 // Products of up to 64 rows over quantised weights: the matrix units' time begins to count, and x is too large for each warp to read
 // its own.
 //
-// The warps of a block of threads lie side by side along the rows of W, 16 each, and share the columns of x, which run through a
-// ring in shared memory as the slices of W do; one barrier a step. Four warps multiply together (wgmma, compute capability 9.0a):
-// W [64, 16] out of their registers, unpacked there, times x^T [16, MOST_ROWS] where it lies. Which columns of x the matrix units
-// meet with which codes follows from the places of x in shared memory, so that a thread's codes are 16 bytes that lie together.
+// The warps of a block of threads lie side by side along the rows of W, 16 each. Four multiply together (wgmma, compute capability
+// 9.0a): W [64, 16] out of their registers, unpacked and scaled there while the codes before are multiplied, times x^T [16, MOST_ROWS]
+// where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared memory.
+//
+// Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
+// are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
 //
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
+#define SCALED_CODES  // in product.cuh
 #include "product.cuh"
 #include "wgmma.cuh"
 
@@ -16,14 +19,19 @@ namespace fused {
 
 constexpr int STEP_SLICES = 2 / HALVES;                   // of a step: 128 columns of x, in two windows
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr int THREADS = WARPS * 32;
+constexpr int THREADS = WARPS * 32 + 32;
 constexpr int BLOCK_ROWS = WARPS * 16;                    // of W
 constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
 constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
-constexpr int STEP_BYTES = (INPUT_BYTES + WARPS * STEP_SLICES * SLICE_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
+constexpr int ARRANGING = 256;                            // threads of arrange_rows
+constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;     // whose scales and zeros are copied for each group
+constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
+constexpr int BLOCK_BYTES = BLOCK_ROWS * SLICE + BLOCK_SCALES + BLOCK_ZEROS;  // of a slice
+constexpr int STEP_BYTES = (INPUT_BYTES + STEP_SLICES * BLOCK_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
-constexpr bool DIRECT = BY_ROW || SHORT;                  // products need no scale: they are sums
-static_assert(TILES == 1);
+constexpr int WORDS = 4;                                  // of codes that are multiplied at once, 16 columns of x each
+constexpr int BATCHES = STEP_SLICES * HALVES;             // of so many words in a step
+static_assert(TILES == 1 && BATCHES == 2);
 
 __device__ __forceinline__ void cluster_sync() {
 #if SPLITS > 1
@@ -53,127 +61,237 @@ __device__ __forceinline__ float sum_of_blocks(u32 sums, int row, int m) {
   return sum;
 }
 
-// Ask for 128 columns of x, the rows from `rows` on as zeros. A thread copies two columns of a row. They go where the matrix units
-// look for the operand that is met by the same thread's codes: thread t of four holds, of 16 places along K, 2 t, 2 t + 1, 2 t + 8
-// and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each word.
-__device__ __forceinline__ void copy_inputs(const Pointers& p, u32 to, int step, int warp, int lane, int rows) {
-  const int word = lane / 8, thread = lane % 4, pair = lane % 8 / 4;
-#pragma unroll
-  for (int window = 0; window < 2; ++window) {
-    const int slice = HALVES == 1 ? 2 * step + window : step;
-    const int column = column_of(slice * SLICE + thread * 16, HALVES == 1 ? 0 : window) + word * 4 + pair * 2;
-#pragma unroll
-    for (int i = 0; i < (MOST_ROWS + WARPS - 1) / WARPS; ++i) {
-      const int m = i * WARPS + warp;
-      const u32 bytes = m < rows ? 4 : 0, row = to + (window * MOST_ROWS + m) * 128;
-      copy_4(row + ((lane / 4) ^ (m & 7)) * 16 + lane % 4 * 4, p.x + static_cast<u64>(bytes ? m : 0) * K + column, bytes);
-    }
-  }
-}
+struct Ring {
+  u32 start, full, empty;  // of stages: where they lie, and two barriers each: whether they are there, and whether they have been read
 
-// Sums += the products of a warp's slice. x: where its first window lies.
-__device__ __forceinline__ void multiply_slice(float (&sums)[MOST_ROWS / 2], u32 from, u32 x, int lane) {
-  const Codes codes(from, 0, lane);
-  u32 a[HALVES][4][4];
-#pragma unroll
-  for (int word = 0; word < 4; ++word) {
-    codes.unpack<0>(a[0][word], word);
-#if WEIGHT != FP8
-    codes.unpack<1>(a[1][word], word);
-#endif
-  }
-  float scaled[DIRECT ? 1 : MOST_ROWS / 2];
-  float(&products)[MOST_ROWS / 2] = reinterpret_cast<float(&)[MOST_ROWS / 2]>(DIRECT ? sums[0] : scaled[0]);
-  pin(products);
-  products_begin();
-#pragma unroll
-  for (int half = 0; half < HALVES; ++half) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      Products<MOST_ROWS>::run(products, a[half][word], descriptor(x + half * (MOST_ROWS * 128) + word * 32), DIRECT || half || word);
-    }
-  }
-  products_commit();
-  products_wait();
-  pin(products);
-  if (DIRECT) return;
-#pragma unroll
-  for (int block = 0; block < MOST_ROWS / 8; ++block) add_scaled(sums + 4 * block, products + 4 * block, from, 0, lane);
-}
+  __device__ __forceinline__ u32 inputs(int stage) const { return start + stage * STEP_BYTES; }
+  __device__ __forceinline__ u32 slice(int stage, int i) const { return inputs(stage) + INPUT_BYTES + i * BLOCK_BYTES; }
+};
 
-}  // namespace fused
+struct Steps {
+  int first, end;
+};
 
-// y = W x + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid (tiles, SPLITS), a cluster each.
-extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
-    const fused::Pointers p, const float, const float, const int rows, const int) {
-  using namespace fused;
-  extern __shared__ __align__(1024) char shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.y;
+// Ask for the steps of W and x, one after the other. row: of W, the first; GATED: of the gate. By one thread.
+struct Copier {
+  const Pointers& p;
+  const TensorMap& map;
+  const Ring ring;
+  const int row;
   const u64 policy = read_once();
-  const u32 ring = (shared_address(shared) + 1023) / 1024 * 1024;
-  const int tile = blockIdx.x * OUT, place = GATED ? warp % (WARPS / 2) : warp;
-  const int row = min(tile + place * 16, N - 16);  // blocks may reach beyond N, but no warp does
-  const auto first_row = [=](int) { return GATED && warp >= WARPS / 2 ? N + row : row; };
-  const int first = split * STEPS, end = min(first + STEPS, SLICES / STEP_SLICES);
 
-  const auto copy_codes = [&](int step, int stage) {
+  __device__ __forceinline__ void weights(int step, int stage) const {
+    constexpr int rows_of_w = GATED ? 2 * N : N, parts = GATED ? 2 : 1;
+    const u32 full = ring.full + 8 * stage, rows = min(OUT, N - row);
+    barrier_expect(full, INPUT_BYTES + STEP_SLICES * (BLOCK_ROWS * SLICE + (BLOCK_SCALES + BLOCK_ZEROS) / OUT * rows));
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 to = ring + stage * STEP_BYTES + INPUT_BYTES + (warp * STEP_SLICES + i) * SLICE_BYTES;
-      copy_weights(p, to, first_row, step * STEP_SLICES + i, lane, policy);
+      const int slice = step * STEP_SLICES + i;
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        copy_rows(ring.slice(stage, i) + part * (OUT * SLICE), map, slice * SLICE, row + part * N, full, policy);
+#pragma unroll
+        for (int group = 0; group < (BY_GROUP ? GROUPS : 0); ++group) {
+          const u32 to = ring.slice(stage, i) + BLOCK_ROWS * SLICE, place = group * BLOCK_ROWS + part * OUT;
+          const u64 from = static_cast<u64>(slice * SLICE / SCALE_SPAN + group) * rows_of_w + row + part * N;
+          copy_bulk(to + place * SCALE_SIZE, p.scales + from * SCALE_SIZE, rows * SCALE_SIZE, full);
+          if (ZEROS) copy_bulk(to + BLOCK_SCALES + place, p.zeros + from, rows, full);
+        }
+      }
     }
-  };
-
-  launch_dependents();
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (first + stage < end) copy_codes(first + stage, stage);
-  }
-  wait_for_earlier();
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) {
-    if (first + stage < end) copy_inputs(p, ring + stage * STEP_BYTES, first + stage, warp, lane, rows);
-    copies_commit();
   }
 
-  float sums[MOST_ROWS / 2] = {};
-  int stage = 0, free_stage = STAGES - 1;
+  __device__ __forceinline__ void inputs(int step, int stage) const {
+    copy_bulk(ring.inputs(stage), p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, ring.full + 8 * stage);
+  }
+
+  __device__ __forceinline__ void operator()(Steps steps) const {
+    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) weights(steps.first + stage, stage);
+    wait_for_earlier();
+    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) inputs(steps.first + stage, stage);
+    int stage = 0;
+    u32 parity = 0;
 #pragma unroll 1
-  for (int step = first; step < end; ++step) {
-    copies_wait<STAGES - 2>();
-    fence_async();    // what this thread copied is for the matrix units to read
-    __syncthreads();  // what others copied is there, and they have read what the next copies overwrite
-    if (step + STAGES - 1 < end) {
-      copy_codes(step + STAGES - 1, free_stage);
-      copy_inputs(p, ring + free_stage * STEP_BYTES, step + STAGES - 1, warp, lane, rows);
+    for (int step = steps.first + STAGES; step < steps.end; ++step) {
+      barrier_wait(ring.empty + 8 * stage, parity);
+      weights(step, stage);
+      inputs(step, stage);
+      if (++stage == STAGES) stage = 0, parity ^= 1;
     }
-    copies_commit();
+  }
+};
+
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+// Of a slice, for all rows of a warp. row: of W.
+__device__ __forceinline__ float block_scale(const Pointers& p, int row, int slice) {
+  const int place = row / SCALE_ROWS * (ROW / SCALE_SPAN) + min(slice, SLICES - 1) * SLICE / SCALE_SPAN;
+  return reinterpret_cast<const float*>(p.scales)[place] * (WIDE ? 1.0f : CODE_FACTOR);
+}
+#endif
+
+// sums += products of a warp's 16 rows. row: of W, the first.
+__device__ __forceinline__ void multiply(
+    const Pointers& p, float (&sums)[MOST_ROWS / 2], const Ring& ring, Steps steps, int warp, int lane, int row) {
+  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;  // among groups and rows
+  u32 a[BATCHES][WORDS][4];  // of one batch are multiplied while those of the next are unpacked
+  int stage = 0, before = STAGES - 1;
+  u32 parity = 0;
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+  float scales[STEP_SLICES];  // asked for a step ahead
+#pragma unroll
+  for (int i = 0; i < STEP_SLICES; ++i) scales[i] = block_scale(p, row, steps.first * STEP_SLICES + i);
+#endif
+#pragma unroll 1
+  for (int step = steps.first; step < steps.end; ++step) {
+    barrier_wait(ring.full + 8 * stage, parity);
+    const u32 x = ring.inputs(stage) / 16;
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 from = ring + stage * STEP_BYTES;
-      const u32 codes = from + INPUT_BYTES + (warp * STEP_SLICES + i) * SLICE_BYTES;
-      multiply_slice(sums, codes, from + i * (MOST_ROWS * 128), lane);
+      const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE;
+      Codes codes(slice + warp * 1024 + lane * 16, behind + place * SCALE_SIZE, behind + BLOCK_SCALES + place);
+#if SCALE_SPAN < ROW && SCALE_ROWS > 1
+      codes.scale[0] = codes.scale[1] = to_pair(scales[i], scales[i]);
+      scales[i] = block_scale(p, row, (step + 1) * STEP_SLICES + i);
+#endif
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        const int batch = i * HALVES + half;
+        products_wait<BATCHES - 1>();
+        if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+          half ? codes.unpack<HALVES - 1>(a[batch][word], word) : codes.unpack<0>(a[batch][word], word);
+        }
+        products_begin();
+#pragma unroll
+        for (int word = 0; word < WORDS; ++word) {
+          Products<MOST_ROWS>::run(sums, a[batch][word], descriptor(x + (batch * (MOST_ROWS * 128) + word * 32) / 16), 1);
+        }
+        products_commit();
+      }
     }
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-    free_stage = free_stage + 1 == STAGES ? 0 : free_stage + 1;
+    before = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  copies_wait<0>();
-  __syncthreads();  // the ring is free
+  products_wait<0>();
+  pin(sums);
+}
 
+__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int warp, int lane) {
 #pragma unroll
   for (int block = 0; block < MOST_ROWS / 8; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = warp * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
-      store_shared(ring + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
+      store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
     }
+  }
+}
+
+#if NORM
+// 1 / sqrt(mean of squares + eps) of a row of x.
+__device__ __forceinline__ float norm_factor(const u16* x, float eps) {
+  __shared__ float squares[ARRANGING / 32];
+  float sum = 0.0f;
+  for (int k = threadIdx.x * 8; k < K; k += ARRANGING * 8) {
+    const Quad columns = load_constant_quad(x + k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = low_of(columns.part[i]), high = high_of(columns.part[i]);
+      sum += low * low + high * high;
+    }
+  }
+#pragma unroll
+  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
+  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < ARRANGING / 32; ++warp) sum += squares[warp];
+  return rsqrtf(sum / K + eps);
+}
+
+__device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column, float factor) {
+#if NORM_FLOAT
+  const float* weight = static_cast<const float*>(norm) + column;
+  return to_pair(low_of(columns) * factor * weight[0], high_of(columns) * factor * weight[1]);
+#else
+  const u32 weight = *reinterpret_cast<const u32*>(static_cast<const u16*>(norm) + column);
+  return to_pair(low_of(columns) * factor * low_of(weight), high_of(columns) * factor * high_of(weight));
+#endif
+}
+#endif
+
+}  // namespace fused
+
+// A row of x, normed, where the matrix units look for the operand that is met by the same thread's codes: thread t of four holds, of
+// 16 places along K, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each
+// word. Rows of 128 bytes in windows of MOST_ROWS, with the 128-byte swizzle; two windows are of a step. Grid (rows).
+extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
+    const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
+  using namespace fused;
+  const int m = blockIdx.x;
+  x += static_cast<u64>(m) * K;
+  launch_dependents();
+  wait_for_earlier();
+#if NORM
+  const float factor = norm_factor(x, eps);
+#endif
+  for (int place = threadIdx.x; place < K / 8; place += ARRANGING) {
+    const int window = place / 8, chunk = place % 8;
+    u32 columns[4];
+#pragma unroll
+    for (int thread = 0; thread < 4; ++thread) {
+      const int slice = HALVES == 1 ? window : window / 2, half = HALVES == 1 ? 0 : window % 2;
+      const int column = column_of(slice * SLICE + thread * 16, half) + chunk / 2 * 4 + chunk % 2 * 2;
+      columns[thread] = *reinterpret_cast<const u32*>(x + column);
+#if NORM
+      columns[thread] = normed(columns[thread], norm, column, factor);
+#endif
+    }
+    u16* to = arranged + (static_cast<u64>(window) * MOST_ROWS + m) * WINDOW + (chunk ^ (m & 7)) * 8;
+    *reinterpret_cast<uint4*>(to) = make_uint4(columns[0], columns[1], columns[2], columns[3]);
+  }
+}
+
+// y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32. map: of W's
+// bytes, in boxes of OUT rows and SLICE bytes. Grid (tiles, SPLITS), a cluster each.
+extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
+    const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const int rows) {
+  using namespace fused;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
+  const int split = blockIdx.y, tile = blockIdx.x * OUT;
+  const u32 start = (shared_address(shared) + 1023) / 1024 * 1024;
+  const Ring ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
+  const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};
+
+  launch_dependents();
+  if (threadIdx.x == WARPS * 32) {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(ring.full + 8 * stage, 1);
+      barrier_init(ring.empty + 8 * stage, WARPS);
+    }
+    barriers_ready();
+  }
+  __syncthreads();
+  if (warp == WARPS) {
+    if (lane == 0) Copier{p, map, ring, tile}(steps);
+    __syncthreads();
+  } else {
+    float sums[MOST_ROWS / 2] = {};
+    const bool up = GATED && warp >= WARPS / 2;
+    multiply(p, sums, ring, steps, warp, lane, min(tile + warp * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0));
+    __syncthreads();  // the ring is free
+    store_sums(sums, start, warp, lane);
   }
   cluster_sync();
   for (int o = split * THREADS + threadIdx.x; o < OUT * rows; o += SPLITS * THREADS) {
     const int at = o % OUT, n = tile + at, m = o / OUT;
     if (n >= N) continue;
-    const float up = GATED ? sum_of_blocks(ring, OUT + at, m) : 0.0f;
-    const float y = finish(p, sum_of_blocks(ring, at, m), up, n, 1.0f);
+    const float up = GATED ? sum_of_blocks(start, OUT + at, m) : 0.0f;
+    const float y = finish(p, sum_of_blocks(start, at, m), up, n, 1.0f);
     u16* const to = p.y + static_cast<u64>(m) * N + n;
     *to = to_half(ADD ? y + from_half(*to) : y);
   }

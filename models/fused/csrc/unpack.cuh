@@ -7,10 +7,18 @@
 #define FP8 0
 #define INT4 1
 #define MXFP4 2
+#define INT8 3
 
 namespace fused {
 
-constexpr int HALVES = WEIGHT == FP8 ? 1 : 2;  // codes of a byte
+constexpr int HALVES = WEIGHT == FP8 || WEIGHT == INT8 ? 1 : 2;  // codes of a byte
+
+// What floats e4m3 that were moved to their place in half precision must be multiplied by: their exponents are too small.
+#if HALF_TYPE == 1
+constexpr float CODE_FACTOR = 256.0f;
+#else
+constexpr float CODE_FACTOR = 0x1p120f;
+#endif
 
 // The code of each byte of a word of codes of 4 bits.
 template <int half>
@@ -19,14 +27,26 @@ __device__ __forceinline__ u32 nibbles(u32 word) {
 }
 
 #if WEIGHT == FP8
-// Floats e4m3 without NaN: moved to their place, the exponent is too small by 120 (float16: 8), which one multiplication mends.
+// Floats e4m3 without NaN. factor: CODE_FACTOR in both halves, times a scale where that has place (not WIDE).
 template <int pair>
-__device__ __forceinline__ u32 codes(u32 word) {
+__device__ __forceinline__ u32 codes(u32 word, u32 factor) {
   const u32 high = permute(word, 0, pair ? 0x3424 : 0x1404);
 #if HALF_TYPE == 1
-  return multiply_pair(and_or(high, 0x80008000, (high >> 1) & 0x3f803f80), 0x5c005c00);
+  return multiply_pair(and_or(high, 0x80008000, (high >> 1) & 0x3f803f80), factor);
 #else
-  return multiply_pair(and_or(high, 0x80008000, (high >> 4) & 0x07f007f0), 0x7b807b80);
+  return multiply_pair(and_or(high, 0x80008000, (high >> 4) & 0x07f007f0), factor);
+#endif
+}
+#elif WEIGHT == INT8
+// Whole numbers from -128 to 127. Their lower seven bits are the last of 128 in bfloat16, of 1,024 in float16, from which that is
+// subtracted, and of a negative number 128 more: its first bit makes -128 to -256, -1,024 to -1,152.
+template <int pair>
+__device__ __forceinline__ u32 codes(u32 word) {
+  const u32 both = permute(word, 0, pair ? 0x4342 : 0x4140);
+#if HALF_TYPE == 1
+  return fma_pair(and_or(both, 0x007f007f, 0x64006400), ONES, and_or(both, 0x00800080, 0xe400e400));
+#else
+  return fma_pair(and_or(both, 0x007f007f, 0x43004300), ONES, and_or(both, 0x00800080, 0xc300c300));
 #endif
 }
 #elif WEIGHT == INT4

@@ -6,19 +6,22 @@
 
 namespace fused {
 
-__device__ __forceinline__ u64 descriptor(u32 address) {
+// sixteenths: the address, in 16 bytes.
+__device__ __forceinline__ u64 descriptor(u32 sixteenths) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(address >> 4), "n"(SWIZZLE_128 | ROW_GROUP));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(both) : "r"(sixteenths), "n"(SWIZZLE_128 | ROW_GROUP));
   return both;
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
-// Make ordinary writes to shared memory visible to the matrix units.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Wait until all but the last `most` groups are done.
+template <int most>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");
+}
 
 // Keep sums where they are: the compiler does not see that they change until the products are done.
 template <int count>

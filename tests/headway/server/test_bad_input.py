@@ -53,7 +53,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": ASK, "response_format": {"type": "json_schema"}},
         "response_format.json_schema",
     ),
-    "tools without a template": (CHAT, {"messages": ASK, "tools": [{"type": "function"}]}, "tools"),
     "a template of one's own": (CHAT, {"messages": ASK, "chat_template": "{% for i in range(9) %}{% endfor %}"}, "chat_template"),
     "and by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "chat_template"),
     "messages by the back door": (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -76,6 +75,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "neither text nor messages": ("/tokenize", {}, "prompt"),
     "no such tokens": ("/detokenize", {"tokens": [-1]}, "tokens"),
     "a long conversation": (CHAT, {"messages": [{"role": "user", "content": "a b " * 300}]}, "messages"),
+    "beam search": (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    "functions of old": (CHAT, {"messages": ASK, "functions": [{"name": "f"}]}, "functions"),
+    "sound": (CHAT, {"messages": ASK, "audio": {"voice": "alloy"}}, "audio"),
+    "two forms": (TEXT, {"prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     "an unknown kind of form": (TEXT, {"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs"),
     "an argument of a form's class": (TEXT, {"prompt": "a", "structured_outputs": {"self": 1}}, "structured_outputs"),
 }
@@ -113,7 +116,7 @@ def test_parameters_that_leave_no_token_are_the_clients_fault(
     assert (error["type"], "leaves no token" in error["message"]) == ("invalid_request_error", True)
 
 
-def test_unknown_fields_are_ignored(served: Running, http: httpx.Client) -> None:
+def test_unknown_fields_are_named_in_a_header(served: Running, http: httpx.Client) -> None:
     body = {
         "prompt": "a",
         "max_tokens": 2,
@@ -122,8 +125,22 @@ def test_unknown_fields_are_ignored(served: Running, http: httpx.Client) -> None
         "frobnicate": {"deep": [1]},
         "service_tier": "auto",
         "logprobs": None,
+        "use_beam_search": False,
+        "bad\r\nname": 1,
     }
-    assert http.post(TEXT, json=body).status_code == 200
+    for stream in (False, True):
+        answer = http.post(TEXT, json={**body, "stream": stream})
+        assert answer.status_code == 200
+        assert answer.headers["x-headway-ignored"] == "frobnicate, bad??name"
+    assert "x-headway-ignored" not in http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "user": "me"}).headers
+
+
+def test_forms_by_the_names_that_they_had_are_served(served: Running, http: httpx.Client) -> None:
+    pytest.importorskip("llguidance")
+    for field, wanted, texts in (("guided_choice", ["fox", "dog"], ("fox", "dog")), ("guided_regex", "quick", ("quick",))):
+        answer = http.post(TEXT, json={"prompt": "the ", "max_tokens": 20, "temperature": 0, field: wanted})
+        assert answer.json()["choices"][0]["text"] in texts
+    assert told(http.post(TEXT, json={"prompt": "a", "guided_regex": "(a"}), 400)
 
 
 def test_what_is_not_there(served: Running, http: httpx.Client, client: OpenAI) -> None:

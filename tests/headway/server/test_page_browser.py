@@ -113,6 +113,28 @@ def test_an_answer_streams_and_is_kept_as_a_turn(page: sync_api.Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=SECONDS)
 
 
+def test_where_the_model_recommends_nothing_the_page_samples_as_the_terminal_does(page: sync_api.Page) -> None:
+    page.locator("summary", has_text="Settings").click()
+    expect(page.locator("#sampling")).to_contain_text("recommends no sampling")
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "ban ben")
+    assert sent.value.post_data_json["temperature"] == 0
+    page.keyboard.press("Escape")
+
+
+def test_reasoning_is_folded_above_its_answer(page: sync_api.Page) -> None:
+    deltas = [{"role": "assistant", "content": ""}, {"reasoning": "hm "}, {"reasoning": "hm"}, {"content": "Yes"}, {}]
+    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}]} for delta in deltas]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    ask(page, "ban ben")
+    expect(page.locator("#log article.assistant > .text")).to_have_text("Yes", timeout=SECONDS)
+    expect(page.locator("#log article.assistant details .text")).to_be_hidden()
+    page.locator("summary", has_text="Reasoning").click()
+    expect(page.locator("#log article.assistant details .text")).to_have_text("hm hm")
+
+
 def test_stop_button_ends_the_request_in_the_engine(page: sync_api.Page, served: Running) -> None:
     ask(page, "ban ben", tokens=150)
     expect(page.locator("#log article.assistant .text")).not_to_be_empty(timeout=SECONDS)

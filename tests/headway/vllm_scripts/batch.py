@@ -1,3 +1,4 @@
+# shows: many prompts in one call
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="facebook/opt-125m", max_num_seqs=16, max_num_batched_tokens=256, enable_chunked_prefill=True)

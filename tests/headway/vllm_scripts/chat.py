@@ -1,3 +1,4 @@
+# shows: LLM.chat, a template of its own, conversations by the list
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="Qwen/Qwen2.5-0.5B-Instruct", max_model_len=200, enforce_eager=True)

@@ -1,3 +1,4 @@
+# shows: log-probabilities of tokens
 import math
 
 from vllm import LLM, SamplingParams

@@ -1,3 +1,4 @@
+# shows: several completions of a prompt
 from vllm import LLM, RequestOutput, SamplingParams
 
 llm = LLM(model="facebook/opt-125m", block_size=16)

@@ -1,3 +1,4 @@
+# shows: prompts that begin alike
 import time
 
 from vllm import LLM, SamplingParams

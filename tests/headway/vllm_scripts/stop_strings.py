@@ -1,3 +1,4 @@
+# shows: texts that end a completion
 from vllm import LLM, SamplingParams
 
 llm = LLM(model="facebook/opt-125m")

@@ -1,3 +1,4 @@
+# shows: StructuredOutputsParams: choice, regex, JSON, grammar
 import json
 import re
 

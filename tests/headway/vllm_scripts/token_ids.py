@@ -1,3 +1,4 @@
+# shows: prompts as token ids
 from vllm import LLM, SamplingParams, TokensPrompt
 
 llm = LLM(model="facebook/opt-125m", dtype="float")

@@ -116,7 +116,9 @@ def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tu
     from headway.models.experts.fused import FusedExperts
 
     weights = layer.quantized(form, "cuda")
-    return FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights)), weights
+    kind = FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights))
+    kind.layer(weights, layer.norm_of(layer.dtype, "cuda"))  # whose weights tell which kernels there are
+    return kind, weights
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 50, 300, 1500])

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.core.contract.errors import ModelError
-from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rule
+from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rules
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import route, sort_by_expert
@@ -129,6 +129,9 @@ def test_the_choice_takes_the_nearest_count_by_ratio() -> None:
 
 def test_the_rule_grows_with_the_pairs_of_an_expert() -> None:
     config = ExpertsConfig(128, 8, 768)
-    assert [rule(count, config) for count in (1, 2, 16, 1024, 8192)] == [
+    assert [rules(count, config)[-1] for count in (1, 2, 16, 1024, 8192)] == [
         "triton.rows", "triton.rows", "triton.tiles16", "triton.tiles64", "triton.tiles128"
+    ]  # fmt: skip
+    assert [rules(count, config)[0] for count in (1, 64, 128, 1024)] == [
+        "cuda.rows8", "cuda.rows8", "cuda.rows16", "triton.tiles64"
     ]  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.models.fused.cuda_products import CudaVariant, arranged, computes, few_rows_cut, shared_rows_cut
+from headway.models.fused.cuda_cuts import few_rows_cut, shared_rows_cut
+from headway.models.fused.cuda_products import CudaVariant, arranged, computes
 from headway.models.fused.quantized import weight_bytes
 from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
 from quantized_weights import FORMS, float8, int4
@@ -20,7 +21,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
 """Of a block of threads, and of an H200."""
 EVERYDAY = "fp8 blocks", "int4 of 64 with zeros"
-READ = [name for name in FORMS if name != "int8"]
+READ = list(FORMS)
 
 
 def weight_of(form: str, rows: int = 64, columns: int = 512) -> QuantizedWeight:
@@ -31,7 +32,7 @@ def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: b
     """As a launch makes it, with all that a product may have before and after it."""
     described, rule = weight_bytes(weight), few_rows_cut if rows <= 16 else shared_rows_cut
     assert described is not None
-    scale_dtype = {"fp8": torch.float32, "int4": FP16, "mxfp4": torch.uint8}[weight.kind]
+    scale_dtype = {"int4": FP16, "mxfp4": torch.uint8}.get(weight.kind, torch.float32)
     out, columns = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     cut = rule(described, rows, out, gated, MULTIPROCESSORS)
     most = max(8 if cut.splits else 1, 1 << (rows - 1).bit_length())
@@ -59,9 +60,9 @@ def shape_of(form: str, rows: int, columns: int) -> QuantizedWeight:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_are_taken_or_refused_with_a_reason(form: str) -> None:
-    assert bool(computes(BF16, weight_of(form))) == (form != "int8")
+    assert computes(BF16, weight_of(form))
     assert not computes(torch.float32, weight_of(form))
-    assert bool(computes(FP16, weight_of(form))) == (form not in ("int8", "mxfp4"))
+    assert bool(computes(FP16, weight_of(form))) == (form != "mxfp4")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def test_forms_are_taken_or_refused_with_a_reason(form: str) -> None:
     [
         (lambda: weight_of("fp8 rows", rows=48), "shape: needs multiples of 32 x 128, got 48 x 512"),
         (lambda: weight_of("fp8 rows", columns=448), "shape: needs multiples of 32 x 128, got 64 x 448"),
+        (lambda: float8(torch.randn(64, 512), (32, 32)), "scales: needs blocks of multiples of 16 rows and 64 columns"),
         (lambda: float8(torch.randn(64, 512), (8, 128)), "scales: needs blocks of multiples of 16 rows and 64 columns"),
         (lambda: int4(torch.randn(64, 512), 512, zeros=True), "zeros: needs of groups that are shorter than a row"),
     ],

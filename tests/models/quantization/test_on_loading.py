@@ -60,7 +60,10 @@ def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
     quantized, dense = save_both(tmp_path, FORMATS["fp8"])
     with pytest.raises(ConfigError, match="quantization: needs none or fp8, got 'int3'"):
         load_model(str(dense), quantization="int3")
-    with pytest.raises(ConfigError, match=r"quantization: needs plain weights, got fp8 for weights in fp8 \(a scale for each"):
-        load_model(str(quantized), quantization="fp8")
+    with pytest.raises(ConfigError, match=r"checkpoint's own method, got awq for weights in fp8 \(a scale for each"):
+        load_model(str(quantized), quantization="awq")
+    with pytest.raises(ConfigError, match=r"checkpoint's own method, got gptq_marlin for plain weights"):
+        load_model(str(dense), quantization="gptq_marlin")
+    assert load_model(str(quantized), quantization="fp8").eos_token_ids == load_model(str(quantized)).eos_token_ids
     with pytest.raises(ConfigError, match="quantization: needs none, or a model that Headway's decoder computes"):
         load_model(str(dense), quantization="fp8", model_impl="transformers")

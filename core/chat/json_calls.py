@@ -1,0 +1,187 @@
+"""Calls whose arguments are a JSON object: within an object that names the function too, or behind a head that does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Final
+
+from headway.core.chat.text_source import PieceWriter, TextSource, Waiting, loaded_text
+
+_NAMES: Final = frozenset(("name", "function_name", "tool_name"))
+_ARGUMENTS: Final = frozenset(("arguments", "parameters", "args"))
+_SIGNS: Final = " \t\r\n],;"
+"""What may stand between calls of a list."""
+_LONGEST_HEAD: Final = 512
+"""Characters of what stands before a call's arguments; a longer one is content."""
+
+
+@dataclass(frozen=True)
+class JsonCalls:
+    """{"name": ..., "arguments": {...}}, or a list of such objects, behind a mark."""
+
+    opens: tuple[str, ...]
+    """Marks that calls follow."""
+    closes: tuple[str, ...] = ()
+    """Marks that may follow calls."""
+    bare: bool = False
+    """Whether an answer may be calls without any mark."""
+
+    def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        """See `Program`."""
+        if self.bare:
+            source.keep()
+            yield from source.space()
+            if (yield from source.peek()) in ("{", "["):
+                yield from self._calls(source, writer)
+            else:
+                writer.content(source.kept())
+        while mark := (yield from source.until(self.opens, writer.content)):
+            source.keep()
+            yield from self._calls(source, writer, mark)
+
+    def _calls(self, source: TextSource, writer: PieceWriter, mark: str = "") -> Waiting:
+        """Read calls; what is none becomes content. Follows `source.keep`."""
+        before = writer.num_calls
+        yield from source.space()
+        yield from json_calls(source, writer)
+        yield from _close(source, writer, self.closes, mark, writer.num_calls > before)
+
+
+def _close(source: TextSource, writer: PieceWriter, closes: tuple[str, ...], mark: str, any_calls: bool) -> Waiting:
+    """Read what may stand behind calls. What was read since `source.keep` and is no part of one becomes content."""
+    junk = source.kept()
+    if not any_calls:
+        writer.content(mark + junk)
+        return
+    if junk.strip(_SIGNS):
+        writer.content(junk)
+    source.keep()
+    yield from source.space()
+    if not (yield from source.starts(closes)):
+        writer.content(source.kept())
+
+
+def json_calls(source: TextSource, writer: PieceWriter) -> Waiting:
+    """Read an object with a call, a list of some, or several with semicolons between them.
+
+    Follows `source.keep`, and leaves there what is no part of a call.
+    """
+    listed = (yield from source.peek()) == "["
+    if listed:
+        source.skip()
+    while True:
+        yield from source.space()
+        if (yield from source.peek()) != "{" or not (yield from json_call(source, writer)):
+            break
+        source.keep()
+        yield from source.space()
+        if (yield from source.peek()) != ("," if listed else ";"):
+            break
+        source.skip()
+    if listed and (yield from source.peek()) == "]":
+        source.skip()
+
+
+def json_call(source: TextSource, writer: PieceWriter) -> Generator[None, None, bool]:
+    """Read an object that names a function and its arguments; False: it names none, and nothing was written."""
+    source.skip()
+    name, early, given = None, "", False
+    while True:
+        yield from source.space()
+        sign = yield from source.peek()
+        if sign in (",", "}"):
+            source.skip()
+            if sign == "}":
+                break
+            continue
+        key = yield from source.json_string()
+        yield from source.space()
+        if key is None or (yield from source.peek()) != ":":
+            break
+        source.skip()
+        yield from source.space()
+        if key in _NAMES and name is None:
+            name = yield from source.json_string()
+            if not name:
+                return False
+            writer.call(name)
+            if given:
+                writer.arguments(early)
+        elif key in _ARGUMENTS and not given:
+            early, given = (yield from _arguments(source, writer if name else None)), True
+        else:
+            yield from source.json_text(lambda _: None)
+    if name and not given:
+        writer.arguments("{}")
+    return bool(name)
+
+
+def _arguments(source: TextSource, writer: PieceWriter | None) -> Generator[None, None, str]:
+    """Read arguments: an object, or a text that holds one. writer: None: the call's name has not come yet; they are returned."""
+    parts: list[str] = []
+    if writer is not None and (yield from source.peek()) in ("{", "["):
+        yield from source.json_text(writer.arguments)
+        return ""
+    yield from source.json_text(parts.append)
+    text = "".join(parts)
+    text = "{}" if text in ("null", "") else text
+    if text.startswith('"'):
+        text = loaded_text(text) or text
+    if writer is not None:
+        writer.arguments(text)
+    return text
+
+
+@dataclass(frozen=True)
+class HeadedCalls:
+    """NAME, some marks, and an object of arguments."""
+
+    opens: tuple[str, ...]
+    """Marks that begin a call."""
+    head: re.Pattern[str]
+    """What stands between such a mark and the arguments, with a group `name` and perhaps `id`."""
+    closes: tuple[str, ...] = ()
+    """Marks that may follow the arguments."""
+    ignored: tuple[str, ...] = ()
+    """Marks around all calls."""
+    lists: bool = False
+    """Whether objects that name the function, as those of `JsonCalls`, may stand in the place of a head."""
+
+    def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        """See `Program`."""
+        while mark := (yield from source.until((*self.opens, *self.ignored), writer.content)):
+            if mark in self.opens:
+                yield from self._call(source, writer, mark)
+
+    def _call(self, source: TextSource, writer: PieceWriter, mark: str) -> Waiting:
+        before = writer.num_calls
+        source.keep()
+        yield from source.space()
+        if self.lists and (yield from source.peek()) in ("[", "{"):
+            yield from json_calls(source, writer)
+        else:
+            yield from self._headed(source, writer)
+        yield from _close(source, writer, self.closes, mark, writer.num_calls > before)
+
+    def _headed(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        parts: list[str] = []
+        while len(head := "".join(parts)) < _LONGEST_HEAD:
+            sign = yield from source.peek()
+            if sign == "{":
+                found = self.head.fullmatch(head)
+                if found is not None:
+                    writer.call(found["name"], found.groupdict().get("id") or "")
+                    yield from source.json_text(writer.arguments)
+                    source.keep()
+                return
+            if not sign:
+                return
+            parts.append(source.skip())
+
+
+def as_json(text: str) -> str:
+    """A part of a text, as it stands within a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

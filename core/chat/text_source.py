@@ -1,0 +1,271 @@
+"""Text that comes in parts, read by a program which need not know where one part ends and the next begins.
+
+A program is a generator that yields where it needs more text than has come. What it does depends on the text alone, so the pieces
+that it writes are the same however the text was split.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import Final
+
+from headway.core.contract.chat_parsers import ChatPiece, call_id
+
+Waiting = Generator[None, None, None]
+_SPACE: Final = re.compile(r"\s*")
+_SCALAR: Final = re.compile(r"[-+.\w]*")
+_PLAIN: Final = re.compile(r'[^"\\]*')
+_BETWEEN: Final = re.compile(r'[^"{}\[\]]*')
+
+
+class PieceWriter:
+    """Collects pieces, and knows the calls so far."""
+
+    def __init__(self, make_id: Callable[[str, int], str] = call_id) -> None:
+        self._make_id = make_id
+        self._pieces: list[ChatPiece] = []
+        self._space = ""
+        """White space that is content if anything but a call follows."""
+        self.num_calls = 0
+
+    def content(self, text: str) -> None:
+        """Go on with the content."""
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._pieces.append(ChatPiece("content", kept))
+
+    def reasoning(self, text: str) -> None:
+        """Go on with the reasoning."""
+        if text:
+            self._pieces.append(ChatPiece("reasoning", text))
+
+    def call(self, name: str, own_id: str = "") -> None:
+        """Begin a call. own_id: the id that the model itself has written."""
+        self._space = ""
+        number = self.num_calls
+        self.num_calls += 1
+        self._pieces.append(ChatPiece("call", name, number, own_id or self._make_id(name, number)))
+
+    def arguments(self, text: str) -> None:
+        """Go on with the arguments of the call that was begun last."""
+        if text:
+            self._pieces.append(ChatPiece("arguments", text, self.num_calls - 1))
+
+    def finish(self) -> None:
+        """Write the white space at the end of an answer without calls."""
+        if self._space and not self.num_calls:
+            self._pieces.append(ChatPiece("content", self._space))
+        self._space = ""
+
+    def take(self) -> list[ChatPiece]:
+        """The pieces since the last call of this method, neighbours of one kind joined."""
+        joined: list[ChatPiece] = []
+        for piece in self._pieces:
+            last = joined[-1] if joined else None
+            if last is not None and piece.kind != "call" and (last.kind, last.call) == (piece.kind, piece.call):
+                joined[-1] = last._replace(text=last.text + piece.text)
+            else:
+                joined.append(piece)
+        self._pieces.clear()
+        return joined
+
+
+class TextSource:
+    """The text that has come and was not read yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._read: list[str] | None = None
+        self.ended = False
+
+    def add(self, text: str) -> None:
+        """Add what has come."""
+        self._text += text
+
+    def keep(self) -> None:
+        """From now on remember what is read: it may turn out to be content."""
+        self._read = []
+
+    def kept(self) -> str:
+        """What was read since `keep`, which ends."""
+        read, self._read = self._read or [], None
+        return "".join(read)
+
+    def _take(self, size: int) -> str:
+        taken, self._text = self._text[:size], self._text[size:]
+        if self._read is not None:
+            self._read.append(taken)
+        return taken
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character; empty at the end."""
+        while not self._text and not self.ended:
+            yield
+        return self._text[:1]
+
+    def skip(self) -> str:
+        """Read the character that `peek` returned."""
+        return self._take(1)
+
+    def everything(self, write: Callable[[str], None]) -> Waiting:
+        """Hand on all that comes, to the end."""
+        while True:
+            write(self._take(len(self._text)))
+            if self.ended:
+                return
+            yield
+
+    def space(self) -> Waiting:
+        """Read white space."""
+        while True:
+            found = _SPACE.match(self._text)
+            self._take(found.end() if found else 0)
+            if self._text or self.ended:
+                return
+            yield
+
+    def starts(self, options: Sequence[str]) -> Generator[None, None, str]:
+        """Read the longest of the options that the text begins with; empty: it begins with none."""
+        while not self.ended and any(len(each) > len(self._text) and each.startswith(self._text) for each in options):
+            yield
+        found = max((each for each in options if self._text.startswith(each)), key=len, default="")
+        self._take(len(found))
+        return found
+
+    def until(self, marks: tuple[str, ...], write: Callable[[str], None]) -> Generator[None, None, str]:
+        """Hand on the text before the first of the marks, read the mark and return it; empty: the text has ended without one."""
+        pattern, starts, longest = _search(marks)
+        while True:
+            found = pattern.search(self._text)
+            if found is not None and (self.ended or not self._may_grow(found, marks)):
+                write(self._take(found.start()))
+                return self._take(len(found[0]))
+            if found is None:
+                held = next((size for size in range(min(longest - 1, len(self._text)), 0, -1) if self._text[-size:] in starts), 0)
+                sure = len(self._text) - (0 if self.ended else held)
+                if sure:
+                    write(self._take(sure))
+                if self.ended:
+                    return ""
+            yield
+
+    def _may_grow(self, found: re.Match[str], marks: Sequence[str]) -> bool:
+        """Whether a longer mark may begin where one was found, or a mark may begin before it that is not complete."""
+        rest = self._text[found.start() :]
+        return any(len(each) > len(rest) and each.startswith(rest) for each in marks)
+
+    def json_text(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
+        """Hand on one JSON value as it comes; False: the text begins with none, or ends within. Brackets and quotes are matched,
+        and what stands between them is not looked at."""
+        first = yield from self.peek()
+        if first == '"':
+            return (yield from self._string(write))
+        if first in ("{", "["):
+            return (yield from self._nested(write))
+        return (yield from self._scalar(write))
+
+    def _scalar(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
+        any_read = False
+        while True:
+            found = _SCALAR.match(self._text)
+            taken = self._take(found.end() if found else 0)
+            any_read = any_read or bool(taken)
+            write(taken)
+            if self._text or self.ended:
+                return any_read
+            yield
+
+    def _string(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
+        write(self.skip())
+        while True:
+            found = _PLAIN.match(self._text)
+            write(self._take(found.end() if found else 0))
+            if self._text[:1] == '"':
+                write(self.skip())
+                return True
+            if len(self._text) >= 2:  # an escape
+                write(self._take(2))
+            elif self.ended:
+                write(self._take(1))
+                return False
+            else:
+                yield
+
+    def _nested(self, write: Callable[[str], None]) -> Generator[None, None, bool]:
+        depth = 0
+        while True:
+            found = _BETWEEN.match(self._text)
+            write(self._take(found.end() if found else 0))
+            sign = self._text[:1]
+            if sign == '"':
+                if not (yield from self._string(write)):
+                    return False
+            elif sign:
+                write(self.skip())
+                depth += 1 if sign in "{[" else -1
+                if depth == 0:
+                    return True
+            elif self.ended:
+                return False
+            else:
+                yield
+
+    def json_string(self) -> Generator[None, None, str | None]:
+        """Read a JSON string; None: there is none."""
+        parts: list[str] = []
+        if (yield from self.peek()) != '"' or not (yield from self._string(parts.append)):
+            return None
+        return loaded_text("".join(parts))
+
+
+def loaded_text(text: str) -> str | None:
+    """The text that a JSON string stands for; None: it is no JSON string."""
+    try:
+        read = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return read if isinstance(read, str) else None
+
+
+@lru_cache(maxsize=256)
+def _search(marks: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str], int]:
+    """A pattern that finds the first of the marks, of those at one place the longest; their starts; the longest one's length."""
+    ordered = sorted(marks, key=len, reverse=True)
+    starts = frozenset(mark[:end] for mark in marks for end in range(1, len(mark)))
+    return re.compile("|".join(map(re.escape, ordered))), starts, max(map(len, marks))
+
+
+Program = Callable[[TextSource, PieceWriter], Waiting]
+
+
+class ProgramParser:
+    """A parser that runs a program."""
+
+    def __init__(self, program: Program, make_id: Callable[[str, int], str] = call_id) -> None:
+        self._source, self._writer = TextSource(), PieceWriter(make_id)
+        self._running = self._run(program)
+
+    def feed(self, text: str) -> list[ChatPiece]:
+        """See `ChatParser`."""
+        self._source.add(text)
+        self._go_on()
+        return self._writer.take()
+
+    def end(self) -> list[ChatPiece]:
+        """See `ChatParser`."""
+        self._source.ended = True
+        self._go_on()
+        self._writer.finish()
+        return self._writer.take()
+
+    def _run(self, program: Program) -> Waiting:
+        yield from program(self._source, self._writer)
+        yield from self._source.everything(self._writer.content)  # what the program has left unread
+
+    def _go_on(self) -> None:
+        next(self._running, None)

@@ -1,0 +1,176 @@
+"""Logits processors that change a whole batch at once, by vLLM's v1 class; and the batch that they are told of."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from headway.core.sampling.params import SamplingParams
+
+ENGINE_PROCESSORS: Final = "headway.batch"
+"""Stands among a request's logits processors for those of the engine, which change every batch."""
+
+State = TypeVar("State")
+
+
+class MoveDirectionality(Enum):
+    """What a move leaves in the place that it came from; names are vLLM's."""
+
+    UNIDIRECTIONAL = auto()
+    """Nothing."""
+    SWAP = auto()
+    """What the other place held."""
+
+
+@dataclass(frozen=True)
+class BatchUpdate:
+    """Changes of a batch since the last step, to be read in the order removed, added, moved; names are vLLM's."""
+
+    batch_size: int
+    """Sequences in the batch, now."""
+    removed: Sequence[int]
+    """Places that sequences have left; some of them are filled again."""
+    added: Sequence[tuple[int, SamplingParams, list[int] | None, list[int]]]
+    """New sequences: place, parameters, prompt's tokens, and the output's, a list that grows as the output does."""
+    moved: Sequence[tuple[int, int, MoveDirectionality]]
+    """Sequences that changed places: from, to, and what that leaves."""
+
+
+class BatchLogitsProcessor(ABC):
+    """Changes the logits of a batch. vLLM calls the class LogitsProcessor."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Check a request's parameters before it is queued; a ValueError refuses the request."""
+        return
+
+    @abstractmethod
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        """vllm_config: a `VllmConfig`. device: where logits lie. is_pin_memory: whether copies to it go by pinned memory."""
+
+    @abstractmethod
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the changed logits, float32 [batch_size, vocab_size], which may be changed in place."""
+
+    @abstractmethod
+    def is_argmax_invariant(self) -> bool:
+        """Whether the likeliest token stays the likeliest one, whatever the parameters."""
+
+    @abstractmethod
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Take note of a step's batch, before `apply`. None: the last step's sequences, in their places."""
+
+
+class RequestLogitsProcessors(BatchLogitsProcessor):
+    """Changes each sequence's logits by a function of its own. vLLM calls the class AdapterLogitsProcessor."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._functions: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    @abstractmethod
+    def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., Tensor] | None:
+        """Return what changes a sequence's logits, by (token_ids, logits) or (prompt_ids, token_ids, logits); None: nothing."""
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """See BatchLogitsProcessor."""
+        process_dict_updates(self._functions, batch_update, self._function)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """See BatchLogitsProcessor."""
+        for place, function in self._functions.items():
+            logits[place] = function(logits[place])
+        return logits
+
+    def _function(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Callable[[Tensor], Tensor] | None:
+        function = self.new_req_logits_processor(params)
+        if function is None:
+            return None
+        if len(inspect.signature(function).parameters) == 3:
+            return lambda logits: function(prompt, output, logits)
+        return lambda logits: function(output, logits)
+
+
+def process_dict_updates(
+    req_entries: dict[int, State],
+    batch_update: BatchUpdate | None,
+    new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
+) -> bool:
+    """Keep a dict from places to what a processor remembers of the sequence there; True if it has changed.
+
+    new_state: makes what is remembered of a new sequence, from its parameters, prompt and output; None: nothing.
+    """
+    if batch_update is None:
+        return False
+    before = dict(req_entries)
+    for place in batch_update.removed:
+        req_entries.pop(place, None)
+    for place, params, prompt, output in batch_update.added:
+        state = new_state(params, prompt, output)
+        req_entries.pop(place, None)
+        if state is not None:
+            req_entries[place] = state
+    for first, second, way in batch_update.moved:
+        moving, other = req_entries.pop(first, None), req_entries.pop(second, None)
+        if moving is not None:
+            req_entries[second] = moving
+        if way is MoveDirectionality.SWAP and other is not None:
+            req_entries[first] = other
+    return before != req_entries
+
+
+class BatchMember(Protocol):
+    """The part of a sequence that processors are told of."""
+
+    params: SamplingParams
+    prompt: list[int]
+    output: list[int]
+
+
+class ProcessorBatch:
+    """The batch of an engine's processors: each sequence keeps its place from step to step, and holes are filled."""
+
+    def __init__(self, processors: Sequence[BatchLogitsProcessor]) -> None:
+        self._processors = processors
+        self._members: list[BatchMember] = []
+
+    def apply(self, members: Sequence[BatchMember], logits: Tensor) -> Tensor:
+        """The changed logits, [members, vocab_size], of a step's sequences, each of which stands once among its members."""
+        update = self._update(members)
+        place = {id(member): number for number, member in enumerate(members)}
+        order = torch.tensor([place[id(member)] for member in self._members], device=logits.device)
+        changed = logits.index_select(0, order)
+        for processor in self._processors:
+            processor.update_state(update)
+            changed = processor.apply(changed)
+        return torch.empty_like(logits).index_copy_(0, order, changed.to(logits.dtype))
+
+    def _update(self, members: Sequence[BatchMember]) -> BatchUpdate | None:
+        """Bring the places up to date, and say how; None: nothing has changed."""
+        held, wanted = {id(each) for each in self._members}, {id(each) for each in members}
+        removed = [number for number, each in enumerate(self._members) if id(each) not in wanted]
+        fresh = [each for each in members if id(each) not in held]
+        if not removed and not fresh:
+            return None
+        holes, added = list(removed), []
+        for member in fresh:
+            number = holes.pop(0) if holes else len(self._members)
+            self._members[number : number + 1] = [member]
+            added.append((number, member.params, member.prompt, member.output))
+        moved = []
+        while holes:
+            last = len(self._members) - 1
+            if holes[-1] == last:
+                holes.pop()
+            else:
+                hole = holes.pop(0)
+                self._members[hole] = self._members[last]
+                moved.append((last, hole, MoveDirectionality.UNIDIRECTIONAL))
+            self._members.pop()
+        return BatchUpdate(len(self._members), removed, added, moved)

@@ -1,0 +1,54 @@
+"""`python docs/_tools/vllm_programs.py`: the programs of tests/headway/vllm_scripts as the tables of docs/vllm-programs.md.
+
+With --write it replaces what stands between the two markers of the page; without, it prints.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "headway" / "vllm_scripts"
+PAGE = ROOT / "docs" / "vllm-programs.md"
+BEGIN = "<!-- programs: begin, written by python docs/_tools/vllm_programs.py --write -->"
+END = "<!-- programs: end -->"
+
+
+def header(text: str, word: str) -> str:
+    """What a program's first comments say after a word: "shows", "refused" or "argv"; empty where they say none."""
+    comments = re.match(r"(?:#.*\n)*", text)
+    found = re.search(rf"^# {word}: (.*)$", comments[0] if comments else "", re.MULTILINE)
+    return found[1] if found else ""
+
+
+def tables() -> str:
+    """Two tables: the programs that run, and those that are refused with the words of the refusal."""
+    texts = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
+    refused = {stem: header(text, "refused") for stem, text in texts.items() if header(text, "refused")}
+    running = [stem for stem in texts if stem not in refused]
+    lines = [f"Of {len(texts)} programs {len(running)} run:", "", "| program | what it shows |", "|---|---|"]
+    lines += [f"| `{stem}` | {header(texts[stem], 'shows')} |" for stem in running]
+    lines += [
+        "",
+        f"{len(refused)} are refused:",
+        "",
+        "| program | what it needs | in the line that refuses it |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{stem}` | {header(texts[stem], 'shows')} | {words} |" for stem, words in refused.items()]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The page with its tables as they ought to be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    else:
+        print(tables())

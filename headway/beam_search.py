@@ -1,0 +1,135 @@
+"""Beam search: the likeliest continuations that are found by keeping several at each token (Graves 2012)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.contract.errors import ConfigError, knows_its_fields
+from headway.core.sampling.params import SamplingParams
+from headway.core.system.text import shown
+from headway.outputs import LogprobsByToken, RequestOutput
+
+
+@knows_its_fields({}, "docs/sampling.md")
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`; names and meanings are vLLM's."""
+
+    beam_width: int
+    """Continuations that are kept at each token, and returned."""
+    max_tokens: int
+    ignore_eos: bool = False
+    """Go on past the model's end-of-text tokens."""
+    temperature: float = 0.0
+    """Not read: the search goes by the model's own probabilities."""
+    length_penalty: float = 1.0
+    """A continuation's log-probability is divided by its length to this power: above 1 longer ones win more often."""
+    include_stop_str_in_output: bool = False
+    """Leave the end-of-text token among the tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(name, "a whole number of at least 1", shown(value))
+        if not isinstance(self.length_penalty, (int, float)):
+            raise ConfigError("length_penalty", "a number", shown(self.length_penalty))
+
+
+@dataclass
+class BeamSearchSequence:
+    """A continuation, with its prompt."""
+
+    tokens: list[int]
+    """Tokens of the prompt and of the continuation."""
+    logprobs: list[LogprobsByToken]
+    """For each token of the continuation, the log-probabilities among which it was found."""
+    cum_logprob: float = 0.0
+    """Sum of the log-probabilities of the continuation's tokens."""
+    text: str | None = None
+    """Text of `tokens`; None where the model has no tokenizer."""
+    finish_reason: str | None = None
+    """"stop" or "length"."""
+    stop_reason: int | str | None = None
+    """The end-of-text token."""
+    lora_request: None = None
+    """Always None; for programs of vLLM's that read this field."""
+
+
+@dataclass
+class BeamSearchOutput:
+    """The continuations of one prompt, the likeliest first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class BeamSearch:
+    """The search for one prompt."""
+
+    prompt: Sequence[int]
+    params: BeamSearchParams
+    ends: frozenset[int]
+    """Tokens that end a continuation."""
+    room: int
+    """Most tokens of a continuation, by the model's length."""
+    beams: list[BeamSearchSequence] = field(init=False)
+    """Continuations that go on."""
+    complete: list[BeamSearchSequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.beams = [BeamSearchSequence(list(self.prompt), [])]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another token is looked for."""
+        return bool(self.beams) and len(self.beams[0].logprobs) < min(self.params.max_tokens, self.room)
+
+    def take(self, found: Sequence[LogprobsByToken]) -> None:
+        """Go on by one token. found: for each of `beams`, the likeliest next tokens."""
+        longer = []
+        for beam, likely in zip(self.beams, found, strict=True):
+            for token, scored in likely.items():
+                made = BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, likely], beam.cum_logprob + scored.logprob)
+                if token in self.ends and not self.params.ignore_eos:
+                    made.finish_reason, made.stop_reason = "stop", token
+                    self.complete.append(made)
+                else:
+                    longer.append(made)
+        self.beams = sorted(longer, key=self._score, reverse=True)[: self.params.beam_width]
+
+    def best(self, tokenizer: Any) -> BeamSearchOutput:
+        """The likeliest continuations, with their texts."""
+        for beam in self.beams:
+            beam.finish_reason = "length"
+        kept = sorted([*self.complete, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
+        for beam in kept:
+            if beam.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+                beam.tokens = beam.tokens[:-1]
+            beam.text = None if tokenizer is None else tokenizer.decode(beam.tokens)
+        return BeamSearchOutput(kept)
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        length = len(beam.logprobs) - (beam.finish_reason == "stop")
+        return beam.cum_logprob / float(max(length, 1) ** self.params.length_penalty)
+
+
+def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]]) -> None:
+    """Run searches to their ends, token by token. generate: completes prompts of token ids.
+
+    Each step is a request of one token for each beam; its prompt but the last token lies in the prefix cache.
+    """
+    while going := [each for each in searches if each.goes_on]:
+        wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * going[0].params.beam_width, detokenize=False)
+        outputs = iter(generate([beam.tokens for each in going for beam in each.beams], wanted))
+        for each in going:
+            each.take([_likely(next(outputs)) for _ in each.beams])
+
+
+def _likely(output: RequestOutput) -> LogprobsByToken:
+    completion = output.outputs[0]
+    if completion.error is not None or not completion.logprobs:
+        raise ConfigError("LLM.beam_search", "a step that ends well", completion.error or "an aborted request")
+    return completion.logprobs[0]

@@ -1,0 +1,101 @@
+"""The tools that a request offers to a model, and whether they may or must be called. OpenAI's names, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.text import shown
+
+Choice = Literal["none", "auto", "required"]
+_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools, checked."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """{"type": "function", "function": {"name", "description", "parameters", "strict"}}; those that may be called."""
+    choice: Choice = "none"
+    """Whether calls may come, or must."""
+    parallel: bool = True
+    """Whether an answer may have several calls; a choice of one tool asks for one call."""
+
+    @classmethod
+    def of(cls, tools: Sequence[Any] | None, tool_choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse:
+        """Check what a request says of tools.
+
+        :raises ConfigError: a tool without a name, a schema that is none, two tools of one name, or a choice of a tool that is
+            not there.
+        """
+        listed = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools or ())]
+        names = [tool["function"]["name"] for tool in listed]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError("tools", "names that differ", f"two tools called {shown(name)}")
+        choice, chosen = _choice(tool_choice, bool(listed))
+        for name in chosen or ():
+            if name not in names:
+                raise ConfigError("tool_choice", f"one of the tools ({', '.join(names) or 'there are none'})", shown(name))
+        if choice == "required" and not listed:
+            raise ConfigError("tool_choice", "tools beside it", "none")
+        kept = [tool for tool in listed if chosen is None or tool["function"]["name"] in chosen]
+        one = parallel_tool_calls is False or (isinstance(tool_choice, Mapping) and tool_choice.get("type") == "function")
+        return cls(tuple(kept) if choice != "none" else (), choice if kept else "none", not one)
+
+    @cached_property
+    def schemas(self) -> dict[str, Any]:
+        """Name of each tool -> the JSON schema of its parameters."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
+
+    @cached_property
+    def strict(self) -> frozenset[str]:
+        """Names of the tools whose calls must keep their schema."""
+        return frozenset(tool["function"]["name"] for tool in self.tools if tool["function"].get("strict"))
+
+
+def _tool(tool: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        got = tool.get("type") if isinstance(tool, Mapping) else tool
+        raise ConfigError(f"{where}.type", "function, the one type of tools that models call here", shown(got))
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise ConfigError(f"{where}.function", 'an object such as {"name": "f", "parameters": {...}}', shown(function))
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
+        raise ConfigError(f"{where}.function.name", "a name without blanks, quotes and brackets", shown(name))
+    schema = function.get("parameters")
+    if schema is not None and not (isinstance(schema, Mapping) and schema.get("type", "object") == "object"):
+        raise ConfigError(f"{where}.function.parameters", "a JSON schema of an object", shown(schema, 80))
+    properties = (schema or {}).get("properties", {})
+    if not isinstance(properties, Mapping) or not all(isinstance(each, (Mapping, bool)) for each in properties.values()):
+        raise ConfigError(f"{where}.function.parameters.properties", "an object of JSON schemas", shown(properties, 80))
+    return {"type": "function", **tool}
+
+
+def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
+    """Whether calls may come or must, and the names of the only tools that may be called; None: all."""
+    if given is None:
+        return ("auto" if any_tools else "none"), None
+    if given in ("none", "auto", "required"):
+        return given, None
+    if isinstance(given, Mapping):
+        if given.get("type") == "function":
+            return "required", [_name_in(given)]
+        allowed = given.get("allowed_tools")
+        if given.get("type") == "allowed_tools" and isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
+            tools: Iterable[Any] = allowed.get("tools") or ()
+            return allowed["mode"], [_name_in(tool) for tool in tools]
+    raise ConfigError("tool_choice", _CHOICES, shown(given, 80))
+
+
+def _name_in(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise ConfigError("tool_choice", _CHOICES, shown(choice, 80))
+    return name

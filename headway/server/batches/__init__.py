@@ -1,0 +1,1 @@
+"""Requests in files: answered while others wait, or without a server, and never lost."""

@@ -1,0 +1,131 @@
+"""The lines of a batch: read, checked, and answered by the paths of a server without its socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.server.errors import ApiError
+from headway.server.routing import DirectMiddleware, Endpoint
+
+
+class RawLine(NamedTuple):
+    """A line of a file that is not empty."""
+
+    number: int
+    """From 1."""
+    text: bytes | None
+    """None: it is longer than a request may be."""
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A request of a batch."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class LineError(Exception):
+    """A line that is no request."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        """code: for programs. custom_id: the line's, where it has one."""
+        super().__init__(message)
+        self.code, self.custom_id = code, custom_id
+
+
+def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
+    """The lines of a file that are not empty. most_bytes: of a line; of a longer one only the number is told.
+
+    :raises OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while text := file.readline(most_bytes + 1):
+            number += 1
+            long = len(text) > most_bytes and not text.endswith(b"\n")
+            while long and (rest := file.readline(most_bytes + 1)):  # the rest of the line, in pieces
+                if rest.endswith(b"\n"):
+                    break
+            if long or text.strip():
+                yield RawLine(number, None if long else text)
+
+
+def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
+    """Read a line. urls: the paths that a line may name.
+
+    :raises LineError: it is no request for one of these.
+    """
+    place = f"line {line.number}"
+    if line.text is None:
+        raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
+    try:
+        found = orjson.loads(line.text)
+    except ValueError as error:
+        raise LineError("invalid_json_line", f"{place}: needs a JSON object, got a text that is none ({error})") from None
+    if not isinstance(found, dict):
+        raise LineError("invalid_json_line", f"{place}: needs a JSON object, got a {type(found).__name__}")
+    custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise LineError("missing_custom_id", f"{place}: custom_id: needs a text, got {str(custom_id)[:60]!r}")
+    if found.get("method", "POST") != "POST":
+        raise LineError("invalid_method", f"{place}: method: needs POST, got {str(found['method'])[:60]!r}", custom_id)
+    if url not in urls:
+        raise LineError("invalid_url", f"{place}: url: needs {' or '.join(urls)}, got {str(url)[:60]!r}", custom_id)
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"{place}: body: needs an object, got a {type(body).__name__}", custom_id)
+    if body.get("stream"):
+        raise LineError("invalid_body", f"{place}: body.stream: needs false, because a file holds whole answers", custom_id)
+    return BatchLine(custom_id, str(url), body)
+
+
+class LineAnswers:
+    """Answers requests by the endpoints of a server."""
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        refuse: Callable[[Request, Exception], Awaitable[Response]],
+        is_lost: Callable[[], bool],
+    ) -> None:
+        """endpoints: path -> what answers it. refuse: answers where an endpoint raises. is_lost: whether the engine has ended
+        for good."""
+        self.urls, self.is_lost = endpoints, is_lost
+        self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
+
+    async def answer(self, line: BatchLine) -> tuple[int, Any]:
+        """The status and the body of the answer to a request."""
+        data, sent, status, parts = orjson.dumps(line.body), False, 500, []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await asyncio.get_running_loop().create_future()  # a client that never leaves
+            sent = True
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message["body"])
+
+        await self._app({**_SCOPE, "path": line.url, "headers": [(b"content-length", str(len(data)).encode())]}, receive, send)
+        return status, orjson.loads(b"".join(parts))
+
+
+_SCOPE: Final = {"type": "http", "method": "POST", "query_string": b""}
+
+
+async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
+    await ApiError(404, "no such path").response()(scope, receive, send)

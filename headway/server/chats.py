@@ -1,0 +1,59 @@
+"""How a chat becomes a request of the engine, whichever API it came by, and what writes its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from headway.core.contract.errors import PromptError
+from headway.core.engine.state.request_limits import CheckedRequest
+from headway.requests.tool_use import ToolUse
+from headway.server.chat import ChatAnswer
+from headway.server.params import chat_params, template_kwargs, tool_use
+from headway.server.requests import ChatRequest
+from headway.server.service import Service
+
+
+class Chats:
+    """The chats of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def answer(self, body: ChatRequest) -> ChatAnswer:
+        """What writes the answer to a chat; `prepare` tells it how to read."""
+        return ChatAnswer(body, body.model or self._service.names[0])
+
+    async def prompt(self, body: ChatRequest, use: ToolUse) -> Any:
+        """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
+
+        :raises ConfigError: messages or tools that the model's format does not have.
+        """
+        messages, tools = self._service.chat_format.conversation(body.messages, use)
+        return await self._service.llm.chat_prompt(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=tools,
+            chat_template=self._service.options.template_text,
+            chat_template_kwargs=template_kwargs(body),
+            split_special_tokens=self._service.splits(body.split_special_tokens),
+        )
+
+    async def prepare(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
+        """Check a chat and tokenise its conversation.
+
+        :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
+        """
+        params = chat_params(body, self._service.params_maker)
+        use, chats = tool_use(body), self._service.chat_format
+        prompt = await self.prompt(body, use)
+        formed = chats.params(params, use, prompt)
+        if formed.structured_outputs is not None and params.structured_outputs is None:
+            answer.is_structured, answer.form_field = True, "tools"
+        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
+        try:
+            return await self._service.llm.check([prompt], formed, priority=body.priority)
+        except PromptError as error:  # which the client knows by another name
+            raise PromptError("messages", *error.reason[1:]) from None

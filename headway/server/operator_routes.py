@@ -1,0 +1,113 @@
+"""Paths for those who run a server, by the names that vLLM's have: what it does now, and switches that all its clients feel."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.server.errors import ApiError
+from headway.server.routing import add_posts, endpoint, read_body
+from headway.server.service import Service
+
+
+class AbortRequest(BaseModel):
+    """The body of /abort_requests."""
+
+    request_ids: list[str]
+    """Ids of answers, as clients see them."""
+
+
+class OperatorRoutes:
+    """The operator's routes; those that change something are 404 unless they are switched on."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._llm = service, service.llm
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        add_posts(app, ("/abort_requests", self.abort_requests, AbortRequest))
+        for method, path, answer in (
+            ("GET", "/load", self.load),
+            ("GET", "/tokenizer_info", self.tokenizer_info),
+            ("GET", "/is_paused", self.is_paused),
+            ("POST", "/pause", self.pause),
+            ("POST", "/resume", self.resume),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+        ):
+            app.add_api_route(path, endpoint(answer), methods=[method])
+
+    async def load(self) -> Response:
+        """Tell how many requests are being served, those that wait included."""
+        return _json({"server_load": self._service.num_unsubmitted + self._llm.num_unfinished_requests})
+
+    async def tokenizer_info(self) -> Response:
+        """Tell what the tokenizer's configuration says, the chat template included."""
+        tokenizer = self._llm.get_tokenizer()
+        if tokenizer is None:
+            raise ApiError(400, f"{self._llm.model.name} was loaded without a tokenizer")
+        found = {"tokenizer_class": type(tokenizer).__name__, "chat_template": getattr(tokenizer, "chat_template", None)}
+        given = getattr(tokenizer, "init_kwargs", {})
+        return _json({**{name: _plain(value) for name, value in given.items() if not name.endswith("_file")}, **found})
+
+    async def is_paused(self) -> Response:
+        """Tell whether requests wait until the server goes on."""
+        return _json({"is_paused": self._service.is_paused})
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
+        """Let no request begin, until /resume.
+
+        mode: "abort" ends those that run; "wait" answers when they have ended. clear_cache: forget all prompts.
+        """
+        self._check()
+        if mode == "keep":
+            raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
+        self._service.pause()
+        if mode == "abort":
+            await self._llm.abort(each for ids in list(self._service.running.values()) for each in ids)
+        await self._service.ended()
+        if clear_cache and self._service.is_paused:
+            await self._llm.reset_prefix_cache()
+        return _json({"status": "paused"})
+
+    async def resume(self) -> Response:
+        """Let requests begin again, those first that have waited."""
+        self._check()
+        self._service.resume()
+        return _json({"status": "resumed"})
+
+    async def reset_prefix_cache(self) -> Response:
+        """Forget the prompts that the cache holds."""
+        self._check()
+        await self._llm.reset_prefix_cache()
+        return Response()
+
+    async def abort_requests(self, request: Request) -> Response:
+        """End requests by the ids of their answers; an unknown one is left alone."""
+        self._check()
+        asked = await read_body(request, AbortRequest, self._service.options)
+        await self._llm.abort(each for name in asked.request_ids for each in self._service.running.get(name, ()))
+        return Response()
+
+    def _check(self) -> None:
+        if not self._service.options.operator_paths:
+            raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; what is no plain one, such as a special token, as its text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, int) and abs(value) >= 2**63:  # transformers' "no limit" is one
+        return float(value)
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

@@ -1,0 +1,72 @@
+"""Start `headway serve smollm2`, run the scripts of clients against it, each with its own environment's Python, and stop it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ENVIRONMENTS = FOLDER.parent.parent / ".venv-clients"
+KEY = "a-key-of-the-test"
+
+
+def main(names: list[str]) -> int:
+    """Run the scripts of these names; returns the number of those that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [
+            sys.executable,
+            "-m",
+            "headway",
+            "serve",
+            "smollm2",
+            "--port",
+            "0",
+            "--no-autotune",
+            "--files-dir",
+            f"{folder}/files",
+        ]
+        with log.open("w") as told, subprocess.Popen(command, stderr=told, env={**os.environ, "HEADWAY_API_KEY": KEY}) as server:
+            try:
+                return sum(not run(name, wait_for_url(server, log)) for name in names)
+            finally:
+                server.terminate()
+
+
+def wait_for_url(server: subprocess.Popen[bytes], log: Path) -> str:
+    """The server's URL, once it listens."""
+    ends = time.monotonic() + 120
+    while not (found := re.search(r"listening on (http://\S+)", log.read_text())):
+        if server.poll() is not None or time.monotonic() > ends:
+            raise SystemExit(log.read_text())
+        time.sleep(0.2)
+    return found[1]
+
+
+def run(name: str, url: str) -> bool:
+    """Run a script; returns whether it went well."""
+    own = ENVIRONMENTS / name / "bin" / "python"
+    environment = {
+        **{each: value for each, value in os.environ.items() if each != "PYTHONPATH"},
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": KEY,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": KEY,
+    }
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [own, FOLDER / f"use_{name}.py"], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
+        )
+    verdict = "ok" if done.returncode == 0 else f"FAILED\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    print(f"{name}: {verdict} ({time.monotonic() - began:.1f} s)", flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

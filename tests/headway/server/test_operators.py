@@ -1,0 +1,128 @@
+"""The operator's paths: a pause, requests that are ended, and what needs leave."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import httpx
+import pytest
+
+from headway import LLM
+from headway.server.options import ServerOptions
+from server_thread import Running, running
+
+BODY = {"prompt": "the quick", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+def own(llm: LLM) -> Iterator[Running]:
+    with running(llm, ServerOptions(served_model_names=("tiny",), operator_paths=True)) as found:
+        yield found
+
+
+def test_a_paused_server_begins_nothing_and_then_goes_on(own: Running) -> None:
+    with httpx.Client(base_url=own.url, timeout=30) as http, ThreadPoolExecutor(2) as threads:
+        assert http.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        waiting = threads.submit(httpx.post, own.url + PATH, json={**BODY, "max_tokens": 2}, timeout=30)
+        while http.get("/load").json() != {"server_load": 1}:
+            assert not waiting.done()
+        with own.connect() as gone:  # a client that leaves while it waits
+            data = json.dumps(BODY).encode()
+            gone.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n")
+            gone.sendall(f"content-length: {len(data)}\r\n\r\n".encode() + data)
+            while http.get("/load").json() != {"server_load": 2}:
+                pass
+        while http.get("/load").json() != {"server_load": 1}:
+            pass
+        assert not own.llm.num_unfinished_requests
+        assert http.post("/resume").json() == {"status": "resumed"}
+        assert waiting.result().status_code == 200
+        assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+@pytest.mark.parametrize("by", ["/abort_requests", "/pause"])
+def test_requests_are_ended(own: Running, by: str) -> None:
+    begun, told = Event(), {}
+
+    def stream() -> str:
+        with httpx.stream("POST", own.url + PATH, json={**BODY, "stream": True, "n": 2}, timeout=30) as answer:
+            lines = []
+            for line in answer.iter_lines():
+                if line.startswith("data: {") and "id" not in told:
+                    told["id"] = json.loads(line.removeprefix("data: "))["id"]
+                    begun.set()
+                lines.append(line)
+            return "\n".join(lines)
+
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(stream)
+        assert begun.wait(20)
+        body = {"request_ids": [told["id"], "unknown"]} if by == "/abort_requests" else None
+        assert httpx.post(own.url + by, json=body).status_code == 200
+        assert '"code":"aborted"' in found.result(20) or own.llm.num_unfinished_requests == 0
+    if by == "/pause":
+        assert httpx.post(f"{own.url}/resume").status_code == 200
+    assert httpx.post(own.url + PATH, json={**BODY, "max_tokens": 2}).status_code == 200
+
+
+def test_the_prefix_cache_is_emptied(own: Running) -> None:
+    body = {**BODY, "prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1}
+
+    def cached() -> int:
+        used = httpx.post(own.url + PATH, json=body).json()["usage"]
+        return int(used["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert httpx.post(f"{own.url}/reset_prefix_cache").status_code == 200
+    assert cached() == 0
+
+
+def test_what_others_feel_needs_leave(served: Running, http: httpx.Client) -> None:
+    for path, body in (
+        ("/pause", None),
+        ("/resume", None),
+        ("/reset_prefix_cache", None),
+        ("/abort_requests", {"request_ids": []}),
+    ):
+        answer = http.post(path, json=body) if body else http.post(path)
+        assert (answer.status_code, "--operator-paths" in answer.json()["error"]["message"]) == (404, True)
+
+
+def test_the_tokenizer_is_told(served: Running, http: httpx.Client, llm: LLM) -> None:
+    found = http.get("/tokenizer_info").json()
+    tokenizer = llm.get_tokenizer()
+    assert found["chat_template"] == tokenizer.chat_template
+    assert found["tokenizer_class"] == type(tokenizer).__name__
+    assert found["eos_token"] == "<eos>"
+
+
+def test_figures_have_the_names_that_dashboards_read(own: Running, llm: LLM) -> None:
+    before = llm.engine.stats.snapshot()
+    httpx.post(own.url + PATH, json={**BODY, "max_tokens": 7})
+    chat = {"messages": [{"role": "user", "content": "fox"}], "max_completion_tokens": 3, "ignore_eos": True}
+    httpx.post(f"{own.url}/v1/chat/completions", json=chat)
+    page = httpx.get(f"{own.url}/metrics").text
+    labels = '{engine="0",model_name="tiny"}'
+    for name, value in (
+        ("vllm:request_params_max_tokens_sum", 10),
+        ("vllm:request_params_max_tokens_count", 2),
+        ("vllm:request_max_num_generation_tokens_sum", 10),
+        ("vllm:gpu_cache_usage_perc", 0),
+    ):
+        assert f"{name}{labels} {value:.1f}" in page
+    stats, steps = llm.engine.stats, re.search(r"vllm:iteration_tokens_total_count\{.*\} (.*)", page)
+    tokens = re.search(r"vllm:iteration_tokens_total_sum\{.*\} (.*)", page)
+    assert steps is not None
+    assert tokens is not None
+    assert (float(steps[1]), float(tokens[1])) == (stats.num_steps, stats.num_prefill_tokens + stats.num_decode_tokens)
+    made = stats - before
+    assert made.steps_by_tokens[1] >= 8  # decodes of one sequence
+    assert made.steps_by_tokens.total() == made.num_steps
+    assert "process_resident_memory_bytes " in page

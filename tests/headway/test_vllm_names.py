@@ -1,0 +1,200 @@
+"""vLLM's options, parameters and modules: what is taken, translated and refused."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from headway.core.contract.errors import ConfigError
+from headway.vllm_api.names import HOMES, LACKING, MODULES
+from headway.vllm_api.options import LLM_OPTIONS, NEUTRAL_VALUES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_each_name_of_the_table_is_lent_by_its_module(module: str) -> None:
+    loaded = importlib.import_module(f"headway.{module}" if module else "headway")
+    for name in MODULES[module].split():
+        assert getattr(loaded, name) is not None
+    if module:
+        with pytest.raises(AttributeError, match=f"headway.{module}"):
+            loaded.no_such_name  # noqa: B018
+
+
+def test_the_tables_have_no_name_that_no_module_lends() -> None:
+    lent = {name for names in MODULES.values() for name in names.split()}
+    public = set(importlib.import_module("headway").__all__) | set(importlib.import_module("headway.outputs").__dict__)
+    assert (set(HOMES) | set(LACKING)) - lent <= public
+    assert lent <= set(HOMES) | set(LACKING)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("headway.model_executor.layers", "docs/models.md says which models run"),
+        ("headway.lora.layers", "merge the adapter"),
+        ("headway.v1.attention.backend", "docs/backends.md"),
+    ],
+)
+def test_module_that_is_lacking_says_why(module: str, words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        importlib.import_module(module)
+    with pytest.raises(ModuleNotFoundError, match="No module named"):
+        importlib.import_module("headway.no_such_module")
+
+
+def test_none_and_neutral_values_ask_for_nothing() -> None:
+    plain = EngineArgs("model")
+    assert EngineArgs("model", **dict.fromkeys(LLM_OPTIONS)) == plain
+    for name, values in NEUTRAL_VALUES.items():
+        for value in values:
+            assert EngineArgs("model", **{name: value}) == plain, (name, value)
+    assert EngineArgs("model", tokenizer="model", seed=None, max_num_seqs=None, swap_space=4, max_loras=4) == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({"attention_backend": "FLASH_ATTN"}, {"attn_backend": "flash_attn"}),
+        ({"attention_config": {"backend": "TRITON_ATTN"}}, {"attn_backend": "triton"}),
+        ({"kv_cache_memory_bytes": 2**20}, {"kv_cache_memory": 2**20}),
+        ({"kv_offloading_size": 0.5}, {"kv_offload_size": 2**29}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"enforce_eager": True}),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, {"cudagraph_capture_sizes": [1, 2]}),
+        ({"compilation_config": 3}, {}),
+        ({"convert": "classify"}, {"task": "score"}),
+        ({"load_format": "safetensors", "model_impl": "vllm"}, {"model_impl": "headway"}),
+        ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 32}}, {"speculate": "suffix"}),
+        ({"structured_outputs_config": {"backend": "xgrammar"}}, {}),
+    ],
+    ids=str,
+)
+def test_option_is_translated(options: dict[str, object], own: dict[str, object]) -> None:
+    assert EngineArgs("model", **options) == EngineArgs("model", **own)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_lora": True}, "enable_lora: needs .*merge the adapter"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: needs .*tensor_parallel_size cuts"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config: needs the method ngram or suffix, got eagle"),
+        ({"speculative_config": "ngram"}, "the configuration: needs a dict, got 'ngram'"),
+        ({"structured_outputs_config": {"reasoning_parser": "x"}}, "needs a backend alone, got reasoning_parser"),
+        ({"convert": "reward"}, "convert: needs none, embed or classify, got 'reward'"),
+        ({"distributed_executor_backend": "external_launcher"}, "needs mp, uni or ray"),
+        ({"tokeniser": "x"}, "tokeniser: needs .*did you mean tokenizer?"),
+        ({"hf_overrides": len}, "hf_overrides: needs a mapping"),
+        ({"generation_config": "folder"}, "generation_config: needs auto or vllm"),
+        ({"logits_processors": ["no_such_module:X"], "model": "smollm2"}, None),
+    ],
+    ids=str,
+)
+def test_option_is_refused_with_the_reason(options: dict[str, object], words: str | None) -> None:
+    if words is None:  # found when the engine is made, where modules may be imported
+        assert EngineArgs(**options).logits_processors == ("no_such_module:X",)
+        return
+    with pytest.raises(ConfigError, match=words):
+        EngineArgs(**options)
+
+
+def test_options_are_flags_and_survive_asdict() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    args = parser.parse_args(
+        ["--model", "m", "--no-enable-prefix-caching", "--trust-remote-code", "--cpu-offload-gb", "0", "-tp", "2", "--seed", "3"]
+    )
+    made = EngineArgs.from_cli_args(args)
+    assert made == EngineArgs("m", enable_prefix_caching=False, tensor_parallel_size=2, seed=3)
+    assert EngineArgs(**vars(args)) == made
+    named = EngineArgs("m", attn_backend="prefill=sdpa,decode=triton")
+    assert EngineArgs(**dataclasses.asdict(named)) == named
+    assert EngineArgs(**vars(parser.parse_args([]))) == EngineArgs()
+
+
+def test_parameters_may_be_changed_and_are_checked_when_they_are() -> None:
+    params = SamplingParams(stop="a", logit_bias={1: 2.0})
+    copied = params.clone()
+    copied.stop = ["b", "c"]
+    copied.logit_bias[5] = 1.0
+    assert (params.stop, copied.stop, params.logit_bias) == (("a",), ("b", "c"), {1: 2.0})
+    with pytest.raises(ConfigError, match="top_p: needs a number above 0"):
+        params.top_p = 0
+    with pytest.raises(ConfigError, match="no_such: needs an option of SamplingParams"):
+        params.no_such = 1
+    assert params.top_p == 1
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(params)
+
+
+def test_a_request_keeps_the_parameters_that_it_was_added_with(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    engine = LLMEngine.over(llm.driver)
+    engine.add_request("one", "the", params)
+    params.max_tokens = 2
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 6
+
+
+def test_llm_engine_steps_all_clients_and_drops_what_is_aborted(llm: LLM) -> None:
+    engine = llm.llm_engine
+    last = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert engine.add_request("final", [5, 6], last) == "final"
+    engine.add_request("gone", [7, 8], SamplingParams(max_tokens=50, ignore_eos=True))
+    with pytest.raises(ConfigError, match="request_id: needs an id not in use"):
+        engine.add_request("gone", [7, 8], last)
+    with pytest.raises(ConfigError, match="lora_request"):
+        engine.add_request("lora", [7, 8], last, lora_request="adapter")
+    engine.step()
+    engine.abort_request("gone")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.request_id for output in outputs] == ["final"]
+    assert outputs[0].outputs[0].token_ids == llm.generate([[5, 6]], last, use_tqdm=False)[0].outputs[0].token_ids
+    assert not llm.engine.has_unfinished
+    assert engine.step() == []
+
+
+def brute_force(llm: LLM, prompt: list[int], width: int, steps: int) -> list[tuple[float, list[int]]]:
+    """Beam search by whole forward passes: each step's log-probabilities of each beam, prompts' and all."""
+    beams = [(0.0, prompt)]
+    for _ in range(steps):
+        wanted = SamplingParams(max_tokens=1, logprobs=2 * width, temperature=0)
+        llm.reset_prefix_cache()
+        found = llm.generate([tokens for _, tokens in beams], wanted, use_tqdm=False)
+        longer = [
+            (score + scored.logprob, [*tokens, token])
+            for (score, tokens), output in zip(beams, found, strict=True)
+            for token, scored in output.outputs[0].logprobs[0].items()
+        ]
+        beams = sorted(longer, reverse=True)[:width]
+    return beams
+
+
+def test_beam_search_finds_what_scoring_every_beam_anew_finds(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True)
+    (output,) = llm.beam_search([{"prompt_token_ids": [5, 6, 7]}], params)
+    wanted = brute_force(llm, [5, 6, 7], 3, 4)
+    assert [sequence.tokens for sequence in output.sequences] == [tokens for _, tokens in wanted]
+    torch.testing.assert_close(
+        torch.tensor([sequence.cum_logprob for sequence in output.sequences]), torch.tensor([score for score, _ in wanted])
+    )
+    with pytest.raises(ConfigError, match="logprobs: needs at most max_logprobs=20, got 22"):
+        llm.beam_search("the", BeamSearchParams(beam_width=11, max_tokens=2))
+
+
+def test_overridden_configuration_is_the_models(tiny_model_folder: Path) -> None:
+    options = {"kv_cache_memory": "1MiB", "num_threads": 1}
+    llm = LLM(str(tiny_model_folder), hf_overrides={"max_position_embeddings": 96}, **options)
+    assert llm.model_config.max_model_len == 96
+    assert llm.get_tokenizer() is not None
+    with pytest.raises(ConfigError, match="hf_overrides: needs values as JSON has them"):
+        LLM(str(tiny_model_folder), hf_overrides={"vocab_size": object()}, **options)

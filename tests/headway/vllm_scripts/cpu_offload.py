@@ -1,0 +1,5 @@
+# shows: weights in the host's memory
+# refused: cpu_offload_gb
+from vllm import LLM
+
+llm = LLM("facebook/opt-125m", cpu_offload_gb=4)

@@ -1,0 +1,257 @@
+"""A shipped table held to a few points measured here: where they agree its times are taken, scaled; around others nothing is.
+
+A point is checked in each phase where a backend wins by most, which is what a mistake would cost, and then where nothing near has
+been checked. Each point of the shipped table stands or falls with the nearest of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
+from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
+from headway.tuning.measure.run import NEAR, surviving_pairs
+from headway.tuning.table.noise import mark_ties, noise_of
+from headway.tuning.table.priors import Prior
+from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
+
+_MOST_POINTS = 4
+"""Points that are checked in each phase."""
+_LARGE = 0.25
+"""Part of a phase's largest cache: points beyond it take long, and say what smaller ones do."""
+_LOSS, _DRIFT = 0.05, 0.15
+"""What the prior's choice may lose at a checked point, and how far the ratio of a rival to it may be off, as shares."""
+_NOISES = 2.0
+"""Times the noise of both tables: what may be off at least."""
+
+
+def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collection[str]) -> list[Point]:
+    """The points of `wanted` to be measured to check a prior: some of each phase, all of the first level.
+
+    names: the backends that can run here.
+    """
+    measured = {key: rival_times([cell for cell in cells if cell.backend in names]) for key, cells in points(prior.cells).items()}
+    found: list[Point] = []
+    for phase in dict.fromkeys(point.phase for point in wanted):
+        known = [point for point in wanted if point.phase == phase and any(measured.get((phase, point.case), {}).values())]
+        limit = _LARGE * max((point.batch * point.kv_len for point in known), default=0)
+        small = [point for point in known if point.batch * point.kv_len <= limit] or known
+        found += _choose({point: measured[phase, point.case] for point in small})
+    return [replace(point, level=0) for point in found]
+
+
+def layouts_to_check(prior: CrossoverTable, pairs: Sequence[Pair]) -> list[str]:
+    """The layouts of some pairs over which a prior is checked: those that hold their own in it, and those that it lacks."""
+    known = {cell.layout for cell in prior.cells}
+    ours = [pair for pair in pairs if pair[0].name in known]
+    lost = {layout.name for layout, _ in ours} - {
+        layout.name for layout, _ in (surviving_pairs(prior.cells, ours) if ours else ())
+    }
+    return [name for name in dict.fromkeys(layout.name for layout, _ in pairs) if name not in lost]
+
+
+def _choose(times: Mapping[Point, Times]) -> list[Point]:
+    """The points of one phase: every winner's clearest win first, then whatever is farthest from those."""
+    wins: dict[str, tuple[float, Point]] = {}
+    for point, places in times.items():
+        for rivals in places.values():
+            ranked = sorted(rivals, key=rivals.__getitem__)
+            lead = rivals[ranked[1]] / rivals[ranked[0]] if len(ranked) > 1 else 1.0
+            if ranked and lead > wins.get(ranked[0], (0.0, point))[0]:
+                wins[ranked[0]] = lead, point
+    chosen = list(dict.fromkeys(point for _, point in sorted(wins.values(), key=lambda win: -win[0])))[:_MOST_POINTS]
+    while len(chosen) < min(_MOST_POINTS, len(times)):
+        rest = [point for point in times if point not in chosen]
+        chosen.append(max(rest, key=lambda point: min(_far(_place(point), _place(other)) for other in chosen)))
+    return chosen
+
+
+def _place(point: Point) -> Coordinates:
+    return point.batch, point.query_len, point.kv_len
+
+
+def _far(a: Coordinates, b: Coordinates) -> float:
+    """Octaves between two points."""
+    return sum(abs(math.log2(one / other)) for one, other in zip(a, b, strict=True))
+
+
+def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Sequence[Point]) -> CrossoverTable:
+    """What was measured here at the points that were asked for, and around those that agree the prior's times, scaled and marked.
+
+    here: the table of these points. asked: of `check_points`; one that was not reached agrees with nothing. wanted: the points of
+    the grid, which say whether the whole is complete.
+    """
+    names = [record.name for record in here.backends if record.usable]
+    shared = set(names) - set(prior.unknown(names))
+    same_graphs = prior.table.graph_len == here.graph_len
+    comparable = [cell for cell in prior.table.cells if cell.backend in shared and (same_graphs or not cell.graph)]
+    scales = _Scales.of(comparable, here.cells)
+    scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
+    verdict = _Check(points(scaled), points(here.cells), shared, _NOISES * max(prior.table.noise, here.noise))
+    faults: dict[PointKey, str] = {(point.phase, point.case): verdict.fault(point) for point in asked}
+    taken = _around(scaled, asked, faults)
+    strangers = _strangers(here.cells, set(names) - shared)
+    measured = points(here.cells)
+    cells = list(here.cells)
+    for key, rivals in points(taken).items():
+        if key not in measured:
+            cells += mark_ties([*rivals, *_left_out(rivals[0], strangers)])
+    known = {cell.point for cell in cells}
+    record = prior.record().model_copy(
+        update={
+            "checked": [f"{phase} {case}" for phase, case in faults if (phase, case) in measured],
+            "disagreed": [f"{phase} {case}: {fault}" for (phase, case), fault in faults.items() if fault],
+            "device_scale": {phase: round(scale, 4) for phase, scale in scales.device.items()},
+            "host_scale": round(scales.host, 4),
+        }
+    )
+    whole = all((point.phase, point.case) in known for point in wanted)
+    more = {"cells": cells, "complete": whole, "noise": max(noise_of(cells), here.noise), "prior": record}
+    return here.model_copy(update=more)
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The factors of a prior's times: each phase's on the device, and one for all of the host's."""
+
+    device: Mapping[PhaseName, float]
+    """Phases without an entry have no time in common."""
+    host: float
+
+    @classmethod
+    def of(cls, there: Sequence[Cell], here: Sequence[Cell]) -> _Scales:
+        """Medians over the cells that both have."""
+        before = {_key(cell): cell for cell in there}
+        pairs = [(before[_key(cell)], cell) for cell in here if _key(cell) in before]
+        both = [(old, new) for old, new in pairs if old.median_us and new.median_us]
+        phases = dict.fromkeys(new.phase for _, new in both)
+        device = {
+            phase: _median_ratio((old.median_us, new.median_us) for old, new in both if new.phase == phase) for phase in phases
+        }
+        hosts = [(old.host_us, new.host_us) for old, new in both] + [(old.plan_us, new.plan_us) for old, new in both]
+        return cls(device, _median_ratio(hosts))
+
+    def apply(self, cell: Cell) -> Cell:
+        """A cell with scaled times, marked as a prior's."""
+        changed: dict[str, object] = {"prior": True}
+        by = {"median_us": self.device[cell.phase], "p20_us": self.device[cell.phase], "p80_us": self.device[cell.phase]}
+        for field, factor in {**by, "host_us": self.host, "plan_us": self.host}.items():
+            us = getattr(cell, field)
+            changed[field] = None if us is None else us * factor
+        return cell.model_copy(update=changed)
+
+
+def _median_ratio(pairs: Iterable[tuple[float | None, float | None]]) -> float:
+    ratios = [math.log(new / old) for old, new in pairs if old and new]
+    return math.exp(median(ratios)) if ratios else 1.0
+
+
+def _key(cell: Cell) -> tuple[object, ...]:
+    return cell.point, cell.backend, cell.layout, cell.block_size
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A prior's scaled cells and those measured here, by point."""
+
+    there: Mapping[PointKey, Sequence[Cell]]
+    here: Mapping[PointKey, Sequence[Cell]]
+    shared: Collection[str]
+    """Backends that both know."""
+    noise: float
+
+    @cached_property
+    def winners(self) -> dict[PhaseName, set[str]]:
+        """The backends that win somewhere in a phase by the prior: rivals of each other at every point."""
+        found: dict[PhaseName, set[str]] = {}
+        for rivals in self.there.values():
+            times = rival_times(rivals).values()
+            found.setdefault(rivals[0].phase, set()).update(min(each, key=each.__getitem__) for each in times if each)
+        return found
+
+    def fault(self, point: Point) -> str:
+        """Why the prior is wrong at a point that was to be checked; empty: it agrees."""
+        key = point.phase, point.case
+        if key not in self.here:
+            return "not measured: the time did not suffice"
+        if key not in self.there:
+            return "no times in common"
+        expected, found = rival_times(self.there[key]), rival_times(self.here[key])
+        tried = {(cell.layout, cell.block_size) for cell in self.here[key]}
+        for place, times in expected.items():
+            name = f"{place[0]} {place[1]}"
+            if place in found and (fault := self._fault(times, found[place], self.winners[point.phase])):
+                return f"{fault}, on {name}" if place[0] else fault
+            if place in tried - found.keys():
+                return f"no time here on {name}"
+        best = min((us for times in found.values() for us in times.values()), default=math.inf)
+        for place, times in found.items():
+            if place not in expected and min(times.values()) < NEAR * best:
+                return f"{place[0]} {place[1]}, which it does not know, is among the fastest"
+        return ""
+
+    def _fault(self, expected: Mapping[str, float], found: Mapping[str, float], rivals: set[str]) -> str:
+        """The same over one layout and block size. rivals: backends whose times decide in this phase."""
+        first, best = min(expected, key=expected.__getitem__), min(found.values())
+        if first not in found:
+            return f"{first} has no time here"
+        near = [name for name, us in found.items() if name not in self.shared and us < NEAR * best]
+        if near:
+            return f"{near[0]}, which it does not know, is among the fastest"
+        if found[first] > best * (1 + max(_LOSS, self.noise)):
+            return f"{first} takes {found[first] / best:.2f} times as long as {min(found, key=found.__getitem__)}"
+        for name in rivals & expected.keys() & found.keys():
+            was, now = expected[name] / expected[first], found[name] / found[first]
+            if was < CLEAR_LOSS and abs(math.log(now / was)) > math.log(1 + max(_DRIFT, self.noise)):
+                return f"{name} takes {now:.2f} times as long as {first}, expected {was:.2f}"
+        return ""
+
+
+def _around(cells: Sequence[Cell], asked: Sequence[Point], faults: Mapping[PointKey, str]) -> list[Cell]:
+    """The cells whose nearest checked point of their phase agrees."""
+    taken = []
+    for key, rivals in points(cells).items():
+        near = [point for point in asked if point.phase == key[0]]
+        if not near:
+            continue
+        nearest = min(near, key=_distance_from(place_of(rivals[0])))
+        if not faults[nearest.phase, nearest.case]:
+            taken += rivals
+    return taken
+
+
+def _distance_from(place: Coordinates) -> Callable[[Point], float]:
+    return lambda point: _far(_place(point), place)
+
+
+def _strangers(cells: Sequence[Cell], names: set[str]) -> dict[tuple[PhaseName, str], float]:
+    """(phase, backend that the prior does not know) -> at best how many times the fastest it took at the checked points."""
+    found: dict[tuple[PhaseName, str], float] = {}
+    for rivals in points(cells).values():
+        for times in rival_times(rivals).values():
+            for name in names & times.keys():
+                key, ratio = (rivals[0].phase, name), times[name] / min(times.values())
+                found[key] = min(ratio, found.get(key, math.inf))
+    return found
+
+
+def _left_out(cell: Cell, strangers: Mapping[tuple[PhaseName, str], float]) -> list[Cell]:
+    """What stands at a point that is taken from the prior, such as a cell's, for the backends that it does not know."""
+    place: dict[str, Any] = {name: getattr(cell, name) for name in ("phase", "case", "batch", "query_len", "kv_len", "between")}
+    return [
+        Cell(
+            **place,
+            backend=name,
+            layout=None,
+            block_size=None,
+            status="dropped",
+            reason=f"not in the shipped table, and at best {ratio:.2f} times the fastest where that was checked",
+        )
+        for (phase, name), ratio in strangers.items()
+        if phase == cell.phase
+    ]
