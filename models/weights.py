@@ -129,7 +129,7 @@ class Weights:
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
         self.folder, self.dtype, self.device = folder, dtype, device
-        self._files = TensorFiles(folder, device, aliases, None if quantization is None else quantization.beside)
+        self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
         self._quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
         self._counted = Expansion()
 
@@ -194,10 +194,9 @@ class Weights:
         """See WeightSource."""
         found = self._quantized(name, axes_of(shape))
         weight = self._weight(*found) if found is not None and isinstance(found[0], GgufBlocks) else None
-        if weight is None or isinstance(weight, Tensor) or not self._keeps(weight):
-            return None
-        self._counted.kept += num_bytes(weight)
-        return weight
+        kept = None if weight is None or isinstance(weight, Tensor) or not self._keeps(weight) else weight
+        self._counted.kept += 0 if kept is None else num_bytes(kept)
+        return kept
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """Expand a weight that was kept, and count it so."""
