@@ -79,13 +79,19 @@ class Machine:
 
 
 @pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """One of the test's own, in which two backends are there: enough to choose between."""
+    absent = Support.no("C compiler", "gcc or clang", "none")
+    monkeypatch.setattr("headway.backends.native.backend.native_support", lambda: absent)
+    return create_registry(load_entry_points=False)
+
+
+@pytest.fixture
 def ship(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., CrossoverTable]:
     """Ship a table of the whole grid; the folders of tables are the test's own."""
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HEADWAY_AUTOTUNE_BUDGET", raising=False)
     monkeypatch.setenv("HEADWAY_PRIORS", str(tmp_path / "priors"))
-    absent = Support.no("C compiler", "gcc or clang", "none")  # two backends are enough to choose between
-    monkeypatch.setattr("headway.backends.native.backend.native_support", lambda: absent)
     caplog.set_level(logging.INFO, "headway")
 
     def write(times: Times = crossing, names: tuple[str, ...] = ("sdpa", "sdpa.math"), **changes: object) -> CrossoverTable:
