@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,16 +74,16 @@ class WeightSource(Protocol):
         """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
 
 
-class PlainSource:
+class PlainSource(ABC):
     """What a source whose tensors are all plain has in common with any other."""
 
+    @abstractmethod
     def take(self, name: str, shape: Shape) -> Tensor:
         """See WeightSource."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """See WeightSource."""
-        raise NotImplementedError
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
         """See WeightSource."""

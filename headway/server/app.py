@@ -33,7 +33,7 @@ from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMidd
 from headway.server.operator_routes import OperatorRoutes
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
-from headway.server.params import completion_params, prompts_of, template_kwargs
+from headway.server.params import completion_params, prompts_of
 from headway.server.profile_routes import ProfileRoutes
 from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -132,16 +132,7 @@ class Routes:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
         if body.messages is not None:
-            messages, tools = self._service.chat_format.conversation(body.messages, ToolUse.of(body.tools))
-            prompt: Any = await self._llm.chat_prompt(
-                messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                tools=tools,
-                chat_template=self._service.options.template_text,
-                chat_template_kwargs=template_kwargs(body),
-                split_special_tokens=self._service.splits(body.split_special_tokens),
-            )
+            prompt: Any = await self._chats.prompt(body, ToolUse.of(body.tools))
             tokens = prompt["prompt_token_ids"]
         elif body.split_special_tokens:
             prompt = await self._llm.text_prompt(body.prompt or "", add_special_tokens=body.add_special_tokens)

@@ -11,7 +11,7 @@ from headway.core.engine.state.request_limits import CheckedRequest
 from headway.requests.tool_use import ToolUse
 from headway.server.chat import ChatAnswer
 from headway.server.params import chat_params, template_kwargs, tool_use
-from headway.server.requests import ChatRequest
+from headway.server.requests import ChatRequest, TokenizeRequest
 from headway.server.service import Service
 
 
@@ -25,12 +25,12 @@ class Chats:
         """What writes the answer to a chat; `prepare` tells it how to read."""
         return ChatAnswer(body, body.model or self._service.names[0])
 
-    async def prompt(self, body: ChatRequest, use: ToolUse) -> Any:
+    async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
         """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
 
         :raises ConfigError: messages or tools that the model's format does not have.
         """
-        messages, tools = self._service.chat_format.conversation(body.messages, use)
+        messages, tools = self._service.chat_format.conversation(body.messages or [], use)
         return await self._service.llm.chat_prompt(
             messages,
             add_generation_prompt=body.add_generation_prompt,

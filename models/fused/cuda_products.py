@@ -48,6 +48,7 @@ class ArrangedWeight:
 
     described: WeightBytes
     codes: Tensor
+    """uint8 [rows, bytes of a row]"""
     scales: Tensor
     """float32 [N] or [N / rows, K / columns]; of groups [K / group_size, N]"""
     zeros: Tensor | None = None
@@ -277,7 +278,7 @@ class CudaProducts:
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
         pointers = POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in first])
         if cut.splits:
-            launcher.arguments.set(tensor_map(weight.codes.view(torch.uint8), launcher.box, 0), pointers, numpy.int32(rows))
+            launcher.arguments.set(tensor_map(weight.codes, launcher.box, 0), pointers, numpy.int32(rows))
         else:
             launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
         launcher.kernel(launcher.launch, launcher.arguments)
@@ -331,7 +332,7 @@ def arranged(weight: QuantizedWeight) -> ArrangedWeight:
             described = replace(described, scale_rows=1)
         elif described.scale_rows == 1:
             scales = scales.t().contiguous()
-        return ArrangedWeight(described, weight.values, scales, wide=float(scales.max()) > _NARROW_SCALE)
+        return ArrangedWeight(described, weight.values.view(torch.uint8), scales, wide=float(scales.max()) > _NARROW_SCALE)
     if isinstance(weight, Float4Weight):
         wide = int(weight.exponents.max()) > _NARROW_EXPONENT
         return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)

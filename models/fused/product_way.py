@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -38,7 +39,7 @@ class FusedProducts(Protocol):
         """See `FewRows`, whose arguments these are."""
 
 
-class ProductWay(MeasuredWay):
+class ProductWay(MeasuredWay, ABC):
     """One way of computing products of x in half precision over quantised weights."""
 
     kernel: FusedProducts | None = None
@@ -50,9 +51,9 @@ class ProductWay(MeasuredWay):
         """Whether it computes products over a weight, whose elements may be missing, and why not. dtype: of x."""
         return YES
 
+    @abstractmethod
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given.
 
         norm: of x before the product, for a way that norms. No call synchronises, and all of it can be captured in a CUDA graph.
         """
-        raise NotImplementedError

@@ -49,7 +49,11 @@ class CudaWay(ProductWay):
 
     norms = True
 
-    def __init__(self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int, arranged: Arrangements) -> None:
+    def __init__(
+        self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int, arranged: Arrangements, hopper: bool = False
+    ) -> None:
+        """hopper: whether it multiplies by the matrix units of compute capability 9.0."""
+        self._hopper = hopper
         self.name, self.most_rows, self._arranged = name, most_rows, arranged
         self.kernel = self._kernel = CudaProducts(device, cut, arranged)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -57,8 +61,8 @@ class CudaWay(ProductWay):
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
         """fp8, int8, int4 and mxfp4; clusters of blocks of threads need compute capability 9.0."""
         support = computes(dtype, weight)
-        if self._capability < (8, 0) if self.name == FEW else self._capability != (9, 0):
-            need = "8.0 or newer" if self.name == FEW else "9.0, whose matrix units it multiplies by"
+        if self._capability != (9, 0) if self._hopper else self._capability < (8, 0):
+            need = "8.0 or newer" if not self._hopper else "9.0, whose matrix units it multiplies by"
             support &= Support.no("compute capability", need, "{}.{}".format(*self._capability))
         return support & find_compiler()[1]
 
@@ -85,8 +89,8 @@ class QuantizedWays:
                 KernelWay(KERNEL, self.kernel, None),
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
                 CudaWay(FEW, device, few_rows_cut, 16, arranged),
-                CudaWay(SHARED, device, shared_rows_cut, 64, arranged),
-                CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, 64, arranged),
+                CudaWay(SHARED, device, shared_rows_cut, 64, arranged, hopper=True),
+                CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, 64, arranged, hopper=True),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),
