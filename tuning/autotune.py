@@ -227,11 +227,18 @@ class _Tables:
 
     def _used(self, path: Path, table: CrossoverTable) -> CrossoverTable:
         """A table that is used as it is; the log says what is worth knowing of it."""
+        self._tell_left_out(table)
         for line in remarks(table, self.device, self.available):
             log.info("crossover table %s: %s", path, line)
         if table.cut_short:
             log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
         return table
+
+    def _tell_left_out(self, table: CrossoverTable) -> None:
+        """Log which backends that can run here failed when the table was measured, at every start: nothing else says so."""
+        for record in table.backends:
+            if record.name in self.available and not record.usable:
+                log.warning("auto leaves out %s: %s", record.name, record.reason)
 
     def _repaired(self, table: CrossoverTable) -> list[str]:
         """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
@@ -301,9 +308,7 @@ class _Tables:
             instead = "rank order instead" if old is None else "the old one is used as it is"
             log.warning("auto: no crossover table could be measured, %s: %s", instead, error)
             return old
-        for record in table.backends:
-            if not record.usable:
-                log.warning("auto leaves out %s: %s", record.name, record.reason)
+        self._tell_left_out(table)
         log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
         if not _suffices(table, wanted):
             log.info(

@@ -93,8 +93,16 @@ class _StateTables:
         clean(path.parent)
         table = self._kept(path, spec)
         if (table is not None and _suffices(table, spec)) or budget <= 0:
+            if table is not None:
+                self._tell_left_out(table)
             return table
         return self._measure(spec, path, budget, table)
+
+    def _tell_left_out(self, table: StateTable) -> None:
+        """Log which backends that can run here failed when the table was measured, at every start: nothing else says so."""
+        for record in table.backends:
+            if record.name in self.available and record.available and record.reason:
+                log.warning("auto leaves out state backend %s: %s", record.name, record.reason)
 
     def _kept(self, path: Path, spec: StateSpec) -> StateTable | None:
         """The table at a path if it can be used here; the log says why not."""
@@ -146,9 +154,7 @@ class _StateTables:
             instead = "rank order instead" if old is None else "the old one is used as it is"
             log.warning("auto: no table of states could be measured, %s: %s", instead, error)
             return old
-        for record in table.backends:
-            if record.available and record.reason:
-                log.warning("auto leaves out state backend %s: %s", record.name, record.reason)
+        self._tell_left_out(table)
         log.info("auto: states: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
         return table
 

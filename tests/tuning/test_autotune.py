@@ -307,6 +307,10 @@ def test_a_backend_that_computes_wrongly_here_is_left_out_with_the_reason(caplog
     costs = costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
     assert costs is not None
     assert "auto leaves out wrong: self-test: decode" in caplog.text
+    caplog.clear()
+    costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60))
+    assert "auto leaves out wrong: self-test: decode" in caplog.text, "a start that measures nothing says so, too"
+    assert "measuring" not in caplog.text
     assert "wrong" in costs[SPEC].excluded
     selector = Selector(registry, LayerSpecs([SPEC]), costs=costs)
     assert "wrong" not in selector.selection.names.values()
