@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from headway.backends.probe import find
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
+
+log = logging.getLogger("headway")
 
 
 class Compiler:
@@ -40,10 +44,14 @@ class Compiler:
             include_path=str(include),
             define_macro=[(name, str(value)) for name, value in constants.items()] or None,
         )
+        remarks = StringIO()
         try:
-            return bytes(self._program(source.read_text(), "c++", options).compile("cubin").code)
+            code = self._program(source.read_text(), "c++", options).compile("cubin", logs=remarks).code
         except Exception as error:  # cuda.core's class for it is not public
             raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{error}") from error
+        for line in filter(None, map(str.strip, remarks.getvalue().split("\0")[0].splitlines())):
+            log.info("NVRTC %s: %s: %s", self.version, source.name, line)  # such as wgmma products that wait for each other
+        return bytes(code)
 
 
 @cache

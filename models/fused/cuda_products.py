@@ -6,6 +6,7 @@ Triton cannot say that a thread multiplies the very bytes that it has copied, wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from struct import Struct
 
@@ -20,17 +21,15 @@ from headway.backends.nvrtc.store import load
 from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.core.contract.support import YES, Support
 from headway.models.config import Activation
-from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaCutRule, most_rows_of
+from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaCutRule, most_rows_of, two_fit
 from headway.models.fused.quantized import InOrder, WeightBytes, weight_bytes
 from headway.models.linear import Linear
 from headway.models.operations import Heads, Norm, Rope
 from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
-MOST_ROWS = 64
-"""Rows up to which the kernels compute."""
-_FEW_ROWS = 16
-"""Rows up to which few_rows.cu does."""
+FEW_ROWS, SHARED_ROWS = 16, 512
+"""Rows up to which few_rows.cu and shared_rows.cu compute."""
 _COPY = 16
 """Bytes that a thread copies at a time."""
 _KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
@@ -83,7 +82,7 @@ class CudaVariant:
         """Macros of few_rows.cu."""
         weight, cut = self.weight, self.cut
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
-        registers = cut.warps <= 8 if cut.splits else self.most_rows <= _FEW_ROWS  # for two blocks of threads
+        two = two_fit(cut, self.most_rows) if cut.splits else self.most_rows <= FEW_ROWS
         return {
             "WEIGHT": _KINDS[weight.kind],
             "HALF_TYPE": _HALVES[self.dtype],
@@ -101,7 +100,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if registers and self.shared_bytes <= SHARED_BYTES else 1,
+            "RESIDENT": 2 if two and self.shared_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -143,7 +142,7 @@ class CudaVariant:
         codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
         window = self.most_rows * 128
         if cut.splits:
-            step = 2 * window + (2 // halves) * cut.warps * (1024 + self._copied_scales)
+            step = 2 * window + (2 // halves) * cut.warps * cut.tiles * (1024 + self._copied_scales)
             return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
         return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
 
@@ -176,41 +175,56 @@ class _Launcher:
         name = "shared_rows" if cut.splits else "few_rows"
         self.kernel: Kernel = load(variant.source, name, device, architecture(device, specific=bool(cut.splits)))
         self.kernel.allow_shared(variant.shared_bytes)
-        if cut.splits:
-            self.tiles = -(-variant.out_features // (rows * cut.warps))
-            grid, cluster = (self.tiles, cut.splits, 1), (1, cut.splits, 1)
-        else:
-            self.tiles = -(-variant.out_features // rows)
-            grid, cluster = (min(self.tiles, multiprocessors * cut.per_multiprocessor), 1, 1), (1, 1, 1)
-        early = torch.cuda.get_device_capability(device) >= (9, 0)
-        threads = 32 * (cut.warps + (1 if cut.splits or variant.most_rows == 1 else 4))
-        self.launch = Launch(grid, threads, variant.shared_bytes, overlaps=early, cluster=cluster)
+        self._early = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.most_rows, self._arrange = variant.most_rows, None
         pointers, zero = bytes(POINTERS.size), numpy.float32(0)
-        self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(self.tiles))
-        self.most_rows, self.arrange = variant.most_rows, None
         if cut.splits:
-            self.arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
-            self.arrange_launches = [Launch((count, 1, 1), 256, overlaps=early) for count in range(variant.most_rows + 1)]
-            self.arrange_arguments = Arguments(0, 0, 0, zero)
+            self._tiles = -(-variant.out_features // (rows * cut.warps))
+            self._blocks_of_tile, cluster, threads = cut.splits, (1, cut.splits, 1), 32 * (cut.warps + 1)
+            self._arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
+            self._arrange_arguments = Arguments(0, 0, 0, zero)
             self.arguments = Arguments(bytes(MAP_BYTES), pointers, numpy.int32(0))
             self.box = rows * cut.warps, SLICE_BYTES
+        else:
+            tiles = -(-variant.out_features // rows)
+            self._tiles, self._blocks_of_tile, cluster = min(tiles, multiprocessors * cut.per_multiprocessor), 1, (1, 1, 1)
+            threads = 32 * (cut.warps + (1 if variant.most_rows == 1 else 4))
+            self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(tiles))
+        self._launch = partial(Launch, threads=threads, shared_bytes=variant.shared_bytes, overlaps=self._early, cluster=cluster)
+        self._launches: dict[int, Launch] = {}
+        self._arrange_launches: dict[int, Launch] = {}
+
+    def start(self, rows: int) -> None:
+        """Launch the kernel over so many rows, with the arguments that were set."""
+        blocks = -(-rows // self.most_rows)
+        launch = self._launches.get(blocks)
+        if launch is None:
+            launch = self._launches[blocks] = self._launch((self._tiles * blocks, self._blocks_of_tile, 1))
+        self.kernel(launch, self.arguments)
 
     def arranged(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-        """x [rows, in_features], normed, in the order in which shared_rows.cu copies it, in a launch before."""
-        assert self.arrange is not None
+        """x [rows, in_features], for shared_rows.cu normed and put in the order in which it is copied, by a launch before."""
+        if self._arrange is None:
+            return x
         rows, columns = x.shape
-        y = torch.empty(self.most_rows * columns, dtype=x.dtype, device=x.device)  # rows that are missing are never stored
+        blocks = -(-rows // self.most_rows)
+        y = torch.empty(
+            blocks * self.most_rows * columns, dtype=x.dtype, device=x.device
+        )  # rows that are missing are never stored
+        launch = self._arrange_launches.get(rows)
+        if launch is None:
+            launch = self._arrange_launches[rows] = Launch((rows, 1, 1), 256, overlaps=self._early)
         pointers = x.data_ptr(), 0 if norm is None else norm.data_ptr(), y.data_ptr()
-        self.arrange_arguments.set(*pointers, numpy.float32(eps))
-        self.arrange(self.arrange_launches[rows], self.arrange_arguments)
+        self._arrange_arguments.set(*pointers, numpy.float32(eps))
+        self._arrange(launch, self._arrange_arguments)
         return y
 
 
 class CudaProducts:
-    """Products of up to MOST_ROWS rows in half precision over quantised weights, with what comes before and after, a launch each.
+    """Products of up to SHARED_ROWS rows in half precision over quantised weights, with what comes before and after.
 
-    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up to 1,
-    8, 16, 32 or 64, and the shape; a row's result does not depend on the other rows. One thread at a time.
+    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up to 1
+    or a power of two from 8 on, and the shape; a row's result does not depend on the other rows. One thread at a time.
     """
 
     def __init__(self, device: torch.device, cut: CudaCutRule, arranged: Arrangements | None = None) -> None:
@@ -271,8 +285,7 @@ class CudaProducts:
         x, norm_weight = self._in_order(x, norm, linear)
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()
-        if launcher.arrange is not None:
-            x = launcher.arranged(x, norm_weight, 0.0 if norm is None else norm.eps)
+        x = launcher.arranged(x, norm_weight, 0.0 if norm is None else norm.eps)
         first = [x, weight.codes, weight.scales, weight.zeros, norm_weight, linear.bias, y, *self._rotation(rotated)]
         eps = 0.0 if norm is None else norm.eps
         head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
@@ -281,7 +294,7 @@ class CudaProducts:
             launcher.arguments.set(tensor_map(weight.codes, launcher.box, 0), pointers, numpy.int32(rows))
         else:
             launcher.arguments.set(pointers, numpy.float32(eps), numpy.float32(head_eps), numpy.int32(rows))
-        launcher.kernel(launcher.launch, launcher.arguments)
+        launcher.start(rows)
         return y
 
     def _rotation(self, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""expert_rows.cu on the host: its own source by a C++ compiler, over stand-ins for the instructions that it names.
+"""Kernels in CUDA C++ on the host: their own sources by a C++ compiler, over stand-ins for the instructions that they name.
 
 What a GPU alone can show, races between multiprocessors and the time, is not seen here; indices, rings, barriers and numbers are.
 """
@@ -6,6 +6,7 @@ What a GPU alone can show, races between multiprocessors and the time, is not se
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -17,35 +18,90 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.backends.nvrtc.compiler import Variant
+from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import ExpertVariant, expert_variant
 from headway.models.experts.router import Routed
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.cuda_products import CSRC, POINTERS, arranged
+from headway.models.fused.cuda_cuts import CudaCutRule, most_rows_of
+from headway.models.fused.cuda_products import CSRC, POINTERS, CudaVariant, arranged
+from headway.models.operations import Norm
+from headway.models.quantization.forms import QuantizedWeight
 
 HOST = Path(__file__).parent / "host_cuda"
-_SHARED_ARRAY = "extern __shared__ __align__(128) char dynamic[];"
+MULTIPROCESSORS = 4
+"""Of the GPU for which work is cut."""
+_SHARED_ARRAY = re.compile(r"extern __shared__ __align__\(\d+\) char dynamic\[\];")
+Tensors = Sequence[Tensor | None]
+SAID = "see what the kernel wrote to stderr"
 
 
 @cache
-def compiled(variant: ExpertVariant) -> ctypes.CDLL:
-    """Build the function `run` of expert_rows.cpp for a variant."""
+def compiled(source: Variant) -> ctypes.CDLL:
+    """Build what a file of HOST beside the kernel's own makes of it."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     folder = Path(mkdtemp(prefix="host-cuda-"))
-    for source in (*CSRC.glob("*.cuh"), *HOST.iterdir()):  # the stand-ins in place of what they stand for
-        shutil.copy(source, folder)
-    text = (CSRC / "expert_rows.cu").read_text()
-    assert _SHARED_ARRAY in text
-    (folder / "kernel.cu").write_text(text.replace(_SHARED_ARRAY, ""))
-    macros = [f"-D{name}={value}" for name, value in variant.source.constants]
+    for file in (*CSRC.glob("*.cuh"), *HOST.iterdir()):  # the stand-ins in place of what they stand for
+        shutil.copy(file, folder)
+    text, found = _SHARED_ARRAY.subn("", (CSRC / source.source).read_text())
+    assert found == 1
+    (folder / "kernel.cu").write_text(text)
+    macros = [f"-D{name}={value}" for name, value in source.constants]
     options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    library = folder / "kernel.so"
-    subprocess.run([compiler, *options, *macros, str(folder / "expert_rows.cpp"), "-o", str(library)], check=True)
+    library, wrapped = folder / "kernel.so", folder / Path(source.source).with_suffix(".cpp").name
+    subprocess.run([compiler, *options, *macros, str(wrapped), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     shutil.rmtree(folder)
     return loaded
+
+
+def _places(tensors: Tensors) -> tuple[object, object, int]:
+    """Where tensors lie and how long they are: a kernel that reads elsewhere fails."""
+    given = [each for each in tensors if each is not None]
+    starts = (ctypes.c_void_p * len(given))(*[each.data_ptr() for each in given])
+    return starts, (ctypes.c_long * len(given))(*[each.nbytes for each in given]), len(given)
+
+
+def _pointers(tensors: Tensors) -> bytes:
+    return POINTERS.pack(*[0 if each is None else each.data_ptr() for each in tensors], *[0] * 5)
+
+
+def multiply(
+    x: Tensor,
+    weight: QuantizedWeight,
+    rule: CudaCutRule,
+    y: Tensor,
+    norm: Norm | None = None,
+    bias: Tensor | None = None,
+    gated: bool = False,
+    activation: Activation | None = None,
+    add: bool = False,
+    order: int = 0,
+) -> None:
+    """y = the product, as CudaProducts launches it.
+
+    rule: of few_rows.cu or shared_rows.cu. order: in which threads run; see host.h.
+    """
+    read, (rows, columns), out = arranged(weight), x.shape, y.shape[1]
+    cut = rule(read.described, rows, out, gated, MULTIPROCESSORS)
+    shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
+    before = None if norm is None else norm.weight.dtype
+    variant = CudaVariant(x.dtype, *shape, before, gated, activation, add, bias is not None, None, None)
+    library, eps = compiled(variant.source), ctypes.c_float(0.0 if norm is None else norm.eps)
+    tensors = [x, read.codes, read.scales, read.zeros, None if norm is None else norm.weight, bias, y]
+    tiles, blocks = -(-out // (16 * cut.tiles // (2 if gated else 1))), 1
+    if cut.splits:
+        tiles, blocks = -(-tiles // cut.warps), -(-rows // variant.most_rows)
+        tensors[0] = torch.full((blocks * variant.most_rows * columns,), torch.nan, dtype=x.dtype)
+        pointers = [ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in (x, tensors[4], tensors[0])]
+        assert not library.arrange(*pointers, eps, rows, *_places([x, tensors[4], tensors[0]])), SAID
+        given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
+    else:
+        given = eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
+    assert not library.run(_pointers(tensors), *given, variant.shared_bytes, order, *_places(tensors)), SAID
 
 
 def add_experts(
@@ -60,17 +116,13 @@ def add_experts(
     ):
         assert not isinstance(weight, Tensor)
         read = arranged(weight)
-        variant = expert_variant(config, read, residual.dtype, lot, first, bias is not None, multiprocessors=4)
+        variant = expert_variant(config, read, residual.dtype, lot, first, bias is not None, multiprocessors=MULTIPROCESSORS)
         _launch(variant, [x, read.codes, read.scales, read.zeros, None, bias, y], routed, blocks, order)
 
 
-def _launch(variant: ExpertVariant, tensors: Sequence[Tensor | None], routed: Routed, blocks: int, order: int) -> None:
-    pointers = POINTERS.pack(*[0 if each is None else each.data_ptr() for each in tensors], *[0] * 5)
-    given = [each for each in (*tensors, routed.experts, routed.weights) if each is not None]
-    starts = (ctypes.c_void_p * len(given))(*[each.data_ptr() for each in given])
-    sizes = (ctypes.c_long * len(given))(*[each.nbytes for each in given])
+def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: int, order: int) -> None:
     threads = 32 * (variant.each.cut.warps + (1 if variant.each.most_rows == 1 else 4))
     routing = (ctypes.c_uint64 * 2)(routed.experts.data_ptr(), routed.weights.data_ptr())
-    sizes_of_launch = len(routed.experts), blocks, threads, variant.shared_bytes, order
-    failures = compiled(variant).run(pointers, routing, *sizes_of_launch, starts, sizes, len(given))
-    assert not failures, "see what the kernel wrote to stderr"
+    sizes = len(routed.experts), blocks, threads, variant.shared_bytes, order
+    places = _places([*tensors, routed.experts, routed.weights])
+    assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID

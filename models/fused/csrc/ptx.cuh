@@ -54,6 +54,19 @@ struct Quad {
   u32 part[4];
 };
 
+struct Floats {
+  float part[4];
+};
+
+__device__ __forceinline__ Floats load_floats(u32 from) {
+  Floats four;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.part[0]), "=f"(four.part[1]), "=f"(four.part[2]), "=f"(four.part[3])
+               : "r"(from)
+               : "memory");
+  return four;
+}
+
 __device__ __forceinline__ Quad load_quad(u32 from) {
   Quad quad;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -172,6 +185,37 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 // Among so many threads, by number.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// --- registers, among the warps of a block of threads (compute capability 9.0a), by four warps ---
+
+template <int count>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+template <int count>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// --- clusters of blocks of threads ---
+
+// Wait for all threads of the cluster that have not ended.
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// What lies at an address of this block's shared memory, in that of another block of the cluster.
+__device__ __forceinline__ Floats load_floats_of_block(u32 from, int block) {
+  u32 there;
+  Floats four;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(block));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.part[0]), "=f"(four.part[1]), "=f"(four.part[2]), "=f"(four.part[3])
+               : "r"(there)
+               : "memory");
+  return four;
 }
 
 // --- programmatic dependent launch ---

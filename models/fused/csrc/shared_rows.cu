@@ -1,9 +1,10 @@
-// Products of up to 64 rows over quantised weights: the matrix units' time begins to count, and x is too large for each warp to read
-// its own.
+// Products of some tens to hundreds of rows over quantised weights: the matrix units' time counts, and x is too large for each warp
+// to read its own.
 //
-// The warps of a block of threads lie side by side along the rows of W, 16 each. Four multiply together (wgmma, compute capability
-// 9.0a): W [64, 16] out of their registers, unpacked and scaled there while the codes before are multiplied, times x^T [16, MOST_ROWS]
-// where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared memory.
+// The warps of a block of threads lie side by side along the rows of W, TILES parts of 16 each. Four multiply together (wgmma,
+// compute capability 9.0a): W [64, 16] out of their registers, unpacked and scaled there while the codes before are multiplied, times
+// x^T [16, MOST_ROWS] where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared
+// memory, and ends. Beyond MOST_ROWS rows, neighbouring blocks of threads multiply the same rows of W, which the L2 cache then holds.
 //
 // Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
 // are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
@@ -19,8 +20,9 @@ namespace fused {
 
 constexpr int STEP_SLICES = 2 / HALVES;                   // of a step: 128 columns of x, in two windows
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr int THREADS = WARPS * 32 + 32;
-constexpr int BLOCK_ROWS = WARPS * 16;                    // of W
+constexpr bool FULL = TILES * MOST_ROWS > 128;            // sums leave too few registers, unless other warps give some of theirs
+constexpr int MULTIPLYING = WARPS * 32, THREADS = MULTIPLYING + (FULL ? 128 : 32);
+constexpr int PARTS = WARPS * TILES, BLOCK_ROWS = PARTS * 16;  // of W
 constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
 constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
 constexpr int ARRANGING = 256;                            // threads of arrange_rows
@@ -30,35 +32,43 @@ constexpr int BLOCK_BYTES = BLOCK_ROWS * SLICE + BLOCK_SCALES + BLOCK_ZEROS;  //
 constexpr int STEP_BYTES = (INPUT_BYTES + STEP_SLICES * BLOCK_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
 constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
 constexpr int WORDS = 4;                                  // of codes that are multiplied at once, 16 columns of x each
-constexpr int BATCHES = STEP_SLICES * HALVES;             // of so many words in a step
-static_assert(TILES == 1 && BATCHES == 2);
+constexpr int BUFFERS = 2;                                // batches whose codes are in registers: one is multiplied
+static_assert(STEP_SLICES * HALVES == 2);
 
-__device__ __forceinline__ void cluster_sync() {
-#if SPLITS > 1
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
+// Until the sums of all blocks are stored.
+__device__ __forceinline__ void wait_for_sums() {
+  if (SPLITS > 1) {
+    cluster_wait();
+  } else {
+    named_sync(1, MULTIPLYING);
+  }
 }
 
-// What lies at an address of this block's shared memory, in that of another block of the cluster.
-__device__ __forceinline__ float load_of_block(u32 from, int block) {
-  float value;
-#if SPLITS > 1
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(block));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-#else
-  value = load_shared<float>(from);
-#endif
-  return value;
-}
-
-__device__ __forceinline__ float sum_of_blocks(u32 sums, int row, int m) {
-  float sum = 0.0f;
+// Of four neighbouring rows of W.
+__device__ __forceinline__ Floats sums_of_blocks(u32 sums, int row, int m) {
+  const u32 from = sums + (m * SUM_ROW + row) * 4;
+  if (SPLITS == 1) return load_floats(from);
+  Floats total = {};
 #pragma unroll
-  for (int block = 0; block < SPLITS; ++block) sum += load_of_block(sums + (m * SUM_ROW + row) * 4, block);
-  return sum;
+  for (int block = 0; block < SPLITS; ++block) {
+    const Floats own = load_floats_of_block(from, block);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total.part[i] += own.part[i];
+  }
+  return total;
+}
+
+// From sums to y [n, n + 4).
+__device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums, const Floats& up, int n, u16* to) {
+  uint2& pairs = *reinterpret_cast<uint2*>(to);
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = finish(p, sums.part[i], up.part[i], n + i, 1.0f);
+  if (ADD) {
+    const uint2 before = pairs;
+    y[0] += low_of(before.x), y[1] += high_of(before.x), y[2] += low_of(before.y), y[3] += high_of(before.y);
+  }
+  pairs = make_uint2(to_pair(y[0], y[1]), to_pair(y[2], y[3]));
 }
 
 struct Ring {
@@ -72,11 +82,13 @@ struct Steps {
   int first, end;
 };
 
-// Ask for the steps of W and x, one after the other. row: of W, the first; GATED: of the gate. By one thread.
+// Ask for the steps of W and x, one after the other. x: of MOST_ROWS rows, arranged. row: of W, the first; GATED: of the gate. By
+// one thread.
 struct Copier {
   const Pointers& p;
   const TensorMap& map;
   const Ring ring;
+  const u16* const x;
   const int row;
   const u64 policy = read_once();
 
@@ -102,7 +114,7 @@ struct Copier {
   }
 
   __device__ __forceinline__ void inputs(int step, int stage) const {
-    copy_bulk(ring.inputs(stage), p.x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, ring.full + 8 * stage);
+    copy_bulk(ring.inputs(stage), x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, ring.full + 8 * stage);
   }
 
   __device__ __forceinline__ void operator()(Steps steps) const {
@@ -129,17 +141,20 @@ __device__ __forceinline__ float block_scale(const Pointers& p, int row, int sli
 }
 #endif
 
-// sums += products of a warp's 16 rows. row: of W, the first.
-__device__ __forceinline__ void multiply(
-    const Pointers& p, float (&sums)[MOST_ROWS / 2], const Ring& ring, Steps steps, int warp, int lane, int row) {
-  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;  // among groups and rows
-  u32 a[BATCHES][WORDS][4];  // of one batch are multiplied while those of the next are unpacked
+// sums += products of a warp's parts. rows: of W, the first of each part.
+__device__ __forceinline__ void multiply(const Pointers& p, float (&sums)[TILES][MOST_ROWS / 2], const Ring& ring, Steps steps, int warp,
+                                         int lane, const int (&rows)[TILES]) {
+  // Among groups and rows. Computed inside of the loop, it has the compiler wait for every product (CUDA 13.0).
+  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;
+  u32 a[BUFFERS][WORDS][4];
   int stage = 0, before = STAGES - 1;
   u32 parity = 0;
 #if SCALE_SPAN < ROW && SCALE_ROWS > 1
-  float scales[STEP_SLICES];  // asked for a step ahead
+  float scales[STEP_SLICES][TILES];  // asked for a step ahead
 #pragma unroll
-  for (int i = 0; i < STEP_SLICES; ++i) scales[i] = block_scale(p, row, steps.first * STEP_SLICES + i);
+  for (int i = 0; i < STEP_SLICES * TILES; ++i) {
+    scales[i / TILES][i % TILES] = block_scale(p, rows[i % TILES], steps.first * STEP_SLICES + i / TILES);
+  }
 #endif
 #pragma unroll 1
   for (int step = steps.first; step < steps.end; ++step) {
@@ -147,42 +162,50 @@ __device__ __forceinline__ void multiply(
     const u32 x = ring.inputs(stage) / 16;
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
-      const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE;
-      Codes codes(slice + warp * 1024 + lane * 16, behind + place * SCALE_SIZE, behind + BLOCK_SCALES + place);
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE, part = tile * WARPS;
+        const u32 scales_at = behind + (place + part * 16) * SCALE_SIZE, zeros_at = behind + BLOCK_SCALES + place + part * 16;
+        Codes codes(slice + (part + warp) * 1024 + lane * 16, scales_at, zeros_at);
 #if SCALE_SPAN < ROW && SCALE_ROWS > 1
-      codes.scale[0] = codes.scale[1] = to_pair(scales[i], scales[i]);
-      scales[i] = block_scale(p, row, (step + 1) * STEP_SLICES + i);
+        codes.scale[0] = codes.scale[1] = to_pair(scales[i][tile], scales[i][tile]);
+        scales[i][tile] = block_scale(p, rows[tile], (step + 1) * STEP_SLICES + i);
 #endif
 #pragma unroll
-      for (int half = 0; half < HALVES; ++half) {
-        const int batch = i * HALVES + half;
-        products_wait<BATCHES - 1>();
-        if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
+        for (int half = 0; half < HALVES; ++half) {
+          const int batch = (i * TILES + tile) * HALVES + half, columns = i * HALVES + half;
+          u32(&words)[WORDS][4] = a[batch % BUFFERS];
+          products_wait<BUFFERS - 1>();
+          if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
 #pragma unroll
-        for (int word = 0; word < WORDS; ++word) {
-          half ? codes.unpack<HALVES - 1>(a[batch][word], word) : codes.unpack<0>(a[batch][word], word);
-        }
-        products_begin();
+          for (int word = 0; word < WORDS; ++word) {
+            half ? codes.unpack<HALVES - 1>(words[word], word) : codes.unpack<0>(words[word], word);
+          }
+          products_begin();
 #pragma unroll
-        for (int word = 0; word < WORDS; ++word) {
-          Products<MOST_ROWS>::run(sums, a[batch][word], descriptor(x + (batch * (MOST_ROWS * 128) + word * 32) / 16), 1);
+          for (int word = 0; word < WORDS; ++word) {
+            const u64 there = descriptor(x + (columns * (MOST_ROWS * 128) + word * 32) / 16);
+            Products<MOST_ROWS>::run(sums[tile], words[word], there, 1);
+          }
+          products_commit();
         }
-        products_commit();
       }
     }
     before = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   products_wait<0>();
-  pin(sums);
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) pin(sums[tile]);
 }
 
-__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int warp, int lane) {
+// part: of the block's.
+__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {
 #pragma unroll
   for (int block = 0; block < MOST_ROWS / 8; ++block) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = warp * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
+      const int at = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
       store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
     }
   }
@@ -226,7 +249,8 @@ __device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column,
 
 // A row of x, normed, where the matrix units look for the operand that is met by the same thread's codes: thread t of four holds, of
 // 16 places along K, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each
-// word. Rows of 128 bytes in windows of MOST_ROWS, with the 128-byte swizzle; two windows are of a step. Grid (rows).
+// word. Rows of 128 bytes in windows of MOST_ROWS, with the 128-byte swizzle; two windows are of a step. All windows of MOST_ROWS
+// rows lie together. Grid (rows).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
   using namespace fused;
@@ -249,26 +273,29 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
       columns[thread] = normed(columns[thread], norm, column, factor);
 #endif
     }
-    u16* to = arranged + (static_cast<u64>(window) * MOST_ROWS + m) * WINDOW + (chunk ^ (m & 7)) * 8;
+    const u64 first = static_cast<u64>(m / MOST_ROWS) * (K / WINDOW) + window;
+    u16* to = arranged + (first * MOST_ROWS + m % MOST_ROWS) * WINDOW + (chunk ^ (m & 7)) * 8;
     *reinterpret_cast<uint4*>(to) = make_uint4(columns[0], columns[1], columns[2], columns[3]);
   }
 }
 
 // y = W x + bias, then activated, activation(gate) * up, or added to y, of x that arrange_rows arranged. Sums in float32. map: of W's
-// bytes, in boxes of OUT rows and SLICE bytes. Grid (tiles, SPLITS), a cluster each.
+// bytes, in boxes of OUT rows and SLICE bytes. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), a cluster each; neighbours have
+// the same tile.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_rows(
-    const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const int rows) {
+    const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const int all_rows) {
   using namespace fused;
-  extern __shared__ __align__(1024) char shared[];
+  extern __shared__ __align__(1024) char dynamic[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
-  const int split = blockIdx.y, tile = blockIdx.x * OUT;
-  const u32 start = (shared_address(shared) + 1023) / 1024 * 1024;
+  const int row_blocks = (all_rows + MOST_ROWS - 1) / MOST_ROWS, split = blockIdx.y, tile = blockIdx.x / row_blocks * OUT;
+  const int first = blockIdx.x % row_blocks * MOST_ROWS, rows = min(MOST_ROWS, all_rows - first);  // of x
+  const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024;
   const Ring ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
   const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};
 
   launch_dependents();
-  if (threadIdx.x == WARPS * 32) {
+  if (threadIdx.x == MULTIPLYING) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(ring.full + 8 * stage, 1);
       barrier_init(ring.empty + 8 * stage, WARPS);
@@ -276,26 +303,31 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
     barriers_ready();
   }
   __syncthreads();
-  if (warp == WARPS) {
-    if (lane == 0) Copier{p, map, ring, tile}(steps);
-    __syncthreads();
-  } else {
-    float sums[MOST_ROWS / 2] = {};
-    const bool up = GATED && warp >= WARPS / 2;
-    multiply(p, sums, ring, steps, warp, lane, min(tile + warp * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0));
-    __syncthreads();  // the ring is free
-    store_sums(sums, start, warp, lane);
+  if (warp >= WARPS) {
+    if (FULL) give_registers<40>();
+    if (threadIdx.x == MULTIPLYING) Copier{p, map, ring, p.x + static_cast<u64>(first) * K, tile}(steps);
+    return;
   }
-  cluster_sync();
-  for (int o = split * THREADS + threadIdx.x; o < OUT * rows; o += SPLITS * THREADS) {
-    const int at = o % OUT, n = tile + at, m = o / OUT;
+  if (FULL) take_registers<224>();
+  float sums[TILES][MOST_ROWS / 2] = {};
+  int rows_of_w[TILES];
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const int part = i * WARPS + warp;
+    const bool up = GATED && part >= PARTS / 2;
+    rows_of_w[i] = min(tile + part * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0);
+  }
+  multiply(p, sums, ring, steps, warp, lane, rows_of_w);
+  named_sync(1, MULTIPLYING);  // the ring is free
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
+  wait_for_sums();
+#pragma unroll 2
+  for (int o = split * MULTIPLYING + threadIdx.x; o < OUT / 4 * rows; o += SPLITS * MULTIPLYING) {
+    const int at = o % (OUT / 4) * 4, n = tile + at, m = o / (OUT / 4);
     if (n >= N) continue;
-    const float up = GATED ? sum_of_blocks(start, OUT + at, m) : 0.0f;
-    const float y = finish(p, sum_of_blocks(start, at, m), up, n, 1.0f);
-    u16* const to = p.y + static_cast<u64>(m) * N + n;
-    *to = to_half(ADD ? y + from_half(*to) : y);
+    const Floats sum = sums_of_blocks(start, at, m), up = GATED ? sums_of_blocks(start, OUT + at, m) : Floats{};
+    store_four(p, sum, up, n, p.y + static_cast<u64>(first + m) * N + n);
   }
-#if SPLITS > 1
-  cluster_sync();  // a block's shared memory must be there until all have read it
-#endif
+  if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
 }

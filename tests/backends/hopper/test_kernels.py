@@ -25,11 +25,13 @@ def _spec(pair: tuple[int, int], **others: object) -> AttentionSpec:
 
 
 @pytest.mark.parametrize("pair", KINDS, ids=str)
-def test_every_kind_compiles(compiler: Compiler, pair: tuple[int, int]) -> None:
+def test_every_kind_compiles(compiler: Compiler, pair: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headway")
     chosen = tiles_of(*pair)
     plain, full = _spec(pair), _spec(pair, sliding_window=100, softcap=30.0)
     for spec, tile, block_size in ((plain, chosen.wide, None), (plain, chosen.narrow, 16), (full, chosen.wide, 48)):
         assert variant_of(spec, tile, block_size).compile(ARCH, compiler).startswith(b"\x7fELF")
+    assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.models.fused.cuda_cuts import few_rows_cut, shared_rows_cut
+from headway.models.fused.cuda_cuts import few_rows_cut, most_rows_of, shared_rows_cut
 from headway.models.fused.cuda_products import CudaVariant, arranged, computes
 from headway.models.fused.quantized import weight_bytes
 from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
@@ -35,8 +35,7 @@ def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: b
     scale_dtype = {"int4": FP16, "mxfp4": torch.uint8}.get(weight.kind, torch.float32)
     out, columns = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     cut = rule(described, rows, out, gated, MULTIPROCESSORS)
-    most = max(8 if cut.splits else 1, 1 << (rows - 1).bit_length())
-    shape = described, scale_dtype, False, cut, 8 if 1 < most < 8 else most, columns, out
+    shape = described, scale_dtype, False, cut, max(8 if cut.splits else 1, most_rows_of(rows)), columns, out
     norm = None if cut.splits else BF16
     turned = (out // 32 - 2, 1, 32) if heads and not cut.splits else None
     activation = "silu" if gated else None
@@ -106,7 +105,7 @@ def test_one_group_a_row_is_multiplied_at_the_end_in_float32() -> None:
     assert torch.equal(read.scales, weight.scales.view(-1).float())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64, 65, 200, 512])
 @pytest.mark.parametrize("form", READ)
 def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) -> None:
     for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)], (False, True)):
@@ -116,14 +115,16 @@ def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) ->
         assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32))])
+@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
 @pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
-def test_sources_compile(form: str, rows: int) -> None:
+def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
+    caplog.set_level("INFO", "headway")
     for gated, heads in ((True, False), (False, True)):
         source = variant_of(weight_of(form, 256, 1024), rows, gated, heads).source
         assert source.compile("sm_90a", compiler).startswith(b"\x7fELF")
+    assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])

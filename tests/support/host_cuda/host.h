@@ -1,4 +1,5 @@
-// A block of CUDA threads on one thread of the host: each is a coroutine that runs until it waits for others.
+// Blocks of CUDA threads on one thread of the host: each thread is a coroutine that runs until it waits for others. The blocks of a
+// cluster run in turn, each until all of its threads wait for the cluster or have ended.
 #pragma once
 
 #include <ucontext.h>
@@ -16,6 +17,7 @@
 #define __shared__ static
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
+#define __grid_constant__
 using std::max;
 using std::min;
 
@@ -27,27 +29,35 @@ alignas(1024) inline char dynamic_shared[256 * 1024];
 
 namespace host {
 
-constexpr int MOST_THREADS = 1024;
+constexpr int MOST_BLOCKS = 8, MOST_THREADS = MOST_BLOCKS * 384;  // of a cluster
 inline ucontext_t scheduler, contexts[MOST_THREADS];
 inline std::vector<char> stacks[MOST_THREADS];
-inline bool done[MOST_THREADS];
-inline int current, threads, failures;
+inline bool done[MOST_THREADS], in_cluster_wait[MOST_THREADS];
+inline std::vector<char> memories[MOST_BLOCKS];  // of the blocks that are not running
+inline unsigned cluster_round;
+inline bool early;  // whether copies that barriers count arrive as early as they may; else as late
+inline int current, threads, failures;  // current: in the cluster; threads: of a block
 
 inline void fail(const char* what) {
-  if (!failures++) std::fprintf(stderr, "block %u, thread %d: %s\n", blockIdx.x, current, what);
+  if (!failures++) std::fprintf(stderr, "block %u, %u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
 }
 
 inline void let_others_run() {
   const int me = current;
   swapcontext(&contexts[me], &scheduler);
-  current = threadIdx.x = me;
+  current = me, threadIdx.x = me % threads;
+}
+
+inline void wait_for_cluster() {
+  in_cluster_wait[current] = true;
+  for (const unsigned round = cluster_round; cluster_round == round;) let_others_run();
 }
 
 struct Meeting {
   int arrived = 0;
   unsigned round = 0;
 };
-inline Meeting of_block, of_name[16], of_warp[MOST_THREADS / 32];
+inline Meeting of_block[MOST_BLOCKS], of_name[MOST_BLOCKS][16], of_warp[MOST_THREADS / 32];
 
 inline void meet(Meeting& meeting, int size) {
   const unsigned round = meeting.round;
@@ -77,13 +87,18 @@ struct Copy {
 };
 inline std::vector<std::vector<Copy>> groups[MOST_THREADS];
 inline std::vector<Copy> begun[MOST_THREADS];
-inline const char *lows[8], *highs[8];  // the tensors that a kernel was given
+inline const char *lows[12], *highs[12];  // the tensors that a kernel was given
 inline int tensors;
 
 inline char* shared(uint32_t address, int size) {
   char* const at = dynamic_shared + static_cast<int32_t>(address);
   if (reinterpret_cast<uintptr_t>(at) % size) fail("an address in shared memory is not aligned");
   return at;
+}
+
+inline void know(const void* const* given, const long* sizes, int count) {
+  tensors = count;
+  for (int i = 0; i < count; ++i) lows[i] = static_cast<const char*>(given[i]), highs[i] = lows[i] + sizes[i];
 }
 
 inline void check(const void* from, int size) {
@@ -111,49 +126,68 @@ inline void arrive(int most) {
   }
 }
 
-// Run all blocks, one after the other. order: 0: threads in turn, 1: from the last, 2: some of them at a time.
+// Run the threads of a block of the cluster until all wait for the cluster or have ended. order: 0: in turn, 1: from the last, 2: some
+// of them at a time. Returns how many have not ended.
+inline int run_block(int block, int order) {
+  static unsigned random = 1;
+  blockIdx.y = block;
+  std::memcpy(dynamic_shared, memories[block].data(), sizeof dynamic_shared);
+  int left = 0, running = threads;
+  for (long turns = 0; running; ++turns) {
+    if (turns > 1000000) return fail("threads wait for each other for ever"), 0;
+    left = running = 0;
+    for (int i = 0; i < threads; ++i) {
+      const int thread = block * threads + (order == 1 ? threads - 1 - i : i);
+      random = random * 1664525 + 1013904223;
+      if (done[thread]) continue;
+      if (!in_cluster_wait[thread] && (order != 2 || random >> 30 == 0)) {
+        current = thread, threadIdx.x = thread % threads;
+        swapcontext(&scheduler, &contexts[thread]);
+      }
+      left += !done[thread], running += !done[thread] && !in_cluster_wait[thread];
+    }
+  }
+  std::memcpy(memories[block].data(), dynamic_shared, sizeof dynamic_shared);
+  return left;
+}
+
+// Run all clusters, one after the other, of so many blocks each. order: as above; 1: besides, copies that barriers count arrive at once.
 template <typename Kernel>
-int run(Kernel kernel, int blocks, int block_threads, int shared_bytes, int order) {
+int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int shared_bytes, int order) {
   static Kernel started;
-  started = kernel, threads = block_threads, gridDim.x = blocks, failures = 0;
-  unsigned random = 1;
-  for (int block = 0; block < blocks; ++block) {
-    blockIdx.x = block;
-    std::memset(dynamic_shared, 0xff, sizeof dynamic_shared);  // NaN
-    for (int thread = 0; thread < threads; ++thread) {
-      done[thread] = false, groups[thread].clear(), begun[thread].clear(), stacks[thread].resize(1 << 16);
+  started = kernel, threads = block_threads, gridDim.x = clusters, gridDim.y = cluster_blocks, failures = 0, early = order == 1;
+  for (int cluster = 0; cluster < clusters; ++cluster) {
+    blockIdx.x = cluster;
+    for (int block = 0; block < cluster_blocks; ++block) memories[block].assign(sizeof dynamic_shared, '\xff');  // NaN
+    for (int thread = 0; thread < cluster_blocks * threads; ++thread) {
+      done[thread] = in_cluster_wait[thread] = false;
+      groups[thread].clear(), begun[thread].clear(), stacks[thread].resize(1 << 16);
       getcontext(&contexts[thread]);
       contexts[thread].uc_stack.ss_sp = stacks[thread].data();
       contexts[thread].uc_stack.ss_size = stacks[thread].size();
       contexts[thread].uc_link = &scheduler;
       makecontext(&contexts[thread], +[] { const int me = current; started(); done[me] = true; }, 0);
     }
-    long turns = 0;
-    for (int left = threads; left;) {
+    for (int left = 1; left && !failures; ++cluster_round) {
       left = 0;
-      if (++turns > 1000000) return fail("threads wait for each other for ever"), failures;
-      for (int i = 0; i < threads; ++i) {
-        const int thread = order == 1 ? threads - 1 - i : i;
-        random = random * 1664525 + 1013904223;
-        if (done[thread]) continue;
-        if (order != 2 || random >> 30 == 0) {
-          current = threadIdx.x = thread;
-          swapcontext(&scheduler, &contexts[thread]);
-        }
-        left += !done[thread];
+      for (int block = 0; block < cluster_blocks; ++block) left += run_block(block, order);
+      std::fill(in_cluster_wait, in_cluster_wait + cluster_blocks * threads, false);
+    }
+    for (int block = 0; block < cluster_blocks; ++block) {
+      for (int i = shared_bytes; i < static_cast<int>(sizeof dynamic_shared); ++i) {
+        if (memories[block][i] != '\xff') return fail("a write behind the shared memory that was asked for"), failures;
       }
     }
-    for (int i = shared_bytes; i < static_cast<int>(sizeof dynamic_shared); ++i) {
-      if (dynamic_shared[i] != '\xff') return fail("a write behind the shared memory that was asked for"), failures;
-    }
+    if (failures) return failures;
   }
   return failures;
 }
 
 }  // namespace host
 
-inline void __syncthreads() { host::meet(host::of_block, host::threads); }
+inline void __syncthreads() { host::meet(host::of_block[blockIdx.y], host::threads); }
 inline void __syncwarp() { host::meet(host::of_warp[host::current / 32], 32); }
+inline void __threadfence() {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __uint_as_float(unsigned bits) {
@@ -173,3 +207,30 @@ inline unsigned __shfl_up_sync(unsigned, unsigned own, int distance) {
   const int lane = host::current % 32;
   return lane >= distance ? all[lane - distance][0] : own;
 }
+template <typename T>
+T of_lane(T own, int lane) {
+  static_assert(sizeof(T) == 4);
+  uint32_t bits;
+  std::memcpy(&bits, &own, 4);
+  const auto all = host::exchange(&bits, 1);
+  T value;
+  std::memcpy(&value, &all[lane][0], 4);
+  return value;
+}
+template <typename T>
+T __shfl_sync(unsigned, T own, int lane) {
+  return of_lane(own, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T own, int distance) {
+  return of_lane(own, host::current % 32 ^ distance);
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
