@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Collection
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +30,34 @@ def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) ->
     except (Exception, SystemExit) as error:  # a library may raise anything while it loads
         text = " ".join(str(error).split())
         return None, Support.no(f"{module}.{name}", "to be importable", f"{type(error).__name__}: {text}", hint)
-    missing = sorted(set(parameters) - set(signature(found).parameters)) if parameters else []
-    if missing:
-        return None, Support.no(f"{module}.{name}", f"the parameters {', '.join(missing)}", "a function without them", hint)
-    return found, YES
+    support = _takes(module, name, hint, parameters, signature(found).parameters if parameters else ())
+    return found if support else None, support
+
+
+def declares(module: str, name: str, hint: str, parameters: Collection[str]) -> Support:
+    """Whether a module's source has a function with these parameters, for a module whose import takes long.
+
+    torch.nn.attention.varlen imports torch's compiler, half a second to a whole one of every start, whoever serves.
+    """
+    if module in sys.modules:
+        return find(module, name, hint, parameters)[1]
+    try:
+        spec = find_spec(module)
+        source = "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+        functions = {node.name: node.args for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    except (ImportError, OSError, ValueError) as error:
+        return Support.no(f"{module}.{name}", "to be importable", f"{type(error).__name__}: {error}", hint)
+    if name not in functions:
+        return Support.no(f"{module}.{name}", "to be importable", "no such function", hint)
+    taken = functions[name]
+    return _takes(module, name, hint, parameters, [each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)])
+
+
+def _takes(module: str, name: str, hint: str, parameters: Collection[str], taken: Collection[str]) -> Support:
+    missing = sorted(set(parameters) - set(taken))
+    if not missing:
+        return YES
+    return Support.no(f"{module}.{name}", f"the parameters {', '.join(missing)}", "a function without them", hint)
 
 
 def has_gpu() -> Support:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
+from headway.backends.probe import HALF_DTYPES, at_least, declares, find, has_gpu
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout
@@ -54,7 +54,7 @@ class TorchVarlen(VarlenAttention):
         """Whether both functions read a paged cache, and there is a GPU for them."""
         support = has_gpu()
         for name in ("varlen_attn", "varlen_attn_out"):
-            support &= find(MODULE, name, HINT, PARAMETERS)[1]
+            support &= declares(MODULE, name, HINT, PARAMETERS)
         return support
 
     @classmethod

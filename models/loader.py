@@ -261,7 +261,7 @@ def read_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=_naming_config(folder), trust_remote_code=False)
     except BaseException as error:
         if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
@@ -279,6 +279,29 @@ def read_tokenizer(folder: Path) -> Any:
             f"got {shown(longest)}"
         )
     return tokenizer
+
+
+def _naming_config(folder: Path) -> Any:
+    """All that AutoTokenizer asks of a model's configuration, where tokenizer_config.json names the tokenizer's class.
+
+    None for any other folder: transformers then imports the model's own class of configurations, and with it torch's distributed
+    tensors, which takes the better part of a second.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        stated, tokenizer = (json.loads(read_text(folder / name)) for name in ("config.json", "tokenizer_config.json"))
+    except (OSError, ValueError):
+        return None  # whatever is wrong is said by transformers
+    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
+        return None
+    if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
+        return None
+    config = PreTrainedConfig(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
+    config.model_type = stated["model_type"]
+    if "model_name" in stated:
+        config.model_name = stated["model_name"]
+    return config
 
 
 def _check_templates(folder: Path) -> None:

@@ -7,6 +7,7 @@ import inspect
 import math
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,7 +20,7 @@ from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
 from headway.backends.layouts import write_rows
-from headway.backends.probe import find
+from headway.backends.probe import declares, find
 from headway.backends.torch_varlen import PARAMETERS
 from headway.backends.torch_varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
@@ -452,6 +453,16 @@ def test_a_torch_whose_varlen_reads_no_cache(monkeypatch: pytest.MonkeyPatch) ->
     reasons = [reason for reason in TorchVarlenBackend.available().reasons if reason.what != "device"]
     assert "block_table" in reasons[0].need
     assert "torch>=2.13" in reasons[0].hint
+
+
+def test_torch_varlen_is_found_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_varlen.py").write_text("raise RuntimeError\ndef attend(q, *, block_table=None): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert declares("some_varlen", "attend", "a hint", ["block_table", "q"])
+    assert "the parameters scale" in str(declares("some_varlen", "attend", "a hint", ["block_table", "scale"]))
+    assert "no such function" in str(declares("some_varlen", "other", "a hint", []))
+    assert "no such function" in str(declares("no_varlen", "attend", "a hint", []))
+    assert "ModuleNotFoundError" in str(declares("no_package.varlen", "attend", "a hint", []))
 
 
 def test_a_library_that_exits_while_it_loads_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
