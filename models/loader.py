@@ -297,7 +297,8 @@ def _naming_config(folder: Path) -> Any:
         return None
     if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
         return None
-    config = PreTrainedConfig(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
+    kind: Any = PreTrainedConfig  # whose constructor takes any name, which types do not say
+    config = kind(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
     config.model_type = stated["model_type"]
     if "model_name" in stated:
         config.model_name = stated["model_name"]
