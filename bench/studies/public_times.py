@@ -71,7 +71,8 @@ def public_times(
     rows = summary(cells)
     Terminal().print(drawn(rows))
     if output is not None:
-        told: dict[str, Any] = {"origin": Origin.here().model_dump(), "command": command_line("public_times"), "kernel": KERNEL}
+        command = command_line("python", "-m", "headway.bench.studies.public_times")
+        told: dict[str, Any] = {"origin": Origin.here().model_dump(), "command": command, "kernel": KERNEL}
         told |= {"data": data.name, "tables": [str(path) for path in tables], "summary": rows}
         cells_told = [{name: getattr(cell, name) for name in PublicCell.__slots__} for cell in cells]
         write_bytes(f"{json.dumps({**told, 'cells': cells_told}, indent=1)}\n".encode(), output)
