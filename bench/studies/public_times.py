@@ -36,7 +36,7 @@ SYSTEMS = {"NVIDIA H100 80GB HBM3": "h100_sxm", "NVIDIA H200": "h200_sxm"}
 """Name of a GPU -> the folder of its data."""
 _FILES = {"decode": "generation_attention_perf.parquet", "prefill": "context_attention_perf.parquet"}
 _L2_BYTES = 50e6
-"""Of an H100 and an H200."""
+"""The L2 cache of an H100 and of an H200."""
 _FEW_TOKENS, _MANY_TOKENS = 1024, 8192
 Shape = tuple[int, int]
 """Sequences, and keys of each; of a prompt as many queries."""
@@ -54,7 +54,7 @@ class PublicCell:
     """Points that are told of together, in words."""
     public_us: float
     ours_us: Mapping[str, float]
-    """By backend, over the best of its layouts and block sizes."""
+    """Backend -> microseconds over the best of its layouts and block sizes."""
 
 
 def public_times(
