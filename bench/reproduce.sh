@@ -3,7 +3,7 @@
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
 # FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states,
-# priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# weights, priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8, 20 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # A part that fails is reported and does not stop the others.
@@ -158,6 +158,20 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
         --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
 }
 
+weights() {  # weights as they are published, random ones in those forms, and vLLM over the same folders where it is installed
+    at=$(mktemp -d) sizes="--batch-size 1,16,64,256 --input-len 512 --output-len 512"
+    for model in llama-3-8b:bf16 llama-3-8b:fp8 llama-3-8b:w4a16 qwen3-30b-a3b:bf16 qwen3-30b-a3b:fp8-blocks gpt-oss-20b:mxfp4; do
+        shapes=${model%%:*} name=$(echo "$model" | tr : -) folder=$at/$(echo "$model" | tr : -)
+        if [ "${model#*:}" = mxfp4 ]; then folder=$shapes  # as it ships
+        else $PYTHON -P -m headway.bench.studies.weight_shapes "${model#*:}" "$folder" --model "$shapes" || { failed="$failed $name"; continue; }; fi
+        run "weights-$name" bench throughput --model "$folder" --load-format dummy --max-model-len 2048 $sizes --repeat 1 \
+            --output "$out/weights-$name.json"
+        case $model in *30b*) continue ;; esac
+        $PYTHON -P -m headway.bench.studies.engines vllm --model "$folder" --repeat 1 --batch-size 1,16,64,256 --input-len 512 \
+            --output "$out/weights-$name-vllm.json" || failed="$failed weights-$name-vllm"
+    done
+}
+
 priors() {  # tables that may ship, and what auto loses by those that do; run again, it goes on with tables that its time did not complete
     study priors priors measure --output "$out/priors"
     # then, in a checkout: python3 -P -m headway.bench.studies.priors ship "$out"/priors/crossover-*.json
@@ -165,8 +179,8 @@ priors() {  # tables that may ship, and what auto loses by those that do; run ag
 
 for part in "$@"; do
     case $part in
-        tests | engine | crossover | kernels | peers | conformance | requests | servers | states | priors) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers, states or priors, got $part" >&2; exit 2 ;;
+        tests | engine | crossover | kernels | peers | conformance | requests | servers | states | weights | priors) $part ;;
+        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers, states, weights or priors, got $part" >&2; exit 2 ;;
     esac
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -89,7 +89,7 @@ def test_weights_and_specs_are_those_of_a_rank_of_the_decoder(name: str, size: i
     assert costs.state_bytes == sum(KEY_VALUE.bytes_per_slot(layer.spec) for layer in decoder.state_layers)
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_share_weights_and_caches_out(name: str, size: int) -> None:
     config, dtype = read_planned_model(name)

@@ -33,7 +33,7 @@ def predictor(model: str, size: int = 1, *tables: MeasuredLayer) -> StepPredicto
     return StepPredictor(GPU, rank_costs(*read_planned_model(model), size), H200, AttentionTimes(GPU, H200, tables))
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
 def test_more_work_takes_longer_and_more_ranks_less(model: str) -> None:
     one, four = predictor(model), predictor(model, 4)
     steps = [StepWork(num_decodes=count, decode_kv=1000, num_sampled=count) for count in (1, 8, 64, 256)]

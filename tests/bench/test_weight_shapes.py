@@ -1,0 +1,53 @@
+"""Folders with weights in published forms: an engine fills them with random numbers and runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway import LLM, SamplingParams
+from headway.bench.studies.weight_shapes import FORMS, weight_shapes
+from headway.core.contract.errors import ConfigError
+from headway.models.families import read_decoder_config
+from headway.models.loader import read_config
+from headway.models.locate import locate
+from headway.models.quantization.config import read_quantization
+
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+LABELS = {
+    "bf16": "bf16",
+    "fp8": "fp8 (a scale for each row)",
+    "fp8-blocks": "fp8 (blocks of 128 x 128)",
+    "w4a16": "pack-quantized (4 bits, groups of 128)",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_runs_each_form(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((locate("llama-3-8b", weights=False) / "config.json").read_text())
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "config.json").write_text(json.dumps({**config, **SMALL, "num_hidden_layers": 1}))
+    weight_shapes(form, tmp_path / form, str(tmp_path / "small"))
+    assert capsys.readouterr().out == f"{tmp_path / form}\n"
+    stated = json.loads((tmp_path / form / "config.json").read_text())
+    read = read_quantization(tmp_path / form, stated)
+    assert ("bf16" if read is None else read.label) == LABELS[form]
+    llm = LLM(
+        str(tmp_path / form), load_format="dummy", skip_tokenizer_init=True, device="cpu", max_model_len=64, autotune_budget=0
+    )
+    (answer,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="form: needs bf16, fp8, fp8-blocks, w4a16, got int3"):
+        weight_shapes("int3", tmp_path)
+
+
+def test_the_shapes_of_gpt_oss_ship() -> None:
+    config = read_decoder_config(read_config(locate("gpt-oss-20b", weights=False)))
+    assert config.experts is not None
+    assert (len(config.layers), config.experts.num_experts, config.experts.top_k) == (24, 32, 4)
+    assert config.experts.swiglu_limit == 7.0
