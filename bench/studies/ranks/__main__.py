@@ -27,7 +27,9 @@ def ranks(
     folder: Annotated[Path | None, typer.Argument(help="Of the files to report on.")] = None,
     size: Annotated[int, typer.Option("--ranks", min=2, help="Ranks.")] = 2,
     device: Annotated[str, typer.Option(help="To check: auto, cuda or cpu.")] = "auto",
-    gpu: Annotated[str, typer.Option(help="To predict: a kind of GPU that `headway plan` knows.")] = "h200",
+    gpu: Annotated[
+        str | None, typer.Option(help="To predict: a kind of GPU that `headway plan` knows. Default: that which is here.")
+    ] = None,
     family: Annotated[list[str] | None, typer.Option(help="Families to check; repeatable. Default: all.")] = None,
     kills: Annotated[int, typer.Option(min=0, help="Ranks to kill.")] = 20,
     jobs: Annotated[int | None, typer.Option(min=1, help="Engines at once. Default: one for each three cores.")] = None,
@@ -43,7 +45,7 @@ def ranks(
         from headway.bench.studies.ranks.predict import predict_runs, print_prediction
         from headway.core.system.json_files import write_json
 
-        prediction = predict_runs(gpu, size)
+        prediction = predict_runs(gpu or _kind_here(), size)
         print_prediction(prediction, console)
         if output is not None:
             write_json(prediction, output)
@@ -58,6 +60,19 @@ def ranks(
         write_json(report, output or folder / "ranks.json")
     else:
         raise ConfigError("WHAT", "check, predict or report", repr(what))
+
+
+def _kind_here() -> str:
+    """The kind of GPU that is here, by the name that `headway plan` has for it."""
+    import torch
+
+    from headway.plan.devices import GPU_KINDS
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found = next((kind.name for kind in GPU_KINDS.values() if kind.title == name), None)
+    if found is None:
+        raise ConfigError("--gpu", f"one of {', '.join(GPU_KINDS)} where the GPU that is here is none of them", name)
+    return found
 
 
 def _place(device: str, size: int, jobs: int | None) -> Place:

@@ -58,7 +58,9 @@ def _write(request: dict[str, Any], dtype: str, size: int, tell: Tell) -> None:
     seconds = time.perf_counter() - started
     tokens, best = _generate(llm)
     graphs = llm.engine.stats.num_graph_steps
-    tell("wrote", dtype=dtype, size=size, pids=[os.getpid(), *pids], seconds=seconds, tokens=tokens, best=best, graph_steps=graphs)
+    tell(
+        "wrote", dtype=dtype, size=size, pids=[os.getpid(), *pids], seconds=seconds, tokens=tokens, best=best, graph_steps=graphs
+    )
     while request["forever"]:
         _generate(llm)
     del llm, executor

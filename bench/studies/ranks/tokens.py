@@ -93,7 +93,9 @@ def check_tokens(models: Mapping[str, Path], place: Place, until: float) -> Iter
         yield from pool.map(of_family, models)
 
 
-def run_engines(folder: Path, place: Place, environment: Mapping[str, str] | None = None, **request: Any) -> Iterator[dict[str, Any]]:
+def run_engines(
+    folder: Path, place: Place, environment: Mapping[str, str] | None = None, **request: Any
+) -> Iterator[dict[str, Any]]:
     """The events of one child, of which the last is "ended" with how.
 
     environment: variables of its own. request: what of it is not usual.
