@@ -7,8 +7,10 @@ import math
 import os
 import re
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,9 +30,9 @@ if TYPE_CHECKING:
 SCHEMA = "headway.all-reduce/1"
 WAYS = ("one_shot", "nccl")
 """All ways of a GPU, in the order in which they are asked."""
-_CALLS = 20
-"""Calls in the CUDA graph that is timed."""
-_REPLAYS = 5
+_CALLS = 100
+"""Calls in the CUDA graph that is timed. They spread what the launches of two processes lie apart: tens of microseconds."""
+_REPLAYS = 7
 _TOLERANCE = 2.0**-6
 """What sums in bfloat16 may differ by, relative to the largest element, where they round after each rank."""
 _CHECK_SECONDS = 30.0
@@ -164,7 +166,7 @@ def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
 
 def _is_done(device: torch.device) -> bool:
     """Wait, for so long as a check may take, until a device has done what it was given."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     until = time.monotonic() + _CHECK_SECONDS
     while not (done := bool(event.query())) and time.monotonic() < until:
@@ -185,15 +187,21 @@ def _measured(ranks: TorchRanks) -> Tensor:
     return ranks.all_gather(table).amax(0)
 
 
-def time_all_reduce(ranks: TorchRanks, way: AllReduce, x: Tensor, onto: Tensor | None = None) -> float:
-    """Microseconds of a call in a CUDA graph, on this rank; every rank calls."""
+def time_all_reduce(
+    ranks: TorchRanks,
+    way: AllReduce,
+    x: Tensor,
+    onto: Tensor | None = None,
+    capture: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> float:
+    """Microseconds of a call in a CUDA graph, on this rank; every rank calls. capture: what a library wants around a capture."""
     stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(ranks.device))
     with torch.cuda.stream(stream):
         way(x, onto)  # compiles, and connects
         torch.cuda.synchronize(ranks.device)
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with capture(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_CALLS):
                 way(x, onto)
         times: list[float] = []

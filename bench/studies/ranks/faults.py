@@ -1,11 +1,11 @@
-"""What is done to engines of several ranks on purpose: ranks that are killed in the middle of steps, and devices that are taken away."""
+"""What is done to engines of several ranks on purpose: ranks are killed in the middle of steps, devices are taken away."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +25,10 @@ _WRITES: Final = 1.5
 
 
 def kill_ranks(folder: Path, place: Place, count: int, seed: int) -> Iterator[RankFault]:
-    """Kill a random rank of `count` engines after a random time, and start one more, which must write what the first has written."""
+    """Kill a random rank of each of `count` engines after a random time, and start one more.
+
+    Every engine is the next start after the one before, and must write what the first has written.
+    """
     draw = Random(seed)
     kills: list[tuple[int, float] | None] = [(draw.randrange(place.ranks), draw.uniform(0, _WRITES)) for _ in range(count)]
     expected: list[Any] = []
@@ -73,7 +76,7 @@ def _judge(fault: RankFault, kill: tuple[int, float] | None, place: Place, pids:
 
 
 def refuse(folder: Path, place: Place) -> RankFault:
-    """Start with one device fewer than ranks: a GPU that CUDA_VISIBLE_DEVICES hides, or one rank more than the machine has cores."""
+    """Start with too few devices: a GPU that CUDA_VISIBLE_DEVICES hides, or one rank more than the machine has cores."""
     if place.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
         left = visible.split(",")[: place.ranks - 1]

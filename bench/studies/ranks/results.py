@@ -69,7 +69,8 @@ class RanksCheck(ResultFile):
     @property
     def ok(self) -> bool:
         """Whether all that was tried is as it should be."""
-        return all(each.ok for each in (*self.families, *self.faults)) and not self.left_behind
+        tried = [each.ok for each in self.families] + [each.ok for each in self.faults]
+        return all(tried) and not self.left_behind
 
 
 class PlannedRun(BaseModel):

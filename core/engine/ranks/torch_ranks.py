@@ -153,7 +153,7 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
         torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
-        group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
         group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits for ever for one that is gone
         torch.cuda.synchronize(device)
         return group
