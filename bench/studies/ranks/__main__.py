@@ -92,7 +92,7 @@ def _check(
     from headway.bench.studies.ranks.tokens import check_tokens, families, save_model
     from headway.core.system.json_files import write_json
 
-    report, before, until = _new_check(place), names_in_shm(), time.monotonic() + seconds
+    report, before = _new_check(place), names_in_shm()
 
     def keep() -> None:
         if output is not None:
@@ -106,7 +106,7 @@ def _check(
         for fault in kill_ranks(first, place, *kills) if kills[0] else ():
             report.faults.append(fault)
             keep()
-        for name, found in check_tokens(models, place, until):
+        for name, found in check_tokens(models, place, time.monotonic() + seconds):
             report.families += found
             report.not_run += [] if found else [name]
             keep()
