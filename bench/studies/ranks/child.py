@@ -20,7 +20,7 @@ from headway.llm import LLM
 
 _BEST = 5
 """Most likely tokens of each position that are told."""
-_LENGTHS = (5, 14, 23, 41)
+_LENGTHS = (5, 9, 14, 18, 23, 29, 35, 41)
 """Tokens of the prompts."""
 _OUTPUT_LEN = 16
 

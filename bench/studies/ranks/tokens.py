@@ -2,6 +2,8 @@
 
 In float32 all of them must be the same. In half precision sums over ranks are rounded in another order, so that one of two tokens
 that are all but equally likely may take the other's place: the texts part there, and how far apart the two were is written down.
+Where two experts are all but equally likely, another one is chosen, and then any token may follow: at least half of the texts must
+part at a tie of tokens, or not at all.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ def compare(name: str, dtype: str, one: Wrote, several: Wrote) -> FamilyTokens:
         gaps=[min(gap, _FAR) for gap in gaps],
         start_seconds=several.seconds,
         graph_steps=several.graph_steps,
-        ok=not gaps if dtype == "float32" else all(gap <= TIE for gap in gaps),
+        ok=not gaps if dtype == "float32" else 2 * sum(gap > TIE for gap in gaps) <= len(one.tokens),
     )
 
 
