@@ -2,8 +2,8 @@
 
 In float32 all of them must be the same. In half precision sums over ranks are rounded in another order, so that one of two tokens
 that are all but equally likely may take the other's place: the texts part there, and how far apart the two were is written down.
-Where two experts are all but equally likely, another one is chosen, and then any token may follow: at least half of the texts must
-part at a tie of tokens, or not at all.
+Where two experts are all but equally likely, another one is chosen, and then any token may follow: at least half of the texts
+must part at a tie of tokens, or not at all.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def wrote(*texts: list[int], best: dict[str, float] | None = None) -> Wrote:
 
 
 def test_texts_are_the_same_or_part_at_a_tie() -> None:
-    one = wrote([1, 2, 3], [4, 5, 6], best={"5": -0.7, "9": -0.8, "8": -2.0})
+    one = wrote([1, 2, 3], [4, 5, 6], best={"1": -0.1, "5": -0.7, "9": -0.8, "8": -2.0})
     same = compare("llama", "float32", one, one)
     assert (same.tokens, same.same, same.gaps, same.ok) == (6, 6, [], True)
     tie = wrote([1, 2, 3], [4, 9, 1])
