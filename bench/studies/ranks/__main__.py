@@ -19,7 +19,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.studies.ranks.results import RanksCheck
-    from headway.bench.studies.ranks.tokens import Place
+    from headway.bench.studies.ranks.tokens import RanksUnderTest
 
 
 def ranks(
@@ -75,17 +75,17 @@ def _kind_here() -> str:
     return found
 
 
-def _place(device: str, size: int, jobs: int | None) -> Place:
+def _place(device: str, size: int, jobs: int | None) -> RanksUnderTest:
     import os
 
-    from headway.bench.studies.ranks.tokens import Place
+    from headway.bench.studies.ranks.tokens import RanksUnderTest
     from headway.tuning.measure.device import resolve_device
 
-    return Place(resolve_device(device).type, size, jobs or max(1, (os.cpu_count() or 1) // 3))
+    return RanksUnderTest(resolve_device(device).type, size, jobs or max(1, (os.cpu_count() or 1) // 3))
 
 
 def _check(
-    place: Place, names: list[str], kills: tuple[int, int], seconds: float, output: Path | None, console: Terminal
+    place: RanksUnderTest, names: list[str], kills: tuple[int, int], seconds: float, output: Path | None, console: Terminal
 ) -> None:
     """Check everything, and write the file again after each answer: a run that is cut off has left what it had found."""
     from headway.bench.studies.ranks.faults import kill_ranks, names_in_shm, refuse, without_peers
@@ -117,7 +117,7 @@ def _check(
         raise HeadwayError("ranks: not all is as it should be; see above")
 
 
-def _new_check(place: Place) -> RanksCheck:
+def _new_check(place: RanksUnderTest) -> RanksCheck:
     from datetime import UTC, datetime
 
     import torch

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from headway.bench.studies.ranks.results import RankFault
-from headway.bench.studies.ranks.tokens import Place, run_engines
+from headway.bench.studies.ranks.tokens import RanksUnderTest, run_engines
 
 MOST_SECONDS: Final = 10.0
 """The longest from the end of a rank until the error is told and every other process has ended."""
@@ -24,7 +24,7 @@ _WRITES: Final = 1.5
 """The longest for which an engine writes before a rank is killed."""
 
 
-def kill_ranks(folder: Path, place: Place, count: int, seed: int) -> Iterator[RankFault]:
+def kill_ranks(folder: Path, place: RanksUnderTest, count: int, seed: int) -> Iterator[RankFault]:
     """Kill a random rank of each of `count` engines after a random time, and start one more.
 
     Every engine is the next start after the one before, and must write what the first has written.
@@ -40,7 +40,7 @@ def kill_ranks(folder: Path, place: Place, count: int, seed: int) -> Iterator[Ra
             yield fault
 
 
-def _kill(folder: Path, place: Place, kill: tuple[int, float] | None) -> tuple[RankFault, Any]:
+def _kill(folder: Path, place: RanksUnderTest, kill: tuple[int, float] | None) -> tuple[RankFault, Any]:
     """Start an engine, and kill one of its ranks while it writes; the fault, and the tokens that it wrote before.
 
     kill: which rank, after how many seconds; None: none is killed.
@@ -63,7 +63,7 @@ def _kill(folder: Path, place: Place, kill: tuple[int, float] | None) -> tuple[R
     return fault.model_copy(update={"ok": not error, "error": error}), tokens
 
 
-def _judge(fault: RankFault, kill: tuple[int, float] | None, place: Place, pids: Sequence[int], tokens: Any) -> str:
+def _judge(fault: RankFault, kill: tuple[int, float] | None, place: RanksUnderTest, pids: Sequence[int], tokens: Any) -> str:
     """What is wrong with the end of an engine; empty: nothing."""
     expected = "" if not kill or not kill[0] else f"rank {kill[0]} of {place.ranks} failed "
     if tokens is None:
@@ -75,7 +75,7 @@ def _judge(fault: RankFault, kill: tuple[int, float] | None, place: Place, pids:
     return "" if kill is None or fault.seconds < MOST_SECONDS else f"it took more than {MOST_SECONDS:g} s"
 
 
-def refuse(folder: Path, place: Place) -> RankFault:
+def refuse(folder: Path, place: RanksUnderTest) -> RankFault:
     """Start with too few devices: a GPU that CUDA_VISIBLE_DEVICES hides, or one rank more than the machine has cores."""
     if place.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -94,7 +94,7 @@ def refuse(folder: Path, place: Place) -> RankFault:
     return RankFault(what=what, seconds=seconds, text=text, ok=not error, error=error)
 
 
-def without_peers(folder: Path, place: Place) -> RankFault:
+def without_peers(folder: Path, place: RanksUnderTest) -> RankFault:
     """Start where GPUs are not to reach each other's memory: the same tokens, by NCCL."""
     environment = {"NCCL_P2P_DISABLE": "1"}
     wrote: dict[int, Any] = {}

@@ -20,11 +20,11 @@ class FamilyTokens(BaseModel):
     tokens: int = 0
     """Tokens that one rank wrote."""
     same: int = 0
-    """Those of them, up to each text's first difference, that several ranks wrote too."""
+    """Tokens that several ranks wrote too: of each text those before the first difference."""
     gaps: list[float] = Field(default_factory=list)
     """At each text's first difference: by how much one rank's log-probability of its own token exceeds that of the other's."""
     start_seconds: float = 0.0
-    """Of the engine of several ranks."""
+    """Seconds that the engine of several ranks took to start."""
     graph_steps: int = 0
     """Steps of several ranks that were a CUDA graph's replay."""
     error: str = ""
@@ -138,7 +138,7 @@ class RanksReport(ResultFile):
 
     schema_: Literal["headway.ranks/1"] = Field(default="headway.ranks/1", alias="schema")
     date: str
-    """Of the newest of the files."""
+    """Date of the newest of the files."""
     device: str
     origin: Origin | None = None
     """The code that made that file."""

@@ -37,7 +37,7 @@ FIRST: Final = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_moe,
 
 
 @dataclass(frozen=True)
-class Place:
+class RanksUnderTest:
     """Where engines run."""
 
     device: str
@@ -84,7 +84,7 @@ def save_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def check_tokens(models: Mapping[str, Path], place: Place, until: float) -> Iterator[tuple[str, list[FamilyTokens]]]:
+def check_tokens(models: Mapping[str, Path], place: RanksUnderTest, until: float) -> Iterator[tuple[str, list[FamilyTokens]]]:
     """Compare each family's tokens. models: family -> folder. until: on time.monotonic's clock; families that would begin
     later come with nothing."""
 
@@ -96,7 +96,7 @@ def check_tokens(models: Mapping[str, Path], place: Place, until: float) -> Iter
 
 
 def run_engines(
-    folder: Path, place: Place, environment: Mapping[str, str] | None = None, **request: Any
+    folder: Path, place: RanksUnderTest, environment: Mapping[str, str] | None = None, **request: Any
 ) -> Iterator[dict[str, Any]]:
     """The events of one child, of which the last is "ended" with how.
 
@@ -113,7 +113,7 @@ def run_engines(
                 return
 
 
-def _of_family(name: str, folder: Path, place: Place) -> list[FamilyTokens]:
+def _of_family(name: str, folder: Path, place: RanksUnderTest) -> list[FamilyTokens]:
     """One line for each element type."""
     wrote: dict[tuple[str, int], Wrote] = {}
     error = ""

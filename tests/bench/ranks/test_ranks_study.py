@@ -21,13 +21,13 @@ from headway.bench.studies.ranks.faults import kill_ranks, refuse, without_peers
 from headway.bench.studies.ranks.predict import WORKS, predict_runs
 from headway.bench.studies.ranks.report import markdown, report_of
 from headway.bench.studies.ranks.results import PlannedRun, RanksPrediction
-from headway.bench.studies.ranks.tokens import Place, Wrote, check_tokens, compare, families, save_model
+from headway.bench.studies.ranks.tokens import RanksUnderTest, Wrote, check_tokens, compare, families, save_model
 from headway.cli.app import app
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = Place("cpu", 2, jobs=1)
+CPU = RanksUnderTest("cpu", 2, jobs=1)
 
 
 def wrote(*texts: list[int], best: dict[str, float] | None = None) -> Wrote:
