@@ -6,11 +6,12 @@
 # priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
-# Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-sums, ranks-8b, ranks-check,
-# ranks-experts, ranks-70b and ranks-vllm, each a run of its own: about 45, 110, 240, 150, 150 and 400 seconds as far as it can be told before.
+# Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-check, ranks-sums, ranks-8b,
+# ranks-experts, ranks-70b, ranks-vllm and ranks-tests (which ranks leaves out), each a run of its own: about 300, 45, 110, 150, 150, 400 and 120
+# seconds, as far as can be told before they have run; CHECK_SECONDS (150) bounds the families of ranks-check.
 # A part that fails is reported and does not stop the others.
 set -u
-[ $# -ge 2 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 HEADWAY=${HEADWAY:-headway} PYTHON=${PYTHON:-python3}
 out=$1; shift
 mkdir -p "$out"
@@ -198,8 +199,8 @@ ranks_experts() {
 }
 
 ranks_70b() {  # weights in bfloat16 are 66 GiB on each of two GPUs
-    ranks_run 70b "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --gpu-memory-utilization 0.94
-    ranks_run 70b-fp8 "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --quantization fp8
+    ranks_run 70b "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --kv-cache-memory 1GiB
+    ranks_run 70b-fp8 "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --kv-cache-memory 1GiB --quantization fp8
 }
 
 ranks_vllm() {  # where it is installed
@@ -210,12 +211,14 @@ ranks_vllm() {  # where it is installed
         failed="$failed vllm-70b-fp8"
 }
 
+ranks_tests() { $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/core/engine/ranks tests/backends/all_reduce || failed="$failed ranks-tests"; }
+
 ranks() {
-    for each in sums 8b check experts 70b vllm; do ranks_part "ranks_$each"; done
+    for each in check sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
 }
 
 parts="tests engine crossover kernels peers conformance requests servers states priors"
-several_parts="ranks-sums ranks-8b ranks-check ranks-experts ranks-70b ranks-vllm"
+several_parts="ranks-check ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
 for part in "$@"; do
     case " $parts ranks " in *" $part "*) "$part"; continue ;; esac
     case " $several_parts " in *" $part "*) ranks_part "$(echo "$part" | tr - _)"; continue ;; esac

@@ -152,7 +152,7 @@ def test_the_script_asks_for_what_there_is(tmp_path: Path) -> None:
                              capture_output=True, text=True)  # fmt: skip
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
-    assert refused.stderr.endswith("ranks-check ranks-experts ranks-70b ranks-vllm, got rank\n")
+    assert refused.stderr.endswith("ranks-70b ranks-vllm ranks-tests, got rank\n")
 
 
 def understand(words: list[str]) -> None:
