@@ -21,7 +21,6 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from headway.backends.all_reduce.one_shot import CAPACITY
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.all_reduce import SIZES, AllReduce
@@ -50,12 +49,12 @@ class TorchOneShot:
         prefixed = dist.PrefixStore("peers", store)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=prefixed, rank=rank, world_size=size, device_id=device)
         self._group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._buffer = symmetric.empty(CAPACITY // 2, dtype=torch.bfloat16, device=device)
+        self._buffer = symmetric.empty(SIZES[-1] // 2, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
         """See AllReduce."""
-        return x.nbytes <= CAPACITY
+        return x.nbytes <= SIZES[-1]
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See AllReduce."""
