@@ -54,7 +54,7 @@ class TorchOneShot:
 
     def takes(self, x: Tensor) -> bool:
         """See AllReduce."""
-        return x.nbytes <= SIZES[-1]
+        return x.nbytes <= int(SIZES[-1])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See AllReduce."""
