@@ -50,6 +50,7 @@ def _write(request: dict[str, Any], dtype: str, size: int, tell: Tell) -> None:
         skip_tokenizer_init=True,
         max_model_len=64,
         max_num_seqs=8,
+        max_num_batched_tokens=256,
         kv_cache_memory="32MiB",
         autotune_budget=0,
     )

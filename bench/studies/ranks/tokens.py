@@ -155,6 +155,9 @@ def compare(name: str, dtype: str, one: Wrote, several: Wrote) -> FamilyTokens:
 
 def _support(name: str) -> Any:
     """A module that the tests share, out of the checkout."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     if str(_SUPPORT) not in sys.path:
         sys.path.append(str(_SUPPORT))
     return importlib.import_module(name)
