@@ -6,9 +6,12 @@
 # weights, priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8, 20 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
+# Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-check, ranks-sums, ranks-8b,
+# ranks-experts, ranks-70b, ranks-vllm and ranks-tests (which ranks leaves out), each a run of its own: about 300, 45, 110, 150, 150, 400 and 120
+# seconds, as far as can be told before they have run; CHECK_SECONDS (150) bounds the families of ranks-check.
 # A part that fails is reported and does not stop the others.
 set -u
-[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
 HEADWAY=${HEADWAY:-headway} PYTHON=${PYTHON:-python3}
 out=$1; shift
 mkdir -p "$out"
@@ -177,10 +180,62 @@ priors() {  # tables that may ship, and what auto loses by those that do; run ag
     # then, in a checkout: python3 -P -m headway.bench.studies.priors ship "$out"/priors/crossover-*.json
 }
 
+# A file of each run lies there as soon as the run has ended, and the table of all of them is made anew after each part.
+several=${RANKS:-2}
+
+ranks_part() {  # a function below, after what all of them need
+    # No multicast of NVLink: not every machine's fabric lets a process have it.
+    export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+    [ -f "$out/predicted.json" ] || study predicted ranks predict --ranks "$several" --output "$out/predicted.json"
+    "$1"
+    ! ls "$out"/throughput-*-tp"$several".json >/dev/null 2>&1 || study report ranks report "$out"
+}
+
+ranks_run() {  # a name of the model for files, GPUs, requests at once, passes, then options of the engine
+    name=$1 size=$2 batches=$3 repeat=$4; shift 4
+    run "$name-tp$size" bench throughput "$@" --load-format dummy --dtype bfloat16 --attn-backend prefill=hopper,decode=triton \
+        --autotune-budget 10 --max-model-len 1024 --max-num-seqs 64 --batch-size "$batches" --input-len 512 --output-len 512 --repeat "$repeat" \
+        --tensor-parallel-size "$size" --output "$out/throughput-$name-tp$size.json"
+}
+
+ranks_sums() { study sums all_reduce --ranks "$several" --output "$out/all-reduce.json"; }
+
+ranks_8b() {  # on one GPU, then on several
+    for size in 1 "$several"; do ranks_run 8b "$size" 1,64 2 --model llama-3-8b; done
+}
+
+ranks_check() {  # tokens of every family, 20 ranks killed, a GPU hidden, no peer access
+    study check ranks check --device cuda --ranks "$several" --seconds "${CHECK_SECONDS:-150}" --output "$out/check.json"
+}
+
+ranks_experts() {
+    for size in 1 "$several"; do ranks_run 30b-a3b "$size" 64 2 --model qwen3-30b-a3b; done
+}
+
+ranks_70b() {  # weights in bfloat16 are 66 GiB on each of two GPUs
+    ranks_run 70b "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --kv-cache-memory 1GiB
+    ranks_run 70b-fp8 "$several" 1 1 --model llama-3-70b --max-num-batched-tokens 2048 --kv-cache-memory 1GiB --quantization fp8
+}
+
+ranks_vllm() {  # where it is installed
+    peer="$PYTHON -P -m headway.bench.studies.engines vllm --tensor-parallel-size $several --input-len 512"
+    $peer --model llama-3-8b --batch-size 1,64 --repeat 2 --output "$out/vllm-8b-tp$several.json" || failed="$failed vllm-8b"
+    $peer --model qwen3-30b-a3b --batch-size 64 --repeat 2 --output "$out/vllm-30b-a3b-tp$several.json" || failed="$failed vllm-30b-a3b"
+    $peer --model llama-3-70b --quantization fp8 --batch-size 1 --repeat 1 --output "$out/vllm-70b-fp8-tp$several.json" ||
+        failed="$failed vllm-70b-fp8"
+}
+
+ranks_tests() { $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/core/engine/ranks tests/backends/all_reduce || failed="$failed ranks-tests"; }
+
+ranks() {
+    for each in check sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
+}
+
+parts="tests engine crossover kernels peers conformance requests servers states weights priors"
+several_parts="ranks-check ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
 for part in "$@"; do
-    case $part in
-        tests | engine | crossover | kernels | peers | conformance | requests | servers | states | weights | priors) $part ;;
-        *) echo "bench/reproduce.sh: PART: needs tests, engine, crossover, kernels, peers, conformance, requests, servers, states, weights or priors, got $part" >&2; exit 2 ;;
-    esac
+    case " $parts ranks " in *" $part "*) "$part"; continue ;; esac
+    case " $several_parts " in *" $part "*) ranks_part "$(echo "$part" | tr - _)"; continue ;; esac
+    echo "bench/reproduce.sh: PART: needs $(echo "$parts ranks" | sed 's/ /, /g'), or one of $several_parts, got $part" >&2; exit 2
 done
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -73,7 +73,8 @@ class EngineArgs(EngineConfig):
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,
-        "auto, or dummy: random weights in a model's shapes (qwen3-0.6b, llama-3-8b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b ship).",
+        "auto, or dummy: random weights in a model's shapes "
+        "(qwen3-0.6b, llama-3-8b, llama-3-70b, qwen3-30b-a3b, gpt-oss-20b and qwen3-next-80b-a3b ship).",
     ] = "auto"
     quantization: Annotated[
         str | None, "fp8: plain weights of products are rounded on loading, a scale a row. Default: as the checkpoint has them."

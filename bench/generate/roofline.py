@@ -42,7 +42,8 @@ class Floor:
 class Roofline:
     """The counts of one model. Norms, activations, sampling, states and writes are left out, so the floor is a little too low."""
 
-    def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec]) -> None:
+    def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1) -> None:
+        """config: the whole model's. specs: one rank's. ranks: so many devices read and compute a part each, all at once."""
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
         layers = config.layers
@@ -53,7 +54,7 @@ class Roofline:
             spec = config.state.spec
             sections = STATE_PARTS[spec.kind].sections(ModelCut(config).state)
             rows += sum(layer.state for layer in layers) * (sum(axis.size for axis in sections.values()) + spec.out_channels)
-        self._config = config
+        self._config, self._ranks = config, ranks
         self._expert_params = 0
         """One routed expert's in every layer that has experts."""
         if config.experts is not None:
@@ -64,7 +65,7 @@ class Roofline:
         self._layer_params = config.hidden_size * rows
         self._itemsize = specs[0].dtype.itemsize
         self._head_params = config.vocab_size * config.hidden_size
-        self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize
+        self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize / ranks
         """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
         which are left out."""
         self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
@@ -77,15 +78,18 @@ class Roofline:
             return 0.0
         missed: float = (1 - experts.top_k / experts.num_experts) ** num_tokens
         touched = experts.num_experts * (1 - missed)
-        return touched * self._expert_params * self._itemsize
+        return touched * self._expert_params * self._itemsize / self._ranks
 
-    def prefill_flops(self, prompt_lens: Sequence[int]) -> int:
-        """Operations to compute prompts once: products of every token, attention by causality and window, logits of the last."""
+    def prefill_flops(self, prompt_lens: Sequence[int]) -> float:
+        """Operations of a device to compute prompts once.
+
+        Products of every token, attention by causality and window, logits of the last.
+        """
         config = self._config
         keys = sum(keys_seen(length, window) for length in prompt_lens for window in config.sliding_windows)
         of_token = self._layer_params + (0 if config.experts is None else config.experts.top_k * self._expert_params)
         products = of_token * sum(prompt_lens) + self._head_params * len(prompt_lens)
-        return 2 * products + 4 * config.num_heads * config.head_dim * keys
+        return (2 * products + 4 * config.num_heads * config.head_dim * keys) / self._ranks
 
     def floor(self, stats: EngineStats, prompt_lens: Sequence[int], step_tokens: int, rates: Rates) -> Floor:
         """Least time for prompts and the steps that were counted; step_tokens: most tokens of a step.

@@ -34,6 +34,8 @@ class OfflineOptions:
     """Passes before them."""
     trace: Path | None = None
     """Where a trace of the steps in the middle of the last workload goes."""
+    ranks: int = 1
+    """The engine's: each reads and computes a part."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def run_offline(
             passes += [done] if number >= options.warmup else []
             advance(workload.label)
         idle = _look_inside(llm, requests, workload.temperature, options.trace if workload is workloads[-1] else None)
-        cells.append(_summary(llm, workload, requests, passes, idle, rates))
+        cells.append(_summary(llm, workload, requests, passes, idle, rates, options.ranks))
     return OfflineReport(
         command=command,
         origin=Origin.here(),
@@ -152,12 +154,12 @@ def _look_inside(llm: LLM, requests: Requests, temperature: float, trace: Path |
 
 
 def _summary(
-    llm: LLM, workload: RequestSet, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates
+    llm: LLM, workload: RequestSet, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates, ranks: int
 ) -> OfflineCell:
     ordered = sorted(passes, key=lambda each: each.seconds)
     chosen = ordered[len(ordered) // 2]
     stats, count = chosen.stats, requests.num_output_tokens
-    seconds = _floor(llm, requests, stats, rates)
+    seconds = _floor(llm, requests, stats, rates, ranks)
     input_len, output_len = workload.lengths or (None, None)
     return OfflineCell(
         label=workload.label,
@@ -190,11 +192,11 @@ def _summary(
     )
 
 
-def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates) -> tuple[float, float] | None:
+def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates, ranks: int) -> tuple[float, float] | None:
     """Least seconds of all the work, and of its prompts alone; None for a model of transformers' own code."""
     if not isinstance(llm.model.decoder, Decoder):
         return None
-    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs)
+    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs, ranks)
     lens = [len(prompt) for prompt in requests.prompts]
     whole = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates).total
     return whole, roofline.prefill_flops(lens) / (1e12 * rates.matrix_tflops)

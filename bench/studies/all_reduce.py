@@ -1,11 +1,16 @@
-"""Sums over the GPUs of one machine: our kernel, NCCL, and torch's symmetric memory beside them, in CUDA graphs.
+"""Sums over the GPUs of one machine, in CUDA graphs: our kernel, NCCL, torch's symmetric memory, and vLLM's own all-reduce.
+
+Without times of these GPUs that are kept, ours are measured and kept first, so that engines that start later choose by them.
 
 python -m headway.bench.studies.all_reduce
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +21,6 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from headway.backends.all_reduce.one_shot import CAPACITY
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.all_reduce import SIZES, AllReduce
@@ -27,6 +31,9 @@ from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.terminal import Terminal
 from headway.tuning.measure.all_reduce import AllReduceFile, choose_all_reduce, time_all_reduce
 from headway.tuning.measure.device import identify_device
+
+_MEASURED = 5.0
+"""Seconds in which GPUs may measure their own ways."""
 
 
 class TorchOneShot:
@@ -42,12 +49,12 @@ class TorchOneShot:
         prefixed = dist.PrefixStore("peers", store)  # type: ignore[attr-defined]
         dist.init_process_group("nccl", store=prefixed, rank=rank, world_size=size, device_id=device)
         self._group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._buffer = symmetric.empty(CAPACITY // 2, dtype=torch.bfloat16, device=device)
+        self._buffer = symmetric.empty(SIZES[-1] // 2, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
         """See AllReduce."""
-        return x.nbytes <= CAPACITY
+        return x.nbytes <= int(SIZES[-1])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See AllReduce."""
@@ -74,27 +81,79 @@ class TorchTwoShot(TorchOneShot):
         return x.copy_(shared) if onto is None else onto.add_(shared)
 
 
+class VllmCustom:
+    """vLLM's own all-reduce, out of place, with the buffers of a graph registered as vLLM registers them."""
+
+    name = "vllm custom"
+
+    def __init__(self, device: torch.device) -> None:
+        """torch's default group is there.
+
+        :raises ImportError, RuntimeError: vLLM is not installed, or does not serve these GPUs.
+        """
+        import torch.distributed as dist
+
+        os.environ.setdefault("VLLM_SKIP_P2P_CHECK", "1")  # it would ask vLLM's own groups, which are not there
+        library: Any = importlib.import_module("vllm.distributed.device_communicators.custom_all_reduce")
+        self._sum: Any = library.CustomAllreduce(dist.new_group(backend="gloo"), device)
+        getattr(self._sum, "finalize_p2p", lambda: None)()  # of later releases, which do a part of it late
+        if self._sum.disabled:
+            raise RuntimeError("vLLM's all-reduce does not serve these GPUs")
+
+    def takes(self, x: Tensor) -> bool:
+        """See AllReduce."""
+        return bool(self._sum.should_custom_ar(x))
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See AllReduce."""
+        found: Tensor = self._sum.custom_all_reduce(x)
+        return found if onto is None else onto.add_(found)
+
+    def capture(self) -> AbstractContextManager[object]:
+        """What vLLM wants around a capture."""
+        found: AbstractContextManager[object] = self._sum.capture()
+        return found
+
+    def abort(self) -> None:
+        """Do nothing: a launch cannot be ended."""
+
+
+def _peers(ranks: TorchRanks) -> Iterator[AllReduce]:
+    """Other libraries' ways, each where every rank has it."""
+    made: list[TorchOneShot] = []
+
+    def first() -> AllReduce:
+        made.append(TorchOneShot(ranks.store, ranks.rank, ranks.size, ranks.device))
+        return made[0]
+
+    makers: list[Callable[[], AllReduce]] = [first, lambda: TorchTwoShot(made[0]), lambda: VllmCustom(ranks.device)]
+    for make in makers:
+        way = None
+        try:
+            way = make()
+        except Exception as error:  # whatever a library raises
+            print(f"left out by rank {ranks.rank}: {' '.join(str(error).split())}")
+        if bool(ranks.all_gather(torch.tensor([way is not None], dtype=torch.int32, device=ranks.device)).min()):
+            assert way is not None
+            yield way
+
+
 def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = store or find_store(port, size)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
-    choose_all_reduce(ranks, 0.0)
-    ways: list[AllReduce] = [*ranks.sums]
-    try:
-        peer = TorchOneShot(store, rank, size, device)
-        ways += [peer, TorchTwoShot(peer)]
-    except RuntimeError as error:
-        print(f"torch's symmetric memory is left out: {error}")
-    for way in ways:
+    choose_all_reduce(ranks, _MEASURED)
+    for way in (*ranks.sums, *_peers(ranks)):
         for adds in (False, True):
             name = f"{way.name}{' + add' if adds else ''}"
             found[name] = [None] * len(SIZES)
             for cell, num_bytes in enumerate(SIZES):
                 x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device)
                 if way.takes(x):
-                    us = torch.tensor([time_all_reduce(ranks, way, x, torch.zeros_like(x) if adds else None)], device=device)
-                    found[name][cell] = float(ranks.all_gather(us).max())
+                    capture = way.capture if isinstance(way, VllmCustom) else nullcontext
+                    us = time_all_reduce(ranks, way, x, torch.zeros_like(x) if adds else None, capture)
+                    found[name][cell] = float(ranks.all_gather(torch.tensor([us], device=device)).max())
     torch.cuda.synchronize()
 
 

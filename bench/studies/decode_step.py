@@ -88,8 +88,8 @@ def step_bytes(model: Decoder, batch_size: int, context: int) -> int:
     Of experts, those that tokens touch which choose each as often as the others.
     """
     roofline = Roofline(model.config, model.attention_specs)
-    weights = roofline.weight_bytes + int(roofline.expert_bytes(batch_size))
-    return weights + batch_size * (context + 1) * roofline.kv_bytes
+    weights = roofline.weight_bytes + roofline.expert_bytes(batch_size)
+    return int(weights) + batch_size * (context + 1) * roofline.kv_bytes
 
 
 def main(

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from headway.backends.all_reduce.one_shot import CAPACITY
 from headway.bench.charts import bars
 from headway.bench.crossover.curves import to_curves
 from headway.bench.crossover.plot import to_png
@@ -19,9 +20,11 @@ from headway.bench.diff.report import to_png as diff_to_png
 from headway.bench.diff.results import DiffReport
 from headway.bench.generate.results import KernelPeersFile, PeersFile
 from headway.bench.kernel.results import KernelReport
+from headway.bench.studies.ranks.results import RanksReport
 from headway.core.system.json_files import write_bytes
 from headway.tuning.table.files import read_table
 
+RESULTS = Path("bench/results")
 CPU, H200 = Path("bench/results/cpu"), Path("bench/results/h200")
 
 
@@ -81,6 +84,27 @@ def decode(folder: Path = H200, batch: int = 8) -> bytes:
     return bars(title, groups, shown, "GB/s of keys and values, each read once", "cached tokens of each sequence (k: 1,024)")
 
 
+def speedups(report: RanksReport) -> bytes:
+    """Output tokens per second of several GPUs as multiples of one's, measured and planned."""
+    rows = [row for row in report.rows if row.one]
+    planned = [row.planned / row.planned_one if row.planned and row.planned_one else None for row in rows]
+    series: dict[str, list[float | None]] = {"measured": [row.speedup for row in rows]}
+    if any(planned):
+        series["headway plan, before"] = planned
+    groups = [row.work.replace(", ", "\n") for row in rows]
+    title = f"{report.rows[0].ranks} x {report.device} beside one, bfloat16, {report.date[:10]}"
+    return bars(title, groups, series, "output tokens per second,\nas a multiple of one GPU's", "model, requests x tokens in/out")
+
+
+def sums(report: RanksReport) -> bytes:
+    """Times of sums over GPUs by bytes, as far as kernels of one shot go, without what is added to the residual stream."""
+    small = [size for size in report.sum_bytes if size <= CAPACITY]
+    series = {name: us[: len(small)] for name, us in report.sums.items() if not name.endswith("+ add")}
+    groups = [f"{size // 1024:,} KiB" for size in small]
+    title = f"A sum over {report.rows[0].ranks} x {report.device} in a CUDA graph, bfloat16"
+    return bars(title, groups, series, "microseconds", "bytes of the tensor on each GPU")
+
+
 def main() -> None:
     """Draw every picture into the folder named on the command line."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
@@ -90,6 +114,10 @@ def main() -> None:
         table = read_table(H200 / f"crossover-{heads}.json")
         write_bytes(to_png(view(table)), folder / f"crossover-h200-{heads}.png")
     write_bytes(to_curves(view(read_table(H200 / "crossover-16-8-128.json"))), folder / "curves-h200-16-8-128.png")
+    for path in sorted(RESULTS.glob("*x*/ranks.json")):
+        report = RanksReport.read(path)
+        for name, content in (("ranks", speedups(report)), ("sums", sums(report))):
+            write_bytes(content, folder / f"{name}-{path.parent.name}.png")
     diff = DiffReport.model_validate_json((CPU / "diff-fp8.json").read_text())
     write_bytes(diff_to_png(diff), folder / "diff-fp8.png")
 

@@ -1,9 +1,10 @@
 """Result files as Markdown tables inside a document, between markers, so that no figure is typed by hand.
 
-    python docs/_tools/result_tables.py docs/benchmarks/*.md
+    python docs/_tools/result_tables.py docs/benchmarks.md docs/benchmarks/*.md
 
-A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->` or
-`<!-- crossover FILE -->`; its table ends at `<!-- end -->`; the files are relative to the working folder.
+A marker is `<!-- kernel FILE PHASE GEOMETRY -->`, `<!-- shares FILE -->`, `<!-- throughput FILE [PEERS] -->`,
+`<!-- ranks FILE -->` or `<!-- crossover FILE -->`; its table ends at `<!-- end -->`. The files are relative to the working
+folder.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from headway.bench.crossover.view import view
 from headway.bench.generate.report import markdown
 from headway.bench.generate.results import OfflineReport, PeersFile
 from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.bench.studies.ranks.report import markdown as ranks_markdown
+from headway.bench.studies.ranks.results import RanksReport
 from headway.core.system.files import write_whole
 from headway.core.system.provenance import Origin
 from headway.tuning.table.files import read_table
@@ -27,6 +30,7 @@ from headway.tuning.table.files import read_table
 _BLOCK = re.compile(r"(<!-- kernel (\S+) (\w+) (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SHARES = re.compile(r"(<!-- shares (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CROSSOVER = re.compile(r"(<!-- crossover (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_RANKS = re.compile(r"(<!-- ranks (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OFFLINE = re.compile(r"(<!-- throughput (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -39,6 +43,7 @@ def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) 
     files: list[_Result] = [read(Path(match[2])) for marker in (_BLOCK, _SHARES) for match in marker.finditer(text)]
     files += [OfflineReport.read(Path(match[2])) for match in _OFFLINE.finditer(text)]
     files += [read_table(Path(match[2])) for match in _CROSSOVER.finditer(text)]
+    files += [RanksReport.read(Path(match[2])) for match in _RANKS.finditer(text)]
     newest = max(files, key=lambda file: file.date, default=None)
 
     def table(match: re.Match[str]) -> str:
@@ -61,6 +66,11 @@ def render(text: str, read: Callable[[Path], KernelReport] = KernelReport.read) 
         report = read_table(Path(match[2]))
         return f"{match[1]}\n{made_by(report, newest)}\n\n{to_section(view(report))}\n{match[3]}"
 
+    def ranks(match: re.Match[str]) -> str:
+        report = RanksReport.read(Path(match[2]))
+        return f"{match[1]}\n{report.device}. {made_by(report, newest)}\n\n{ranks_markdown(report)}\n{match[3]}"
+
+    text = _RANKS.sub(ranks, text)
     return _CROSSOVER.sub(crossover, _OFFLINE.sub(offline, _SHARES.sub(shares, _BLOCK.sub(table, text))))
 
 

@@ -67,7 +67,8 @@ def throughput(
     workloads = _workloads(workload, batch_size, input_len, output_len, temperature)
     _check(compare, engine["load_format"], profile, temperature, workloads)
     if workloads:
-        _run_offline(model, engine, workloads, OfflineOptions(repeat, warmup, profile), output)
+        options = OfflineOptions(repeat, warmup, profile, engine["tensor_parallel_size"])
+        _run_offline(model, engine, workloads, options, output)
     else:
         (size,) = parse_sizes("--output-len", output_len or str(TEXT_OUTPUT_LEN))[:1]
         _run_texts(model, engine, TextWorkload(num_prompts, size, repeat), compare is not None, output)

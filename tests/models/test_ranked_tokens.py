@@ -12,6 +12,7 @@ import plain_models
 from engine_logits import save_random
 from headway.core.sampling.params import SamplingParams
 from headway.models.families import FAMILIES
+from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from ranked_decoder import decoder_engine
 from run_engine import Written, drain
 from transformers_release import needs
@@ -72,12 +73,24 @@ def test_several_processes_write_what_one_writes(tmp_path: Path, name: str, size
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe, fp8 blocks", "gpt_oss, mxfp4"])
+def test_two_processes_read_their_parts_of_quantised_experts(tmp_path: Path, name: str) -> None:
+    if name == "gpt_oss, mxfp4":
+        folder = save_mxfp4(tmp_path, GPT_OSS)[0]
+    else:
+        folder = save_both(tmp_path, FORMATS["fp8 blocks"], QWEN3_MOE, plain=lambda module: module.endswith("mlp.gate"))[0]
+    expected, found = write(folder, 1), write(folder, 2)
+    assert {key: each.token_ids for key, each in found.items()} == {key: each.token_ids for key, each in expected.items()}
+
+
 def write(folder: Path, size: int) -> dict[tuple[str, int], Written]:
     """What an engine of so many ranks writes after prompts of which some are longer than a step."""
     engine = decoder_engine(folder, size)
     try:
+        vocab_size = engine.limits.vocab_size
         for number, wish in enumerate(WISHES):
-            prompt = [3 + (7 * place + number) % 90 for place in range(5 + 9 * number)]
+            prompt = [3 + (7 * place + number) % (vocab_size - 7) for place in range(5 + 9 * number)]
             params = SamplingParams(max_tokens=8, seed=number, ignore_eos=True, **wish)
             engine.add_request(str(number), engine.limits.checked(prompt, params))
         return drain(engine)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,11 +30,13 @@ if TYPE_CHECKING:
 SCHEMA = "headway.all-reduce/1"
 WAYS = ("one_shot", "nccl")
 """All ways of a GPU, in the order in which they are asked."""
-_CALLS = 20
-"""Calls in the CUDA graph that is timed."""
-_REPLAYS = 5
+_CALLS = 100
+"""Calls in the CUDA graph that is timed. They spread what the launches of two processes lie apart: tens of microseconds."""
+_REPLAYS = 7
 _TOLERANCE = 2.0**-6
 """What sums in bfloat16 may differ by, relative to the largest element, where they round after each rank."""
+_CHECK_SECONDS = 30.0
+"""The longest that a sum of a check takes: another rank may compile the kernel first."""
 log = logging.getLogger("headway")
 
 
@@ -112,7 +118,8 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
     except (ImportError, RuntimeError) as error:
         reason = str(error)
     else:
-        reason = ""
+        refused = os.environ.get("NCCL_P2P_DISABLE", "0") != "0"
+        reason = "NCCL_P2P_DISABLE says that GPUs are not to reach each other's memory" if refused else ""
     if _all(ranks, not reason):
         try:
             memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
@@ -146,12 +153,25 @@ def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
         expected = ranks.all_gather(x).float().sum(0)
         onto = torch.full_like(x, 3.0) if number % 2 else None
         found = way(x, onto).clone()
+        if not _is_done(ranks.device):
+            way.abort()
+            return f"a sum of {count} elements has not ended in {_CHECK_SECONDS:g} s: GPUs do not see what others write"
         error = float((found.float() - expected - (0.0 if onto is None else 3.0)).abs().max() / expected.abs().max())
         if not error < _TOLERANCE:
             return f"a sum of {count} elements is off by {error:.1e}"
         if int((ranks.all_gather(found) != found).sum()):
             return f"ranks got other bits of a sum of {count} elements"
     return ""
+
+
+def _is_done(device: torch.device) -> bool:
+    """Wait, for so long as a check may take, until a device has done what it was given."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    until = time.monotonic() + _CHECK_SECONDS
+    while not (done := bool(event.query())) and time.monotonic() < until:
+        time.sleep(0.0005)
+    return done
 
 
 def _measured(ranks: TorchRanks) -> Tensor:
@@ -167,15 +187,21 @@ def _measured(ranks: TorchRanks) -> Tensor:
     return ranks.all_gather(table).amax(0)
 
 
-def time_all_reduce(ranks: TorchRanks, way: AllReduce, x: Tensor, onto: Tensor | None = None) -> float:
-    """Microseconds of a call in a CUDA graph, on this rank; every rank calls."""
+def time_all_reduce(
+    ranks: TorchRanks,
+    way: AllReduce,
+    x: Tensor,
+    onto: Tensor | None = None,
+    capture: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> float:
+    """Microseconds of a call in a CUDA graph, on this rank; every rank calls. capture: what a library wants around a capture."""
     stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(ranks.device))
     with torch.cuda.stream(stream):
         way(x, onto)  # compiles, and connects
         torch.cuda.synchronize(ranks.device)
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with capture(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for _ in range(_CALLS):
                 way(x, onto)
         times: list[float] = []

@@ -26,6 +26,8 @@ def measure(
     load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "dummy",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs; of vLLM alone.")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="What plain weights are rounded to: fp8; of vLLM alone.")] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed passes; the median counts.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Passes before them.")] = 1,
     output: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
@@ -34,7 +36,7 @@ def measure(
     err = Terminal(stderr=True)
     works = [Nano()] if workload == "nano" else random_workloads(batch_size, input_len, output_len, 0.0)
     command = command_line("python", "-m", "headway.bench.studies.engines")
-    options = PeerOptions(engine, model, load_format, dtype, repeat, warmup, command)
+    options = PeerOptions(engine, model, load_format, dtype, repeat, warmup, command, tensor_parallel_size, quantization)
     with err.status(f"starting {engine}") as status:
         found = run_peer(options, works, resolve_device(device), lambda label: status.update(f"{engine}: {label}"))
     if output is not None:

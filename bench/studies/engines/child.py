@@ -36,6 +36,8 @@ def vllm(request: dict[str, Any]) -> Engine:
         model=request["folder"],
         load_format=request["load_format"],
         dtype=request["dtype"],
+        tensor_parallel_size=request["tensor_parallel_size"],
+        quantization=request["quantization"],
         skip_tokenizer_init=True,
         max_model_len=request["max_model_len"],
         max_num_seqs=request["max_num_seqs"],

@@ -39,6 +39,10 @@ class PeerOptions:
     """Timed passes of each workload; the one of the median rate counts."""
     warmup: int = 1
     command: str = ""
+    tensor_parallel_size: int = 1
+    """GPUs, of vLLM alone."""
+    quantization: str | None = None
+    """What plain weights are rounded to on loading, of vLLM alone."""
 
 
 def run_peer(
@@ -54,6 +58,8 @@ def run_peer(
     """
     if options.engine not in ENGINES:
         raise ConfigError("engine", " or ".join(ENGINES), repr(options.engine))
+    if options.engine != "vllm" and (options.tensor_parallel_size > 1 or options.quantization is not None):
+        raise ConfigError("--tensor-parallel-size and --quantization", "vllm", options.engine)
     module = ENGINES[options.engine][0]
     if find_spec(module) is None:
         reason = Reason(options.engine, f"the module {module}", "none installed here", f"pip install {options.engine}")
@@ -88,12 +94,18 @@ def run_peer(
     )
     return PeersFile(
         device=identify_device(device).name,
-        model=f"{options.model}, {options.load_format} weights, {options.dtype}",
+        model=", ".join([options.model, f"{options.load_format} weights", options.dtype, *_more(options)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=options.command,
         origin=Origin.here(),
         peers=[peer],
     )
+
+
+def _more(options: PeerOptions) -> list[str]:
+    """What is not usual of an engine, in words."""
+    size, quantization = options.tensor_parallel_size, options.quantization
+    return [*([quantization] if quantization else []), *([f"tensor-parallel size {size}"] if size > 1 else [])]
 
 
 def _request(
@@ -110,6 +122,8 @@ def _request(
         "load_format": options.load_format,
         "dtype": options.dtype,
         "device": str(device),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "quantization": options.quantization,
         "max_model_len": max(workload.max_len for workload in workloads),
         "max_num_seqs": max(256, *(workload.batch_size for workload in workloads)),
         "repeat": options.repeat,

@@ -67,6 +67,12 @@ class MeasuredPoint:
     file: str
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 256
+    gpu: str = "h200"
+    """A kind of GPU that `headway plan` knows."""
+    ranks: int = 1
+    """GPUs of the engine."""
+    weights: str = "model"
+    """A format of `headway plan`."""
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}"

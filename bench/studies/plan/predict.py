@@ -20,9 +20,9 @@ from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_o
 from headway.plan.demand import Demand
 from headway.plan.devices import GPU_KINDS
 from headway.plan.memory import EngineLimits, EngineMemory
-from headway.plan.model_costs import rank_costs
+from headway.plan.model_costs import RankCosts, rank_costs, weight_format
 from headway.plan.read_model import PlannedModel, read_planned_model
-from headway.plan.simulation import Replica, SimulatedRequest
+from headway.plan.simulation import Latencies, Replica, SimulatedRequest
 from headway.plan.step_time import StepParts, StepPredictor, StepWork
 from headway.plan.utilisation import Utilisation
 from headway.tuning.table.files import read_table
@@ -99,15 +99,17 @@ def trace(point: MeasuredPoint) -> Trace:
 
 def step_times(point: MeasuredPoint, reached: Utilisation) -> StepPredictor:
     """The times of a point's steps."""
+    gpu = GPU_KINDS[point.gpu]
+    return StepPredictor(gpu, _costs(point), reached, AttentionTimes(gpu, reached, h200_tables() if point.gpu == "h200" else ()))
+
+
+def _costs(point: MeasuredPoint) -> RankCosts:
     model = read_model(point.model, point.num_layers)
-    gpu = GPU_KINDS["h200"]
-    costs = rank_costs(*model, kv_cache_dtype=point.kv_cache_dtype)
-    return StepPredictor(gpu, costs, reached, AttentionTimes(gpu, reached, h200_tables()))
+    return rank_costs(*model, point.ranks, point.kv_cache_dtype, weight_format(point.weights))
 
 
 def _replica(point: MeasuredPoint, times: Any, request_seconds: float = 0.0) -> Replica:
-    model = read_model(point.model, point.num_layers)
-    caches = rank_costs(*model, kv_cache_dtype=point.kv_cache_dtype).layers.cached
+    caches = _costs(point).layers.cached
     pages = page_format(caches, [layout_of(spec) for spec in caches], 16, _LONGEST)
     return Replica(
         times, EngineMemory(pages, _PAGES, EngineLimits(point.max_num_seqs, _LONGEST)), request_seconds=request_seconds
@@ -118,9 +120,14 @@ def _requests(point: MeasuredPoint) -> list[SimulatedRequest]:
     return [SimulatedRequest(0.0, point.input_len, point.output_len)] * point.batch
 
 
+def latencies(point: MeasuredPoint, reached: Utilisation) -> Latencies:
+    """What the requests of a point see by the simulation, as `headway plan` makes it."""
+    return _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(_requests(point))
+
+
 def simulate(point: MeasuredPoint, reached: Utilisation) -> float:
-    """A point's figure by the simulation, as `headway plan` makes it."""
-    found = _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(_requests(point))
+    """A point's figure by the simulation."""
+    found = latencies(point, reached)
     if point.metric == "seconds":
         return found.seconds
     return 1e3 * statistics.mean(found.first_token if point.metric == "first_token_ms" else found.per_token)

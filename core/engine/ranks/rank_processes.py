@@ -102,8 +102,10 @@ class RankProcesses:
             with suppress(OSError):  # it has ended, which the watch tells of
                 wire.send(start)
         self._await(RankJoins)
-        ranks: TorchRanks = TorchRanks(store, 0, self.size, torch.device(self._devices[0]), self.progress)
+        device = torch.device(self._devices[0])
+        ranks: TorchRanks = self._watch.unless_lost(lambda: TorchRanks(store, 0, self.size, device, self.progress))
         self._watch.abort = ranks.abort
+        self.check()  # a rank that was lost before that has ended nothing here
         return ranks
 
     def choose(self, choices: object) -> None:

@@ -6,10 +6,11 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from headway.core.engine.ranks.rank_messages import RankFailed
 from headway.core.engine.state.executor import ExecutorLostError
@@ -18,6 +19,7 @@ from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.wire import Wire
 
 log = logging.getLogger("headway")
+Result = TypeVar("Result")
 
 SILENT_SECONDS: Final = 6.0
 """Seconds without a sign of life, or at one place while rank 0 waits, after which a rank counts as stuck."""
@@ -90,6 +92,27 @@ class RankWatch:
         if found is None:
             raise self.lost or ExecutorLostError(_WAS_ENDED)
         return found
+
+    def unless_lost(self, meet: Callable[[], Result]) -> Result:
+        """Return what a call returns in which the ranks of a start meet.
+
+        It runs in a thread of its own, which is left behind where a rank is lost: until the group is made, nothing can end a
+        library's wait for a process that is gone.
+
+        :raises ExecutorLostError: a rank has ended or failed.
+        """
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(meet())
+            except BaseException as error:
+                outcome.set_exception(error)
+            self._messages.put((0, outcome))
+
+        Thread(target=run, name="headway-ranks-meet", daemon=True).start()
+        self.next_message()
+        return outcome.result()
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
         """Call a function, in a thread of the watch, when a rank is lost; at once if one is."""

@@ -153,7 +153,10 @@ def _joined(store: Store, rank: int, size: int, device: torch.device) -> Any:
         torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = _FOREVER
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        group: Any = dist.ProcessGroupNCCL(store, rank, size, nccl)
+        group.allreduce([torch.zeros(1, device=device)]).wait()  # connects the ranks, and waits for ever for one that is gone
+        torch.cuda.synchronize(device)
+        return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     gloo._timeout = _JOIN

@@ -57,6 +57,7 @@ def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
         "qwen3-0.6b": (596_049_920, 114_688),
         "qwen3-30b-a3b": (30_532_122_624, 98_304),
         "llama-3-8b": (8_030_261_248, 131_072),
+        "llama-3-70b": (70_553_706_496, 327_680),
         "qwen3-next-80b-a3b": (79_674_391_296, 24_576),  # less what proposes drafts
     }
 
@@ -76,6 +77,14 @@ def test_of_experts_a_step_reads_those_that_its_tokens_touch() -> None:
     assert floor.decode == pytest.approx(10 * (2 * dense + roofline.expert_bytes(16)) / 1e9)
     more = roofline.prefill_flops([7]) - 4 * 32 * 128 * 48 * 28
     assert more == 2 * (7 * (dense - 151936 * 2048 + 8 * expert) + 151936 * 2048)
+
+
+def test_each_of_several_ranks_reads_and_computes_its_part() -> None:
+    config = read_decoder_config(read_config(SHAPES / "qwen3-30b-a3b"))
+    whole, part = (Roofline(config, [AttentionSpec(32 // n, 4 // n, 128, 1.0, torch.bfloat16, CPU)] * 48, n) for n in (1, 2))
+    stats, rates = EngineStats(num_steps=10, num_decode_tokens=160, kv_tokens_read=1000), Rates(4000.0, 700.0)
+    one, two = (each.floor(stats, [8192], 16384, rates) for each in (whole, part))
+    assert (2 * two.decode, 2 * two.prefill) == (pytest.approx(one.decode), pytest.approx(one.prefill))
 
 
 def test_the_floor_is_bytes_over_the_read_rate_and_operations_over_the_matrix_rate(model: tuple[Decoder, int]) -> None:

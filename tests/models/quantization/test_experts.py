@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen2MoeConfig
 
 from headway.core.contract.spec import DTYPES
+from headway.models.axes import Division
 from headway.models.cut import ModelCut
 from headway.models.experts.forms import forms_of, reads_experts
 from headway.models.experts.weights import ExpertWeights, each_expert, take_experts
@@ -91,6 +92,17 @@ def test_what_ends_within_a_block_is_expanded_and_rows_are_not(tmp_path: Path) -
         found = take(quantized, rank, 4)
         assert forms_of(found) == ("fp8 1x64", "")
         check(found, take(dense, rank, 4))
+
+
+@pytest.mark.parametrize(
+    ("inner", "unit", "whole"),
+    [(768, 128, {1: True, 2: True, 3: True, 4: False, 6: True}), (2880, 32, {2: True, 4: False, 5: True})],
+)
+def test_which_numbers_of_ranks_divide_the_blocks_of_published_experts(inner: int, unit: int, whole: dict[int, bool]) -> None:
+    """Qwen3-30B-A3B-FP8's in blocks of 128, gpt-oss's in groups of 32: a rank holds whole ones, or what it holds is expanded."""
+    for size, expected in whole.items():
+        axes = [Division(rank, size).even(inner) for rank in range(size)]
+        assert all(axis.rounded(unit) == axis for axis in axes) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

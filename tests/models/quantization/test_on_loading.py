@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from dense_attention import DenseAttention
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.ranks import Ranks
+from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.loader import load_model
 from headway.models.quantization.rounding import float8, int4, int8
 from quantized_models import FORMATS, save_both
+from thread_ranks import on_ranks
 
 
 @pytest.mark.parametrize("shape", [(96, 256), (130, 200)])
@@ -45,6 +50,23 @@ def test_a_model_rounded_on_loading_is_the_model_of_the_rounded_weights(tmp_path
         for one, other in zip(layer.linears, plain.linears, strict=True):
             x = torch.randn(3, one.in_features)
             torch.testing.assert_close(one(x), other(x), rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_round_their_parts_as_well_as_one_rounds_all(tmp_path: Path) -> None:
+    """A row that is cut has a scale on each rank, so that no bits are those of one rank."""
+    _, dense = save_both(tmp_path, FORMATS["fp8"])
+
+    def logits(ranks: Ranks, quantization: str | None = "fp8") -> Tensor:
+        options: Any = {"skip_tokenizer_init": True, "quantization": quantization, "ranks": ranks}
+        model: Any = load_model(str(dense), "float32", **options).decoder
+        attention = DenseAttention(model)
+        attention.begin([(0, 9)])
+        return join_logits(model.compute_logits(model(torch.arange(9), torch.arange(9), attention)), model.vocab_size, ranks)
+
+    (plain,) = on_ranks(1, lambda ranks: logits(ranks, None))
+    (one,) = on_ranks(1, logits)
+    for found in on_ranks(2, logits):
+        assert 0 < float((found - plain).norm()) < 1.5 * float((one - plain).norm())
 
 
 def test_random_weights_have_the_format_that_the_configuration_says(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,12 +19,13 @@ import torch
 
 from headway.core.contract.errors import HeadwayError
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.structured import StructuredOutputsParams
 from proposer_stub import told_of
-from ranked_model import RankedModel, assert_ended, pids_of, ranked_engine
+from ranked_model import RankedModel, assert_ended, make_rank, pids_of, ranked_engine
 from run_engine import Written, drain, generate
 
 
@@ -203,6 +205,17 @@ def test_a_step_that_fails_on_rank_0_is_the_last(engines: list[EngineLoop]) -> N
 def test_a_rank_that_fails_at_its_start_is_told_of_in_one_line() -> None:
     with pytest.raises(HeadwayError, match=r"^rank 1 of 2 failed at its start: RuntimeError: no part of the model here; .*$"):
         ranked_engine(2, EngineConfig(kv_cache_memory=2**20), fault="start")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_before_it_meets_the_others_fails_the_start_at_once() -> None:
+    """gloo itself would wait for a minute, and NCCL for ever."""
+    processes = RankProcesses(2, "rank_that_leaves", ["cpu"] * 2, num_threads=1)
+    began = time.monotonic()
+    with pytest.raises(ExecutorLostError, match=r"^rank 1 of 2 failed at its start: its process \d+ was killed by SIGKILL"):
+        processes.join(partial(make_rank, config=EngineConfig(), max_decode_len=1))
+    assert time.monotonic() - began < 10
+    processes.end()
 
 
 @pytest.mark.slow

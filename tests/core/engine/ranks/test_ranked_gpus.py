@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +15,7 @@ from headway import LLM
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.child import module_path
 from ranked_model import assert_ended, pids_of, ranked_engine
 from run_engine import generate
 
@@ -46,6 +51,44 @@ def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
         written.append([each.outputs[0].token_ids for each in outputs])
         del llm
     assert written[0] == written[1]
+
+
+def test_gpus_that_are_not_to_reach_each_other_sum_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = []
+    for disabled in ("0", "1"):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+        engine = ranked_engine(2, EngineConfig(**CONFIG), device="cuda")
+        written.append(
+            [each.token_ids for each in generate(engine, [[7, 3, 9]] * 2, SamplingParams(temperature=0, max_tokens=30))]
+        )
+        engine.executor.shutdown()
+    assert written[0] == written[1]
+    (told,) = [each.getMessage() for each in caplog.records if "one_shot is left out" in each.getMessage()]
+    assert "NCCL_P2P_DISABLE" in told
+
+
+MEETS_NOBODY = """
+from functools import partial
+from headway.core.engine.ranks.rank_processes import RankProcesses
+from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.executor import ExecutorLostError
+from ranked_model import make_rank
+processes = RankProcesses(2, "rank_that_leaves", ["cuda:0", "cuda:1"])
+try:
+    processes.join(partial(make_rank, config=EngineConfig(), max_decode_len=1))
+except ExecutorLostError as error:
+    print(error)
+processes.end()
+"""
+
+
+def test_a_rank_that_dies_before_it_meets_the_others_fails_the_start_at_once() -> None:
+    """NCCL waits for it in a thread that is left behind, with which the process must end all the same."""
+    environment = {**os.environ, "PYTHONPATH": module_path()}
+    done = subprocess.run([sys.executable, "-c", MEETS_NOBODY], env=environment, capture_output=True, text=True, timeout=60)
+    assert re.match(r"rank 1 of 2 failed at its start: its process \d+ was killed by SIGKILL", done.stdout), done
 
 
 @pytest.mark.parametrize("fault", ["kill", "raise", "stop", "loop"])

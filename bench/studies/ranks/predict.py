@@ -1,0 +1,93 @@
+"""What `headway plan` expects of several GPUs of a kind: written down before, by the same workloads that are measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from headway.bench.studies.plan.points import MeasuredPoint
+from headway.bench.studies.plan.predict import latencies
+from headway.bench.studies.ranks.results import PlannedRun, RanksPrediction
+from headway.core.system.provenance import Origin, command_line
+from headway.core.system.terminal import Terminal
+from headway.plan.devices import gpu_kind
+from headway.plan.utilisation import H200
+
+LENGTHS: Final = (512, 512)
+"""Tokens in and out of every request."""
+SUM_BYTES: Final = tuple(2**power for power in range(13, 24))
+"""8 KiB to 8 MiB."""
+
+
+class PlannedWork(NamedTuple):
+    """A model with as many requests at once, on one GPU too or on several alone."""
+
+    model: str
+    weights: str
+    batches: Sequence[int]
+    alone: bool
+    """Whether one GPU has room for it."""
+
+
+WORKS: Final = (
+    PlannedWork("llama-3-8b", "model", (1, 64), True),
+    PlannedWork("llama-3-70b", "model", (1,), False),
+    PlannedWork("llama-3-70b", "fp8", (1,), False),
+    PlannedWork("qwen3-30b-a3b", "model", (64,), True),
+)
+
+
+def predict_runs(gpu: str, ranks: int) -> RanksPrediction:
+    """Predict every workload on one GPU and on `ranks` of a kind.
+
+    :raises ConfigError: `headway plan` does not know the kind, or has no times of so many.
+    """
+    kind = gpu_kind(gpu)
+    runs = [
+        _run(work, batch, size, kind.name)
+        for work in WORKS
+        for batch in work.batches
+        for size in ((1, ranks) if work.alone else (ranks,))
+    ]
+    return RanksPrediction(
+        command=command_line("python", "-m", "headway.bench.studies.ranks"),
+        origin=Origin.here(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        gpu=kind.title,
+        runs=runs,
+        sum_bytes=list(SUM_BYTES),
+        sum_us={str(ranks): [kind.all_reduce.us(ranks, num_bytes) for num_bytes in SUM_BYTES]},
+    )
+
+
+def _run(work: PlannedWork, batch: int, ranks: int, gpu: str) -> PlannedRun:
+    point = MeasuredPoint(work.model, None, batch, *LENGTHS, "seconds", 0.0, "", gpu=gpu, ranks=ranks, weights=work.weights)
+    found = latencies(point, H200)
+    return PlannedRun(
+        model=work.model,
+        weights=work.weights,
+        ranks=ranks,
+        batch=batch,
+        input_len=LENGTHS[0],
+        output_len=LENGTHS[1],
+        tokens_per_second=batch * LENGTHS[1] / found.seconds,
+        first_token_ms=1e3 * statistics.mean(found.first_token),
+        per_token_ms=1e3 * statistics.mean(found.per_token),
+    )
+
+
+def print_prediction(prediction: RanksPrediction, console: Terminal) -> None:
+    """Print a prediction as a table."""
+    table = Table(title=f"{prediction.gpu}, predicted", box=box.SIMPLE_HEAD)
+    for column in ("model", "weights", "GPUs", "requests x in/out", "tokens/s", "first, ms", "token, ms"):
+        table.add_column(column, justify="left" if column in ("model", "weights") else "right")
+    for run in prediction.runs:
+        work = f"{run.batch} x {run.input_len}/{run.output_len}"
+        figures = f"{run.tokens_per_second:,.0f}", f"{run.first_token_ms:.1f}", f"{run.per_token_ms:.2f}"
+        table.add_row(run.model, run.weights, str(run.ranks), work, *figures)
+    console.print(table)
