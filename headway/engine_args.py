@@ -110,6 +110,7 @@ class EngineArgs(EngineConfig):
         Iterable[object],
         "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits.",
     ] = ()
+    worker_extension_cls: Annotated[str, "Class whose methods LLM.collective_rpc calls beside its own, as MODULE.CLASS."] = ""
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
     ] = None

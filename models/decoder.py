@@ -78,7 +78,7 @@ class Decoder:
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
         """
-        self.config, names = config, config.names
+        self.config, names, self._invariant = config, config.names, batch_invariant
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
@@ -118,6 +118,21 @@ class Decoder:
         }
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
         """k_scale and v_scale of each attention layer's cache where it is fp8, from the checkpoint or 1."""
+
+    def part(self, index: int | None) -> object:
+        """A layer, or (None) what stands around the layers."""
+        return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
+
+    def rebuilt(self, index: int | None, weights: WeightSource) -> object:
+        """Build a part anew, of other weights; only of a decoder on one rank. Raises as `__init__`."""
+        if index is None:
+            return Decoder(replace(self.config, layers=()), weights, self._invariant).part(None)
+        cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
+        before = self.layers[:index]
+        places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
+        layer = DecoderLayer(cut.own, index, places, LayerTensors(cut.own, weights, cut, ONE_RANK), self._invariant)
+        layer.absorb_norms(self.operations)
+        return layer
 
     @property
     def vocab_size(self) -> int:
@@ -202,6 +217,11 @@ class DecoderLayer:
         """Merge norms into the products that follow them, where the operations can."""
         for part in self._parts:
             part.absorb_norms(ops)
+
+    @property
+    def num_states(self) -> int:
+        """Layers with a state among its parts."""
+        return 0 if self.state is None else len(self.state.state_layers)
 
     @property
     def linears(self) -> list[Linear]:

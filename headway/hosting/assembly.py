@@ -78,6 +78,8 @@ class Assembly(NamedTuple):
     """What the options say of requests."""
     settings: VllmConfig | None = None
     """The options under vLLM's names, for programs that read them."""
+    worker_extension: str = ""
+    """The option worker_extension_cls."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -183,7 +185,7 @@ def _assemble(
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     _settle(settings, args, engine)
-    return Assembly(registry, device, num_threads, model, engine, stats_log, clock, rules, settings)
+    return Assembly(registry, device, num_threads, model, engine, stats_log, clock, rules, settings, args.worker_extension_cls)
 
 
 def _measured(

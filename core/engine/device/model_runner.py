@@ -125,6 +125,11 @@ class ModelRunner:
         graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
         self._graphs = graphs
 
+    def release_graphs(self) -> None:
+        """Drop all graphs, and the memory that they hold; `capture` makes them again."""
+        self._graphs = None
+        self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
+
     def forget_tokens(self) -> None:
         """Start every row anew, after the steps of a warm-up."""
         self._newest.zero_()
