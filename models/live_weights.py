@@ -90,7 +90,9 @@ class LiveWeights:
         """The tensors that `read_again` fills: those of the parts, without what their operations have made for themselves."""
         decoder = self._decoder
         parts = [decoder.part(index) for index in (None, *range(decoder.config.num_layers))]
-        made = {each.untyped_storage()._cdata for each in held_tensors(decoder.operations).values() if each.layout == torch.strided}
+        made = {
+            each.untyped_storage()._cdata for each in held_tensors(decoder.operations).values() if each.layout == torch.strided
+        }
         found = (each for each in held_tensors(*parts).values() if each.layout == torch.strided)
         return [each for each in found if each.untyped_storage()._cdata not in made]
 
@@ -147,7 +149,9 @@ class LiveWeights:
         """Copy the tensors of a part that was built anew to where those of the running one lie."""
         running = self._decoder.part(index)
         if told_of(running) != told_of(built):
-            raise ConfigError("load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}")
+            raise ConfigError(
+                "load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}"
+            )
         old, new = held_tensors(running), held_tensors(built)
         for path, tensor in new.items():
             there = old.get(path)

@@ -21,7 +21,6 @@ from headway.core.sampling.vocabulary import Gathers
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
 
-
 WEIGHTS, CACHE = "weights", "kv_cache"
 """What of an executor sleeps and wakes; vLLM's words."""
 
