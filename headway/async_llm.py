@@ -279,7 +279,7 @@ class AsyncLLM:
     ) -> list[Any]:
         """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
 
-        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait at most.
+        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
         """
         call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
         return await asyncio.wait_for(call, timeout)

@@ -66,8 +66,8 @@ class EngineAccess(ABC):
     def sleep(self, level: int = 1) -> None:
         """Give the memory of weights and cache back until `wake_up`; requests are refused meanwhile.
 
-        level: 1 keeps the weights in the host's memory, 2 reads them from the model's files on waking. The prompts in the cache are
-        forgotten. On a GPU, waking copies weights and captures CUDA graphs anew; on a CPU the weights of level 1 stay where they are.
+        level: 1 keeps the weights in the host's memory, 2 reads them from the model's files on waking. The prompts in the cache
+        are forgotten. On a GPU, waking captures CUDA graphs anew; on a CPU the weights of level 1 stay where they are.
 
         :raises ConfigError: a request is unfinished, the engine has several ranks, or level 2 of quantised weights or experts.
         """
@@ -92,8 +92,8 @@ class EngineAccess(ABC):
     ) -> list[Any]:
         """Call a function with the engine's worker, or a method of the worker, between two steps; a list of the one result.
 
-        The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the methods
-        of the class that worker_extension_cls names. timeout is not read: the call is made in this process.
+        The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
+        methods of the class that worker_extension_cls names. timeout is not read: the call is made in this process.
 
         :raises ConfigError: the engine has several ranks, or the worker no such method.
         """

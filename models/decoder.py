@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -161,9 +162,25 @@ class Decoder:
         """Positions the model was made for."""
         return self.config.max_position_embeddings
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
+    @property
+    def embedding_size(self) -> int:
+        """See core.contract.model.embedding_size."""
+        return self.config.hidden_size
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, attention: Attention, embedded: Sequence[tuple[int, Tensor]] = ()
+    ) -> Tensor:
+        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed.
+
+        embedded: (index of a token, rows [count, hidden_size]), what this token and the next ones have in place of what the
+        embedding gives, scaled where that is; learned positions are added.
+        """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
+        for first, rows in embedded:
+            own = slice(first, first + len(rows))
+            x[own] = rows.to(x.dtype)
+            if self.embed.positions is not None:
+                x[own] += self.embed.positions[positions[own]]
         for layer in self.layers:
             x = layer(x, ropes, self.operations, attention)
         return self.operations.norm(x, self.norm)

@@ -140,7 +140,7 @@ class LiveWeights:
         return None
 
     def _ignores(self, name: str) -> bool:
-        """Whether a tensor may be given that nobody takes: what the checkpoint may have, too, and a head that is the embedding."""
+        """Whether a tensor may be given that nobody takes: what the checkpoint may have too, and a head that is the embedding."""
         names, tied = self._decoder.config.names, self._decoder.config.tie_word_embeddings
         head = tied and name.endswith(f"{names.head}.weight")
         return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)

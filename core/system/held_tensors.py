@@ -14,7 +14,7 @@ _OWN = "headway."
 
 
 def held_tensors(*roots: object) -> dict[str, Tensor]:
-    """Every tensor that can be reached from objects of Headway's or modules of torch's, by its path, such as `0.layers.3.norm.weight`.
+    """Every tensor that can be reached from objects of Headway's or modules of torch's, by its path: `0.layers.3.norm.weight`.
 
     Equal objects have equal paths. A tensor that several paths lead to stands under the first; views of it under their own.
     """

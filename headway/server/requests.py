@@ -153,7 +153,10 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
+    """None: prompt_embeds has the prompts."""
+    prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
+    """Prompts as rows of embeddings, base64 of what torch.save writes; they come before those of `prompt`."""
     echo: bool | None = False
     """Begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)

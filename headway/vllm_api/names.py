@@ -33,6 +33,7 @@ HOMES: Final = {
     "CompilationConfig": f"{_CONFIGS}.CompilationConfig",
     "CompletionOutput": f"{_OUTPUTS}.CompletionOutput",
     "Counter": f"{_METRICS}.EngineCounter",
+    "EmbedsPrompt": f"{_PROMPTS}.EmbedsPrompt",
     "EmbeddingOutput": f"{_OUTPUTS}.EmbeddingOutput",
     "EmbeddingRequestOutput": f"{_OUTPUTS}.EmbeddingRequestOutput",
     "EngineArgs": "headway.engine_args.EngineArgs",
@@ -83,7 +84,7 @@ LACKING: Final = {
         "MultiModalDataDict MultiModalDataBuiltins convert_image_mode rescale_image_size ExplicitEncoderDecoderPrompt",
         TEXT_ALONE,
     ),
-    **of_each("EmbedsPrompt DataPrompt", "not supported yet: prompts are texts or token ids"),
+    "DataPrompt": "not supported: prompts are texts, token ids or embeddings",
     **of_each("KVTransferConfig KVEventsConfig ECTransferConfig", NO_TRANSFER),
     **of_each("ModelRegistry", "not supported: a model of transformers runs by model_impl='transformers'"),
     **of_each(
