@@ -15,8 +15,8 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
+from headway.engine_access import AsyncModelAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver, driver_of
 from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
 from headway.hosting.process_host import EngineProcess
@@ -38,7 +38,7 @@ _TOKENISERS = 2
 """Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncModelAccess):
     """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
 
     Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
@@ -257,32 +257,6 @@ class AsyncLLM:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
         await self.query(_forget_prefixes)
         return True
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache back until `wake_up`; see LLM.sleep. Requests must have ended before."""
-        await self.run_task(partial(live_model.sleep, level=level))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back; see LLM.wake_up."""
-        await self.run_task(partial(live_model.wake_up, tags=tags))
-
-    async def is_sleeping(self) -> bool:
-        """Whether weights or cache sleep."""
-        return await self.run_task(live_model.is_sleeping)
-
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
-
-        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
-        """
-        call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
-        return await asyncio.wait_for(call, timeout)
 
     async def stats(self) -> EngineSnapshot:
         """The engine's figures, at this moment and since its start, read between two steps. Raises as `query`."""

@@ -117,7 +117,7 @@ class LiveWeights:
             if unknown:
                 hint = "the names are the checkpoint's own, before anything is merged"
                 raise ConfigError("load_weights", "names of the model's tensors", ", ".join(unknown[:3]), hint)
-            self._replace(index, built)
+            self._copy_part(index, built)
             self._given |= {name: new[name] for name in names}
         return set(new)
 
@@ -127,7 +127,7 @@ class LiveWeights:
         self._given.clear()
         source = GivenWeights({}, self._open(), self._decoder.config.names.aliases)
         for index in (None, *range(self._decoder.config.num_layers)):
-            self._replace(index, self._decoder.rebuilt(index, source))
+            self._copy_part(index, self._decoder.rebuilt(index, source))
 
     def _layer_of(self, name: str) -> int | None:
         """The layer that a tensor belongs to; None: it belongs to none, as the embedding does."""
@@ -145,7 +145,7 @@ class LiveWeights:
         head = tied and name.endswith(f"{names.head}.weight")
         return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)
 
-    def _replace(self, index: int | None, built: object) -> None:
+    def _copy_part(self, index: int | None, built: object) -> None:
         """Copy the tensors of a part that was built anew to where those of the running one lie."""
         running = self._decoder.part(index)
         if told_of(running) != told_of(built):

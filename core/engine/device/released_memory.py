@@ -66,7 +66,7 @@ def _on_host(storage: UntypedStorage) -> Tensor:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @torch.inference_mode()
