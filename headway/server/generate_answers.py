@@ -66,10 +66,8 @@ class NativeAnswer(Answer):
             "e2e_latency": time.perf_counter() - self._began,
         }
         if asked.return_logprob:
-            scored = [place[token] for place, token in zip(new.logprobs or (), new.token_ids, strict=False)]
-            meta["output_token_logprobs"] = [
-                self._scored(each, token) for each, token in zip(scored, new.token_ids, strict=False)
-            ]
+            pairs = zip(new.logprobs or (), new.token_ids, strict=False)
+            meta["output_token_logprobs"] = [self._scored(place[token], token) for place, token in pairs]
             meta["input_token_logprobs"] = self._of_prompt(output)
             if asked.top_logprobs_num:
                 meta["output_top_logprobs"] = [self._top(place) for place in new.logprobs or ()]

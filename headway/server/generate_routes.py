@@ -18,7 +18,7 @@ from headway.server.options import ServerOptions
 from headway.server.params import completion_params, prompts_of
 from headway.server.reply import Reply
 from headway.server.requests import CompletionRequest
-from headway.server.routing import Endpoint, endpoint, read_text
+from headway.server.routing import Endpoint, endpoint, fields_of, read_text
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -57,7 +57,7 @@ class GenerateRoutes:
         """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
         self._service.check_room()
         text, name = await read_text(request, self._service.options), self._service.names[0]
-        if "prompt" in _fields(text):
+        if "prompt" in fields_of(text):
             demo = DemoRequest.model_validate_json(text)
             body = demo.as_completion()
             return Reply(self._service, DemoAnswer(body, name), partial(self._prepare, body))
@@ -72,7 +72,7 @@ class GenerateRoutes:
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for: a chat where it has messages, else a completion."""
         text = await read_text(request, self._service.options)
-        body, unread = _fields(text), [{"type": "http.request", "body": text, "more_body": False}]
+        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None
         if path is None:
             raise ApiError(400, "this path: needs messages or a prompt, got neither", code="unknown_body")
@@ -123,20 +123,6 @@ class GenerateRoutes:
 def _check_operator(options: ServerOptions) -> None:
     if not options.operator_paths:
         raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
-
-
-def _fields(text: bytes) -> dict[str, Any]:
-    """The fields of a body.
-
-    :raises ApiError: it is no JSON object.
-    """
-    try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body: needs JSON, got {error}") from error
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body: needs a JSON object, got {type(found).__name__}")
-    return found
 
 
 def _json(data: object) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -54,7 +55,7 @@ def test_a_stream_has_the_whole_text_so_far(llm: LLM, http: httpx.Client) -> Non
     assert events.pop() == "[DONE]"
     told = [json.loads(each) for each in events]
     assert told[-1]["text"] == offline(llm).outputs[0].text
-    assert all(later["text"].startswith(before["text"]) for before, later in zip(told, told[1:], strict=False))
+    assert all(later["text"].startswith(before["text"]) for before, later in pairwise(told))
     assert told[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert len(told) == 1 or told[0]["meta_info"]["finish_reason"] is None
 

@@ -1,0 +1,2 @@
+# pip: aiperf
+"""NVIDIA's AIPerf: a profile of streamed chats of synthetic prompts."""

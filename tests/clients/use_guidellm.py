@@ -1,0 +1,2 @@
+# pip: guidellm
+"""guidellm's benchmark of synthetic requests at one rate."""
