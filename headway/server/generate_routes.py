@@ -22,6 +22,9 @@ from headway.server.routing import Endpoint, endpoint, fields_of, read_text
 from headway.server.service import Service
 from headway.version import __version__
 
+POOLING: Final = (*("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),)
+"""Paths that a server of a model which embeds or scores has."""
+BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations")
 _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
@@ -52,6 +55,10 @@ class GenerateRoutes:
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
         app.add_api_route("/flush_cache", endpoint(self.flush_cache), methods=["GET", "POST"])
+        for path in POOLING:
+            app.add_api_route(path, endpoint(self.pools_not), methods=["POST"])
+        for path in BEYOND_TEXT:
+            app.add_api_route(path, endpoint(self.reads_text_alone), methods=["POST"])
 
     async def generate(self, request: Request) -> Response:
         """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
@@ -112,6 +119,15 @@ class GenerateRoutes:
         async for _ in self._llm.generate([0], _PROBE):
             pass
         return Response()
+
+    async def pools_not(self) -> Response:
+        """Refuse: the model generates text."""
+        got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
+        raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
+
+    async def reads_text_alone(self) -> Response:
+        """Refuse: there are models of text alone."""
+        raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
 
     async def flush_cache(self) -> Response:
         """Forget the prompts that the cache holds."""

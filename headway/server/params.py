@@ -114,6 +114,8 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
     wanted, older = body.response_format, body.older_form
+    if older and older.items() <= (body.structured_outputs or {}).items():  # clients of vLLM's send a form by both names
+        older = {}
     if older:
         if body.structured_outputs or (wanted is not None and wanted.type != "text"):
             raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
