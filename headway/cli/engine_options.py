@@ -59,6 +59,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "enable_chunked_prefill",
+        "enable_prompt_embeds",
         "scheduling_policy",
     ),
     "How steps run": (
@@ -66,6 +67,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "cudagraph_capture_sizes",
         "async_scheduling",
         "speculate",
+        "speculative_model",
         "num_speculative_tokens",
     ),
     "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),

@@ -51,6 +51,8 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
         if driver.assembly.model.decoder.expert_kinds:
             raise ConfigError("level", "1 for a model of experts, which are arranged on loading", 2)
     driver.engine.sleep(lost)
+    if driver.assembly.draft is not None:
+        driver.assembly.draft.engine.sleep()
     driver.task_state[_LOST] = level == 2
 
 
@@ -64,7 +66,9 @@ def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
             raise ConfigError("tags", f"{WEIGHTS} and {CACHE}", shown(tag))
     for part in (WEIGHTS, CACHE):
         if tags is None or part in tags:
-            driver.engine.wake(part)
+            for assembly in (driver.assembly, driver.assembly.draft):
+                if assembly is not None:
+                    assembly.engine.wake(part)
     if driver.task_state.get(_LOST) and WEIGHTS not in driver.engine.asleep:
         live_weights(driver, "wake_up").read_again()
         driver.task_state[_LOST] = False

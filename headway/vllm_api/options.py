@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ LLM_OPTIONS: Final = {
     "attention_config": "its backend alone is read: Headway calls it attn_backend, and the rest attn_options",
     **of_each("worker_cls scheduler_cls", "not supported: plugins register backends, layouts and proposers"),
     "disable_sliding_window": "not supported: a model's windows are part of what it computes",
-    "speculative_config": "method may be ngram or suffix; a draft model is not supported yet",
+    "speculative_config": "method may be ngram, suffix or draft_model",
     "additional_config": "not supported: docs/options.md lists the options",
 }
 """Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
@@ -56,7 +57,7 @@ FLAGS: Final = {
     "disable_log_stats": "Headway calls it log_stats_interval: seconds between two lines of statistics in the log",
     "kv_cache_memory_bytes": "Headway calls it kv_cache_memory",
     "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
-    "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
+    "speculative_config": "Headway calls it speculate or speculative_model, and num_speculative_tokens",
     "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
     "convert": "Headway calls it task: embed or score",
     "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
@@ -191,15 +192,17 @@ def _speculation(value: Any) -> dict[str, Any]:
     method = str(given.get("method", "draft_model" if "model" in given else "ngram"))
     if method == "[ngram]":
         method = "ngram"
-    if method not in ("ngram", "suffix", "ngram_gpu"):
-        need = "the method ngram or suffix"
-        hint = "drafts of a model are not supported yet; speculate takes a plugin's proposer too"
-        raise ConfigError("speculative_config", need, method, hint)
+    if method not in ("ngram", "suffix", "ngram_gpu", "draft_model"):
+        need = "the method ngram, suffix or draft_model"
+        raise ConfigError("speculative_config", need, method, "heads of EAGLE, Medusa and MTP are not supported yet")
+    if method == "draft_model" and not isinstance(given.get("model"), str):
+        raise ConfigError("speculative_config", "the draft's name as model", shown(given.get("model")))
     most = given.get("num_speculative_tokens", MAX_DRAFT_TOKENS)
     if isinstance(most, int) and most > MAX_DRAFT_TOKENS:
         log.warning("speculative_config: %d tokens are guessed at most, not %d", MAX_DRAFT_TOKENS, most)
         most = MAX_DRAFT_TOKENS
-    return {"speculate": method.removesuffix("_gpu"), "num_speculative_tokens": most}
+    source = {"speculative_model": given["model"]} if method == "draft_model" else {"speculate": method.removesuffix("_gpu")}
+    return {**source, "num_speculative_tokens": most}
 
 
 def _structured(value: Any) -> dict[str, Any]:
@@ -243,9 +246,11 @@ def _converted(value: object) -> dict[str, Any]:
 
 def _executor(value: object) -> dict[str, Any]:
     """Who starts the ranks of tensor_parallel_size: Headway, whatever is asked for, and never another program."""
-    if value not in ("mp", "uni", "ray"):
+    alone = value == "external_launcher" and os.environ.get("WORLD_SIZE", "1") == "1"
+    if value not in ("mp", "uni", "ray") and not alone:
         hint = "tensor_parallel_size starts a process for each rank"
-        raise ConfigError("distributed_executor_backend", "mp, uni or ray", shown(value), hint)
+        need = "mp, uni or ray, or one process alone that torchrun has started"
+        raise ConfigError("distributed_executor_backend", need, shown(value), hint)
     if value == "ray":
         log.warning("distributed_executor_backend: ranks are processes of this machine; Ray starts none of them")
     return {}
@@ -273,7 +278,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "load_format": _renamed("load_format", dict.fromkeys(("safetensors", "hf"), "auto")),
     "model_impl": _renamed("model_impl", {"vllm": "headway"}),
     "speculative_config": _speculation,
-    "speculative_model": lambda model: _speculation({"method": model}),
+    "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,
     "task": _renamed("task", _TASKS),
     "trust_remote_code": _trust,
