@@ -158,9 +158,7 @@ def _assemble(
     with clock.part("weights"):
         model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
-    draft = (
-        None if args.speculative_model is None else load_draft(args, device, partial(_assemble_draft, device=device, clock=clock))
-    )
+    draft = _assemble_draft(args, device, clock)
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
