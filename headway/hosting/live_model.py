@@ -99,7 +99,8 @@ class ServedModel:
 
     def __init__(self, driver: EngineDriver) -> None:
         self._driver = driver
-        self.config = driver.assembly.model.decoder.config
+        self.config = getattr(driver.assembly.model.decoder, "config", None)
+        """The decoder's configuration; None: transformers computes the model."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Replace weights by the names that the checkpoint has; see the function of this name."""
