@@ -80,9 +80,12 @@ class LiveWeights:
     all of its own. What was given stays in the host's memory for that.
     """
 
-    def __init__(self, decoder: Decoder, checkpoint: Callable[[], WeightSource]) -> None:
-        """checkpoint: opens the one that the decoder was loaded from."""
-        self._decoder, self._open = decoder, checkpoint
+    def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:
+        """checkpoint: opens the files that the decoder was loaded from, or (dummy=True) random weights in their place.
+
+        dummy: which of them it has now.
+        """
+        self._decoder, self._checkpoint, self.dummy = decoder, checkpoint, dummy
         self._given: dict[str, Tensor] = {}
 
     @property
@@ -128,6 +131,9 @@ class LiveWeights:
         source = GivenWeights({}, self._open(), self._decoder.config.names.aliases)
         for index in (None, *range(self._decoder.config.num_layers)):
             self._copy_part(index, self._decoder.rebuilt(index, source))
+
+    def _open(self) -> WeightSource:
+        return self._checkpoint(dummy=self.dummy)
 
     def _layer_of(self, name: str) -> int | None:
         """The layer that a tensor belongs to; None: it belongs to none, as the embedding does."""

@@ -114,8 +114,8 @@ def load_model(
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
-            again = partial(_weights, native, folder, chosen, device, dummy, stored, quantization, keep_quantized)
-            live = LiveWeights(decoder, again) if ranks.size == 1 else None
+            again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True)
+            live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"

@@ -205,7 +205,7 @@ def _assemble_draft(args: EngineArgs, device: torch.device, clock: PartClock) ->
 def _proposer(named: ProposerInfo | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
     """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
     if draft is not None:
-        return proposer_of(draft, model.name, model.decoder.vocab_size)
+        return proposer_of(draft.engine, draft.model, model)
     return None if named is None else named.make(ProposerOptions())
 
 

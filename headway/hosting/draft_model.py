@@ -19,7 +19,7 @@ from headway.core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from headway.engine_args import EngineArgs
-    from headway.hosting.assembly import Assembly
+    from headway.models.loader import LoadedModel
 
 _SHARE = 0.1
 """Share of a GPU's free memory that the draft's cache takes."""
@@ -94,12 +94,13 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
     )
 
 
-def proposer_of(draft: Assembly, name: str, vocab_size: int) -> DraftModel:
-    """What guesses tokens for a model of this name and vocabulary.
+def proposer_of(engine: EngineLoop, draft: LoadedModel, target: LoadedModel) -> DraftModel:
+    """What guesses tokens for a model. engine: the draft's.
 
     :raises ConfigError: the draft has another vocabulary.
     """
-    if draft.model.decoder.vocab_size != vocab_size:
-        need = f"a model with the vocabulary of {name}, {vocab_size} tokens"
-        raise ConfigError("speculative_model", need, f"{draft.model.name} with {draft.model.decoder.vocab_size}")
-    return DraftModel(draft.engine)
+    size, own = target.decoder.vocab_size, draft.decoder.vocab_size
+    if own != size:
+        need = f"a model with the vocabulary of {target.name}, {size} tokens"
+        raise ConfigError("speculative_model", need, f"{draft.name} with {own}")
+    return DraftModel(engine)

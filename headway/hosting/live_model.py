@@ -14,6 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.executor import CACHE, WEIGHTS
 from headway.core.system.held_tensors import held_tensors
 from headway.core.system.text import shown
+from headway.models.loader import LOAD_FORMATS
 
 if TYPE_CHECKING:
     from headway.hosting.driver import EngineDriver
@@ -131,6 +132,18 @@ class Worker:
         """The model."""
         found: ServedModel = self.model_runner.model
         return found
+
+    def update_config(self, overrides: Mapping[str, Any]) -> None:
+        """Say what `reload_weights` reads: {"load_config": {"load_format": "auto"}} the model's files, "dummy" random weights.
+
+        :raises ConfigError: anything else.
+        """
+        given = overrides.get("load_config")
+        found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
+        if found not in LOAD_FORMATS:
+            need = f"load_config with load_format, {' or '.join(LOAD_FORMATS)}"
+            raise ConfigError("update_config", need, shown(overrides), "other options need a new LLM")
+        live_weights(self._driver, "update_config").dummy = found == "dummy"
 
     def reload_weights(self) -> None:
         """Read the checkpoint again; what programs have given is forgotten."""

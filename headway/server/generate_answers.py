@@ -10,9 +10,9 @@ import orjson
 
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
-from headway.server.answers import DONE, Answer, event
+from headway.server.answers import DONE, Answer, completion_logprobs, event
 from headway.server.errors import ApiError
-from headway.server.generate_requests import NativeRequest
+from headway.server.generate_requests import NativeRequest, TokensRequest
 from headway.server.requests import CompletionRequest
 
 _Scored = list[Any]
@@ -103,6 +103,44 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
         return {"type": "length", "length": len(new.token_ids)}
     matched = new.stop_reason if new.stop_reason is not None else (new.token_ids[-1] if new.token_ids else None)
     return {"type": new.finish_reason, "matched": matched}
+
+
+class TokensAnswer(Answer):
+    """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
+
+    prefix = "generate-tokens-"
+
+    def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str) -> None:
+        super().__init__(body, model)
+        self._asked = asked
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        name, most = lambda token: f"token_id:{token}", self.body.logprobs
+        choices = [
+            {
+                "index": each.index,
+                "token_ids": each.token_ids,
+                "finish_reason": each.finish_reason,
+                "logprobs": None
+                if most is None
+                else completion_logprobs(each.logprobs or [], each.token_ids, 0, most, True, name)[0],
+            }
+            for each in outputs[0].outputs
+        ]
+        return orjson.dumps({"request_id": self._asked.request_id or self.id, "choices": choices})
 
 
 class DemoAnswer(Answer):

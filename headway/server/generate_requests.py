@@ -87,6 +87,32 @@ class NativeRequest(Fields):
         )
 
 
+class TokensRequest(Fields):
+    """vLLM's body of token ids, whose answer is token ids: {token_ids, sampling_params}."""
+
+    request_id: str | None = None
+    token_ids: TokenIds
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    stream: bool = False
+    priority: int = 0
+
+    def as_completion(self) -> CompletionRequest:
+        """The request of the same prompt and parameters for /v1/completions.
+
+        :raises ConfigError: a stream, or a parameter that is unknown.
+        """
+        if self.stream:
+            raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
+        given = {name: value for name, value in self.sampling_params.items() if value is not None}
+        for name in ("output_kind", "detokenize", "spaces_between_special_tokens"):  # which change no token id
+            given.pop(name, None)
+        wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
+        if wrong is not None:
+            raise ConfigError("sampling_params", "fields of SamplingParams", shown(wrong))
+        return CompletionRequest(prompt=self.token_ids, return_token_ids=True, priority=self.priority, **given)
+
+
 class DemoRequest(Fields):
     """The body of vLLM's api_server: a text beside the fields of SamplingParams."""
 

@@ -12,18 +12,19 @@ from starlette.responses import PlainTextResponse, Response
 
 from headway.core.sampling.params import SamplingParams
 from headway.server.errors import ApiError
-from headway.server.generate_answers import DemoAnswer, NativeAnswer
-from headway.server.generate_requests import DemoRequest, NativeRequest
+from headway.server.generate_answers import DemoAnswer, NativeAnswer, TokensAnswer
+from headway.server.generate_requests import DemoRequest, NativeRequest, TokensRequest
 from headway.server.options import ServerOptions
 from headway.server.params import completion_params, prompts_of
 from headway.server.reply import Reply
 from headway.server.requests import CompletionRequest
-from headway.server.routing import Endpoint, endpoint, fields_of, read_text
+from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
 from headway.server.service import Service
 from headway.version import __version__
 
 POOLING: Final = (*("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),)
 """Paths that a server of a model which embeds or scores has."""
+TOKENS: Final = "/inference/v1/generate"
 BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations")
 _PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -38,13 +39,14 @@ class GenerateRoutes:
     @property
     def direct(self) -> dict[str, Endpoint]:
         """The paths whose first token a client waits for; see `DirectMiddleware`."""
-        return {"/generate": self.generate, "/invocations": self.invocations}
+        return {"/generate": self.generate, TOKENS: self.tokens, "/invocations": self.invocations}
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""
         schemas = [each.model_json_schema() for each in (NativeRequest, DemoRequest)]
         body = {"content": {"application/json": {"schema": {"anyOf": schemas}}}, "required": True}
         app.add_api_route("/generate", endpoint(self.generate), methods=["POST"], openapi_extra={"requestBody": body})
+        add_posts(app, (TOKENS, self.tokens, TokensRequest))
         app.add_api_route("/invocations", endpoint(self.invocations), methods=["POST"])
         for path, told in (
             ("/get_model_info", self.model_info),
@@ -72,9 +74,17 @@ class GenerateRoutes:
         body = asked.as_completion()
         return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
 
+    async def tokens(self, request: Request) -> Response:
+        """Continue token ids by token ids."""
+        self._service.check_room()
+        asked = await self._service.read(request, TokensRequest)
+        body = asked.as_completion()
+        answer = TokensAnswer(asked, body, self._service.names[0])
+        return Reply(self._service, answer, partial(self._prepare, body), asked.unknown())
+
     async def _prepare(self, body: CompletionRequest) -> Any:
         params = completion_params(body, self._service.params_maker)
-        return await self._llm.check(prompts_of(body), params)
+        return await self._llm.check(prompts_of(body), params, priority=body.priority)
 
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for: a chat where it has messages, else a completion."""

@@ -116,6 +116,19 @@ def test_vllms_small_server_answers_prompt_and_completion(llm: LLM, http: httpx.
     assert lines[-1] == [text]
 
 
+def test_token_ids_come_for_token_ids(llm: LLM, http: httpx.Client) -> None:
+    wanted = offline(llm, logprobs=1)
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "detokenize": False}
+    body = {"request_id": "mine", "token_ids": wanted.prompt_token_ids, "sampling_params": params}
+    found = http.post("/inference/v1/generate", json=body).json()
+    assert found["request_id"] == "mine"
+    (choice,) = found["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (wanted.outputs[0].token_ids, "length")
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    refused = http.post("/inference/v1/generate", json={**body, "sampling_params": {"frob": 1}})
+    assert refused.json()["error"]["message"].startswith("sampling_params: needs fields of SamplingParams, got")
+
+
 def test_what_programs_ask_of_the_model(llm: LLM, http: httpx.Client) -> None:
     info = http.get("/get_model_info").json()
     assert (info["model_path"], info["is_generation"]) == (llm.model.name, True)
