@@ -14,7 +14,7 @@ from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import Proposer, ProposerInfo, ProposerOptions
+from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
@@ -143,7 +143,6 @@ def _assemble(
     """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none. clock: of the start."""
     config, deterministic = args.engine_config(), args.deterministic
     rules = _rules(args)
-    speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = clock.within("compiling", compile_ahead(device))
     num_threads = None
     if device.type == "cpu":
@@ -179,7 +178,7 @@ def _assemble(
             sampling=sampling,
             costs=costs,
             state_costs=state_costs,
-            proposer=_proposer(speculate, draft, model),
+            proposer=_proposer(registry, config.speculate, draft, model),
             compile_ahead=ahead,
             hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
             weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
@@ -202,11 +201,11 @@ def _assemble_draft(args: EngineArgs, device: torch.device, clock: PartClock) ->
     return _assemble(args, checked_registry(args), device, ONE_RANK, None, clock)
 
 
-def _proposer(named: ProposerInfo | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
+def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
     """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
     if draft is not None:
         return proposer_of(draft.engine, draft.model, model)
-    return None if named is None else named.make(ProposerOptions())
+    return None if name is None else registry.proposer(name).make(ProposerOptions())
 
 
 def _measured(

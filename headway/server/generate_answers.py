@@ -112,7 +112,7 @@ class TokensAnswer(Answer):
 
     def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str) -> None:
         super().__init__(body, model)
-        self._asked = asked
+        self._asked, self._most = asked, body.logprobs
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """See `Answer`; a stream is refused before."""
@@ -128,19 +128,21 @@ class TokensAnswer(Answer):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
-        name, most = lambda token: f"token_id:{token}", self.body.logprobs
         choices = [
             {
                 "index": each.index,
                 "token_ids": each.token_ids,
                 "finish_reason": each.finish_reason,
-                "logprobs": None
-                if most is None
-                else completion_logprobs(each.logprobs or [], each.token_ids, 0, most, True, name)[0],
+                "logprobs": self._logprobs(each),
             }
             for each in outputs[0].outputs
         ]
         return orjson.dumps({"request_id": self._asked.request_id or self.id, "choices": choices})
+
+    def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:
+        if self._most is None:
+            return None
+        return completion_logprobs(new.logprobs or [], new.token_ids, 0, self._most, True, "token_id:{}".format)[0]
 
 
 class DemoAnswer(Answer):
