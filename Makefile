@@ -80,13 +80,14 @@ test-dynamo: .venv-dynamo/.ready  ## a worker behind Dynamo's frontend; 2 GB on 
 	.venv-dynamo/bin/python -m pip install --quiet --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
 	touch $@
 
-CLIENTS ?= openai anthropic langchain llama_index instructor outlines litellm lm_eval
+CLIENTS ?= openai anthropic langchain llama_index instructor outlines guidance litellm lm_eval aiperf guidellm vllm_bench
 test-clients: $(READY) $(CLIENTS:%=.venv-clients/%/.ready)  ## programs of others against one server, each with an environment of its own
 	OMP_NUM_THREADS=1 $(BIN)/python tests/clients/serve_and_run.py $(CLIENTS)
 
 .venv-clients/%/.ready: tests/clients/use_%.py
 	test -x $(@D)/bin/python || python3 -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $$(sed -n 's/^# pip: //p' $<)
+	bare=$$(sed -n 's/^# pip without dependencies: //p' $<); test -z "$$bare" || $(@D)/bin/python -m pip install --quiet --no-deps $$bare
 	touch $@
 
 check: $(READY)  ## format, lint, types

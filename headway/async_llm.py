@@ -15,6 +15,7 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
+from headway.engine_access import AsyncModelAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.driver import EngineDriver, driver_of
 from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
@@ -37,7 +38,7 @@ _TOKENISERS = 2
 """Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncModelAccess):
     """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
 
     Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
+from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver
+from headway.hosting.host import Task
 from headway.hosting.profiling import MOST_STEPS, ProfileRequest, StepsProfile, start_profile, stop_profile, write_trace
 from headway.models.loader import LoadedModel
 from headway.vllm_api.calls import missing_attribute
 from headway.vllm_api.metrics import EngineMetric, metrics_of
 
 log = logging.getLogger("headway")
+
+T = TypeVar("T")
 
 
 class EngineAccess(ABC):
@@ -61,6 +67,48 @@ class EngineAccess(ABC):
             self.engine.blocks.forget_prefixes(everywhere=True)
         return True
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache back until `wake_up`; requests are refused meanwhile.
+
+        level: 1 keeps the weights in the host's memory, 2 reads them from the model's files on waking. The prompts in the cache
+        are forgotten. On a GPU, waking captures CUDA graphs anew; on a CPU the weights of level 1 stay where they are.
+
+        :raises ConfigError: a request is unfinished, the engine has several ranks, or level 2 of quantised weights or experts.
+        """
+        with self.driver.lock:
+            live_model.sleep(self.driver, level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back. tags: "weights", "kv_cache" or both, for who wakes one after the other; None: both."""
+        with self.driver.lock:
+            live_model.wake_up(self.driver, tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or cache sleep."""
+        return live_model.is_sleeping(self.driver)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with the engine's worker, or a method of the worker, between two steps; a list of the one result.
+
+        The worker has `model_runner.model.load_weights(pairs of name and tensor)`, `device`, `rank`, `reload_weights`, and the
+        methods of the class that worker_extension_cls names. timeout is not read: the call is made in this process.
+
+        :raises ConfigError: the engine has several ranks, or the worker no such method.
+        """
+        with self.driver.lock:
+            return live_model.collective_rpc(self.driver, method, args, kwargs)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the worker's model; see `collective_rpc`."""
+        with self.driver.lock:
+            return live_model.apply_model(self.driver, func)
+
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to trace steps, at most a thousand; `stop_profile` writes the trace.
 
@@ -87,3 +135,37 @@ class EngineAccess(ABC):
     def get_tokenizer(self, *_: object) -> Any:
         """The tokenizer; see `tokenizer`."""
         return self.tokenizer
+
+
+class AsyncModelAccess(ABC):
+    """What an asynchronous client does to the model of its engine, where that runs."""
+
+    @abstractmethod
+    async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
+        """Call a task with the engine's driver and return its result."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache back until `wake_up`; see LLM.sleep. Requests must have ended before."""
+        await self.run_task(partial(live_model.sleep, level=level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back; see LLM.wake_up."""
+        await self.run_task(partial(live_model.wake_up, tags=tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or cache sleep."""
+        return await self.run_task(live_model.is_sleeping)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
+
+        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
+        """
+        call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
+        return await asyncio.wait_for(call, timeout)

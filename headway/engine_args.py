@@ -79,6 +79,9 @@ class EngineArgs(EngineConfig):
     quantization: Annotated[
         str | None, "fp8: plain weights of products are rounded on loading, a scale a row. Default: as the checkpoint has them."
     ] = None
+    speculative_model: Annotated[
+        str | None, "Smaller model of the same vocabulary, whose guesses are verified: what model takes."
+    ] = None
     model_impl: Annotated[
         str, "What computes the model: headway (its own decoder), transformers (its code), or auto: the first that can."
     ] = "auto"
@@ -111,6 +114,7 @@ class EngineArgs(EngineConfig):
         Iterable[object],
         "Classes of vLLM's v1 logits processors, or their places as MODULE:CLASS, that change every batch's logits.",
     ] = ()
+    worker_extension_cls: Annotated[str, "Class whose methods LLM.collective_rpc calls beside its own, as MODULE.CLASS."] = ""
     plugin_policy: Annotated[
         str | None, "Installed plugins to use: all, none, allow=A,B or block=A,B. Default: HEADWAY_PLUGINS, else all."
     ] = None
@@ -123,6 +127,8 @@ class EngineArgs(EngineConfig):
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
             raise ConfigError("hf_overrides", "a mapping", shown(self.hf_overrides), "a function is not supported")
+        if self.speculative_model is not None:
+            self._check_draft()
         if self.tokenizer == self.model:
             self._set("tokenizer", None)
         if isinstance(self.plugins, (str, PathLike)) or not isinstance(self.plugins, Iterable):
@@ -147,6 +153,17 @@ class EngineArgs(EngineConfig):
         interval = self.log_stats_interval
         if interval is not None and interval <= 0:
             raise ConfigError("log_stats_interval", "a number of seconds above 0", repr(interval))
+
+    def _check_draft(self) -> None:
+        if self.speculate is not None:
+            hint = "leave one of them out"
+            raise ConfigError("speculative_model", "no other source of guesses", f"speculate={self.speculate} beside it", hint)
+        if self.tensor_parallel_size > 1:
+            hint = "speculate='suffix' needs no model"
+            raise ConfigError("speculative_model", "tensor_parallel_size=1", self.tensor_parallel_size, hint)
+        if self.deterministic:
+            need = "steps whose shape changes no bit, which deterministic forbids"
+            raise ConfigError("speculative_model", need, self.speculative_model)
 
     @classmethod
     def of(cls, *model: object, **options: Any) -> EngineArgs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, Self
 
 from headway.core.contract.errors import ConfigError
@@ -10,6 +11,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.engine_access import EngineAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.driver import EngineDriver, driver_of
+from headway.hosting.live_model import worker_of
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Prompt, list_of_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
@@ -147,6 +149,11 @@ class LLMEngine(EngineAccess):
     def parallel_config(self) -> Any:
         """The part of `vllm_config` that is of the ranks."""
         return self.vllm_config.parallel_config
+
+    @property
+    def model_executor(self) -> Any:
+        """What programs that change weights look for: `driver_worker`, and `collective_rpc`."""
+        return SimpleNamespace(driver_worker=worker_of(self.driver), collective_rpc=self.collective_rpc)
 
     def get_model_config(self) -> Any:
         """The same as `model_config`."""

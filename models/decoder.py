@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,7 @@ class Decoder:
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
         """
-        self.config, names = config, config.names
+        self.config, names, self._invariant = config, config.names, batch_invariant
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary
@@ -119,6 +120,21 @@ class Decoder:
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
         """k_scale and v_scale of each attention layer's cache where it is fp8, from the checkpoint or 1."""
 
+    def part(self, index: int | None) -> object:
+        """A layer, or (None) what stands around the layers."""
+        return (self.embed, self.norm, self.lm_head) if index is None else self.layers[index]
+
+    def rebuilt(self, index: int | None, weights: WeightSource) -> object:
+        """Build a part anew, of other weights; only of a decoder on one rank. Raises as `__init__`."""
+        if index is None:
+            return Decoder(replace(self.config, layers=()), weights, self._invariant).part(None)
+        cut = ModelCut(self.config, by_expert=weights.device.type == "cpu")
+        before = self.layers[:index]
+        places = sum(each.attention is not None for each in before), sum(each.num_states for each in before)
+        layer = DecoderLayer(cut.own, index, places, LayerTensors(cut.own, weights, cut, ONE_RANK), self._invariant)
+        layer.absorb_norms(self.operations)
+        return layer
+
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
@@ -146,9 +162,25 @@ class Decoder:
         """Positions the model was made for."""
         return self.config.max_position_embeddings
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
+    @property
+    def embedding_size(self) -> int:
+        """See core.contract.model.embedding_size."""
+        return self.config.hidden_size
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, attention: Attention, embedded: Sequence[tuple[int, Tensor]] = ()
+    ) -> Tensor:
+        """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed.
+
+        embedded: (index of a token, rows [count, hidden_size]), what this token and the next ones have in place of what the
+        embedding gives, scaled where that is; learned positions are added.
+        """
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
+        for first, rows in embedded:
+            own = slice(first, first + len(rows))
+            x[own] = rows.to(x.dtype)
+            if self.embed.positions is not None:
+                x[own] += self.embed.positions[positions[own]]
         for layer in self.layers:
             x = layer(x, ropes, self.operations, attention)
         return self.operations.norm(x, self.norm)
@@ -202,6 +234,11 @@ class DecoderLayer:
         """Merge norms into the products that follow them, where the operations can."""
         for part in self._parts:
             part.absorb_norms(ops)
+
+    @property
+    def num_states(self) -> int:
+        """Layers with a state among its parts."""
+        return 0 if self.state is None else len(self.state.state_layers)
 
     @property
     def linears(self) -> list[Linear]:

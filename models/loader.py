@@ -26,6 +26,7 @@ from headway.models.experts.forms import reads_experts
 from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.gguf_blocks_file import kept_blocks
 from headway.models.linear import reads_as_it_is
+from headway.models.live_weights import LiveWeights
 from headway.models.locate import locate
 from headway.models.origin import AS_IT_IS, ModelOrigin
 from headway.models.plain_config import plain_config
@@ -62,6 +63,8 @@ class LoadedModel:
     """Tokens that end a text unless ignore_eos."""
     tokenizer_folder: Path | None = None
     """Where the tokenizer was read; None where there is none."""
+    live_weights: LiveWeights | None = None
+    """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
 
 
 def load_model(
@@ -104,11 +107,15 @@ def load_model(
     quantization = _on_loading(quantization, stored)
     chosen = chosen_dtype(dtype, config, device)
     decoder: Decoder | TransformersModel
+    live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
         weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized)
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks)
+        if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
+            again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True)
+            live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
         hint = "transformers' code is not batch-invariant"
@@ -136,7 +143,7 @@ def load_model(
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
-    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place)
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live)
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:

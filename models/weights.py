@@ -131,7 +131,7 @@ class Weights:
         """
         self.folder, self.dtype, self.device = folder, dtype, device
         self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
-        self._quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
+        self.quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
         self._counted = Expansion()
 
     def __contains__(self, name: str) -> bool:
@@ -251,8 +251,8 @@ class Weights:
         """
         left = [name for name in self._files.left if not self._is_bias_of_none(name)]
         self._files.close()
-        if self._quantization is not None and not self._counted.labels:
-            said = f"{self._quantization.label} by {self._quantization.place}"
+        if self.quantization is not None and not self._counted.labels:
+            said = f"{self.quantization.label} by {self.quantization.place}"
             raise ModelError(f"weights: {self.folder} needs weights in {said}, got none: its tensors are plain")
         left = [name for name in left if not name.endswith(IGNORED + ignored) and not name.startswith(modules)]
         if left:
@@ -265,8 +265,8 @@ class Weights:
         if found is not None:
             return self._expanded(self._weight(*found), axes)
         told = "and config.json has no quantization_config that says how"
-        if self._quantization is not None:
-            told = f"and not in {self._quantization.label}, as {self._quantization.place} says"
+        if self.quantization is not None:
+            told = f"and not in {self.quantization.label}, as {self.quantization.place} says"
         if (elements := self._files.elements(name)) not in ("", *PLAIN):
             raise ModelError(f"weights: {name} needs {NEEDED} elements, got {elements}: it is quantised, {told}")
         other = next((suffix for suffix in _PACKED if name.removesuffix(".weight") + suffix in self._files), None)
@@ -278,10 +278,10 @@ class Weights:
 
     def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
         """A quantised weight's format and tensors; None: there is no weight by this name, or it is a plain one."""
-        if self._quantization is None:
+        if self.quantization is None:
             return None
         module = QuantizedModule(self._files, name.removesuffix(".weight"), axes, self.dtype)
-        found = self._quantization.format_of(module)
+        found = self.quantization.format_of(module)
         return None if found is None else (found, module)
 
     def _weight(self, form: StoredFormat, module: QuantizedModule) -> Tensor | QuantizedWeight:

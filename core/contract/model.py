@@ -62,6 +62,15 @@ def state_layers(model: object) -> Sequence[StateLayer]:
     return found
 
 
+def embedding_size(model: object) -> int | None:
+    """Elements of the rows that a model takes in place of token ids; None: it takes ids alone, and need not have this attribute.
+
+    Such a model has a fourth argument, `embedded`: pairs of a token's index and the rows of this token and the next ones.
+    """
+    found: int | None = getattr(model, "embedding_size", None)
+    return found
+
+
 class Model(Protocol):
     """A decoder over packed tokens."""
 

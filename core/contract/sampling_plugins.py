@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,14 @@ class Proposer(Protocol):
 
     def begin(self, num_prompt_tokens: int) -> SequenceProposer:
         """Return the proposer of a new sequence, which begins with a prompt of this many tokens."""
+
+
+@runtime_checkable
+class BatchProposer(Protocol):
+    """A `Proposer` that guesses for all sequences of a step at once, as a model does; of its own, and never by a plugin yet."""
+
+    def propose_batch(self, sequences: Sequence[Sequence[int]], most: Sequence[int]) -> list[list[int]]:
+        """Guess at most so many tokens of each sequence, given as prompt and output so far. An empty guess is a valid answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.model import Model, state_layers
+from headway.core.contract.model import Model, embedding_size, state_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
@@ -81,7 +81,9 @@ def make_engine(
     )
     executor: Executor = local if processes is None else RankedExecutor(local, processes)
     drafting = None if proposer is None else _drafting(proposer, model, config, local if measured else None)
-    limits = RequestLimits.of(config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size)
+    limits = RequestLimits.of(
+        config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size, embedding_size(model)
+    )
     scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
     engine = EngineLoop(executor, config, limits, eos_token_ids, scheduler, drafting)
     executor.capture()

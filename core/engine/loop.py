@@ -13,6 +13,7 @@ from itertools import count
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import CHECKPOINT_TOKENS
@@ -26,7 +27,7 @@ from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
 from headway.core.engine.scheduling.step_results import StepResults, delta_of, smaller_budget
 from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import Executor, InFlight
+from headway.core.engine.state.executor import CACHE, WEIGHTS, Executor, InFlight
 from headway.core.engine.state.profiler_ranges import StepClock
 from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
 from headway.core.engine.state.schedule import ScheduledSequence, ScheduledStep
@@ -107,6 +108,8 @@ class EngineLoop:
         self._in_flight: deque[_LaunchedStep] = deque()
         self._unreported: list[OutputDelta] = []
         """What `step` is to return; it outlives an interrupt."""
+        self.asleep: tuple[str, ...] = ()
+        """What sleeps of weights and cache; while anything does, requests are refused."""
         self._arrivals = count()
         self._seeds = torch.Generator().manual_seed(config.seed)
 
@@ -123,8 +126,11 @@ class EngineLoop:
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
         """Queue a request, whose n completions come as deltas of `step`. request: from `limits.checked`, not checked again.
 
-        :raises ConfigError: a request of this id is unfinished, or the parameters name a plugin that this process has not.
+        :raises ConfigError: the engine sleeps, a request of this id is unfinished, or the parameters name a plugin that this
+            process has not.
         """
+        if self.asleep:
+            raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
         if request_id in self._live:
             raise ConfigError("request_id", "an id not in use", repr(request_id))
         params = request.params
@@ -165,6 +171,28 @@ class EngineLoop:
         """End every request."""
         for request_id in list(self._live):
             self.abort(request_id)
+
+    def sleep(self, lost: Items[Tensor] = ()) -> None:
+        """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
+
+        lost: see `Executor.sleep`.
+
+        :raises ConfigError: a request is unfinished, or the engine has several ranks.
+        """
+        if self.has_unfinished:
+            need, hint = "an engine without requests", "let them end, or abort them"
+            raise ConfigError("sleep", need, f"{len(self._live)} unfinished ones", hint)
+        self.read_launched()
+        self.blocks.forget_prefixes()
+        if not self.asleep:
+            self.executor.sleep(lost)
+            self.asleep = (WEIGHTS, CACHE)
+
+    def wake(self, part: str) -> None:
+        """Take the memory of one part back; see `Executor.wake`. A part that is awake is left alone."""
+        if part in self.asleep:
+            self.executor.wake(part)
+            self.asleep = tuple(each for each in self.asleep if each != part)
 
     def step(self) -> list[OutputDelta]:
         """Launch the next step and read the one before it, or the same one without async_scheduling.

@@ -1,4 +1,4 @@
-"""`python docs/_tools/vllm_programs.py`: the programs of tests/headway/vllm_scripts as the tables of docs/vllm-programs.md.
+"""`python docs/_tools/vllm_programs.py`: the programs of tests/headway/vllm_scripts and online_programs as tables of a page.
 
 With --write it replaces what stands between the two markers of the page; without, it prints.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "headway" / "vllm_scripts"
+ONLINE = ROOT / "tests" / "headway" / "online_programs"
 PAGE = ROOT / "docs" / "vllm-programs.md"
 BEGIN = "<!-- programs: begin, written by python docs/_tools/vllm_programs.py --write -->"
 END = "<!-- programs: end -->"
@@ -24,12 +25,20 @@ def header(text: str, word: str) -> str:
 
 
 def tables() -> str:
+    """The tables of both kinds of programs."""
+    return f"## Programs of LLM\n\n{_tables_of(FOLDER)}\n\n## Programs of a server\n\n{_tables_of(ONLINE)}"
+
+
+def _tables_of(folder: Path) -> str:
     """Two tables: the programs that run, and those that are refused with the words of the refusal."""
-    texts = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
+    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
     refused = {stem: header(text, "refused") for stem, text in texts.items() if header(text, "refused")}
     running = [stem for stem in texts if stem not in refused]
+    options = {stem: header(texts[stem], "server") for stem in running}
     lines = [f"Of {len(texts)} programs {len(running)} run:", "", "| program | what it shows |", "|---|---|"]
-    lines += [f"| `{stem}` | {header(texts[stem], 'shows')} |" for stem in running]
+    lines += [
+        f"| `{stem}` | {header(texts[stem], 'shows')}{f' (`{options[stem]}`)' if options[stem] else ''} |" for stem in running
+    ]
     lines += [
         "",
         f"{len(refused)} are refused:",

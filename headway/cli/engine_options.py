@@ -19,7 +19,7 @@ PANEL = "Model and engine"
 """The panel in which the help of a command lists these options."""
 SWITCHES = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
-_PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry")
+_PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "worker_extension_cls")
 """Options whose values are Python objects."""
 _USES: Mapping[str, Sequence[str]] = {
     "The model": (
@@ -59,6 +59,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "max_num_seqs",
         "max_num_batched_tokens",
         "enable_chunked_prefill",
+        "enable_prompt_embeds",
         "scheduling_policy",
     ),
     "How steps run": (
@@ -66,10 +67,11 @@ _USES: Mapping[str, Sequence[str]] = {
         "cudagraph_capture_sizes",
         "async_scheduling",
         "speculate",
+        "speculative_model",
         "num_speculative_tokens",
     ),
     "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
-    "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "log_stats_interval"),
+    "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "worker_extension_cls", "log_stats_interval"),
 }
 """What options are for -> the options; the page lists those that stand here nowhere at its end."""
 

@@ -86,7 +86,7 @@ def generate(
     if stats:
         for line in [*stats_page(llm.stats(), begun), f"start      {llm.start_times}"]:
             err.print(line, highlight=False, markup=False, soft_wrap=True)
-    if engine["speculate"] is not None:
+    if engine["speculate"] is not None or engine["speculative_model"] is not None:
         err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)

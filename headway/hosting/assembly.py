@@ -14,7 +14,7 @@ from headway.backends.compile_ahead import compile_ahead
 from headway.backends.sampling.choice import fastest_sampling
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.sampling_plugins import ProposerOptions
+from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
@@ -27,6 +27,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.startup import check_names
 from headway.core.system.part_clock import PartClock
+from headway.hosting.draft_model import draft_args, proposer_of
 from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
@@ -78,6 +79,10 @@ class Assembly(NamedTuple):
     """What the options say of requests."""
     settings: VllmConfig | None = None
     """The options under vLLM's names, for programs that read them."""
+    worker_extension: str = ""
+    """The option worker_extension_cls."""
+    draft: Assembly | None = None
+    """The model that guesses tokens, and its engine; None: none does."""
 
 
 def checked_registry(args: EngineArgs) -> Registry:
@@ -138,7 +143,6 @@ def _assemble(
     """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none. clock: of the start."""
     config, deterministic = args.engine_config(), args.deterministic
     rules = _rules(args)
-    speculate = None if config.speculate is None else registry.proposer(config.speculate)
     ahead = clock.within("compiling", compile_ahead(device))
     num_threads = None
     if device.type == "cpu":
@@ -153,6 +157,7 @@ def _assemble(
     with clock.part("weights"):
         model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
+    draft = _assemble_draft(args, device, clock)
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
@@ -173,7 +178,7 @@ def _assemble(
             sampling=sampling,
             costs=costs,
             state_costs=state_costs,
-            proposer=None if speculate is None else speculate.make(ProposerOptions()),
+            proposer=_proposer(registry, config.speculate, draft, model),
             compile_ahead=ahead,
             hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
             weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
@@ -183,7 +188,24 @@ def _assemble(
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     _settle(settings, args, engine)
-    return Assembly(registry, device, num_threads, model, engine, stats_log, clock, rules, settings)
+    return Assembly(
+        registry, device, num_threads, model, engine, stats_log, clock, rules, settings, args.worker_extension_cls, draft
+    )
+
+
+def _assemble_draft(args: EngineArgs, device: torch.device, clock: PartClock) -> Assembly | None:
+    """Load the draft model that the options name, and make its engine; None: they name none."""
+    if args.speculative_model is None:
+        return None
+    args = draft_args(args, device)
+    return _assemble(args, checked_registry(args), device, ONE_RANK, None, clock)
+
+
+def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
+    """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
+    if draft is not None:
+        return proposer_of(draft.engine, draft.model, model)
+    return None if name is None else registry.proposer(name).make(ProposerOptions())
 
 
 def _measured(
@@ -219,9 +241,10 @@ def _rules(args: EngineArgs) -> RequestRules:
     :raises ConfigError: a logits processor that cannot be found, or one beside speculation.
     """
     rules = RequestRules(args.generation_config, processor_classes(args.logits_processors))
-    if rules.processors and args.speculate is not None:
+    if rules.processors and (args.speculate or args.speculative_model) is not None:
         need, hint = "steps of one token a sequence", "leave one of them out"
-        raise ConfigError("logits_processors", need, f"speculate={args.speculate}", hint)
+        got = f"speculate={args.speculate}" if args.speculate else f"speculative_model={args.speculative_model}"
+        raise ConfigError("logits_processors", need, got, hint)
     return rules
 
 

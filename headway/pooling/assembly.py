@@ -38,7 +38,9 @@ _GENERATING = {
     "kv_cache_dtype": "auto",
     "kv_offload_size": None,
     "model_impl": ("auto", "headway"),
+    "enable_prompt_embeds": False,
     "speculate": None,
+    "speculative_model": None,
     "tensor_parallel_size": 1,
     "tokenizer": None,
 }

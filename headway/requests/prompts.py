@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Final, TypedDict
 
+from torch import Tensor
+
 from headway.core.contract.errors import PromptError
+from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.system.text import shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -19,6 +22,12 @@ class TextPrompt(TypedDict):
     """A prompt as a text."""
 
     prompt: str
+
+
+class EmbedsPrompt(TypedDict):
+    """A prompt as rows of embeddings."""
+
+    prompt_embeds: Tensor
 
 
 class TokensPrompt(TypedDict):
@@ -37,10 +46,7 @@ _IGNORED_KEYS: Final = frozenset({"attention_mask", "token_type_ids", "special_t
 """Keys of a tokenizer's output beside the ids."""
 
 
-_LACKING: Final = {
-    **dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone"),
-    "prompt_embeds": "not supported yet",
-}
+_LACKING: Final = dict.fromkeys(("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"), "models read text alone")
 """Keys of vLLM's prompts -> why a prompt may not have them."""
 
 
@@ -110,7 +116,9 @@ def _parse_mapping(item: Mapping[str, Any], index: int) -> list[ParsedPrompt]:
     for key, reason in _LACKING.items():
         if item.get(key) is not None and item.get(key) != {}:
             raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {key!r}", reason)
-    known = ("prompt", "prompt_token_ids", *_LACKING)
+    if item.get("prompt_embeds") is not None:
+        return [ParsedPrompt(None, EmbeddedPrompt.of(item["prompt_embeds"]))]
+    known = ("prompt", "prompt_token_ids", "prompt_embeds", *_LACKING)
     surplus = [str(key) for key, value in item.items() if key not in known and value is not None]
     if surplus:
         raise PromptError(f"prompt {index}", FORMS, f"a {type(item).__name__} with {', '.join(map(repr, surplus))}")

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
@@ -131,7 +132,9 @@ class RequestValidator:
         """Tokenise and check one prompt of a call. params: resolved."""
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
-            ids = ids[-(params.truncate_prompt_tokens or 0) :]
+            if params.truncate_prompt_tokens:
+                most = params.truncate_prompt_tokens
+                ids = EmbeddedPrompt.of(ids.rows[-most:]) if isinstance(ids, EmbeddedPrompt) else ids[-most:]
             return self.limits.checked(ids, params, priority, prompt.text)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None

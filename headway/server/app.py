@@ -28,6 +28,7 @@ from headway.server.batches.routes import BatchRoutes
 from headway.server.chats import Chats
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
+from headway.server.generate_routes import GenerateRoutes
 from headway.server.metrics import CONTENT_TYPE
 from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
 from headway.server.operator_routes import OperatorRoutes
@@ -54,14 +55,16 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     chats = Chats(service)
     routes = Routes(service, chats)
     messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
+    native = GenerateRoutes(service, routes.direct)
     direct = {**routes.direct, **messages.direct, **responses.direct}
     answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
     batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
     app.state.batches, app.state.line_answers = batches, answers
-    app.state.routes = routes, messages, responses, batches, OperatorRoutes(service), PageRoutes(service), ProfileRoutes(service)
+    operated = OperatorRoutes(service), PageRoutes(service), ProfileRoutes(service)
+    app.state.routes = routes, native, messages, responses, batches, *operated
     for each in app.state.routes:
         each.add_to(app)
-    app.add_middleware(DirectMiddleware, endpoints=direct, refuse=routes.refuse)
+    app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
     if service.options.api_key is None:
         app.add_middleware(JsonMiddleware)
     app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)

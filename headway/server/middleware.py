@@ -73,6 +73,7 @@ class HostMiddleware:
 
 
 FILES: Final = "/v1/files"
+AUDIO: Final = "/v1/audio/"
 """The path whose bodies are forms."""
 
 
@@ -99,7 +100,7 @@ class JsonMiddleware:
 def _is_json(scope: Any) -> bool:
     """Whether a request declares JSON, or has no body and comes from no page."""
     kind = _header(scope, b"content-type").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data" and scope["path"] == FILES:
+    if kind == "multipart/form-data" and scope["path"].startswith((FILES, AUDIO)):
         return not _header(scope, b"origin")  # a browser names the page that posts a form
     if kind:
         return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,14 @@ class AbortRequest(BaseModel):
     """Ids of answers, as clients see them."""
 
 
+class WorkerCall(BaseModel):
+    """The body of /collective_rpc."""
+
+    method: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
 class OperatorRoutes:
     """The operator's routes; those that change something are 404 unless they are switched on."""
 
@@ -30,7 +38,11 @@ class OperatorRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""
-        add_posts(app, ("/abort_requests", self.abort_requests, AbortRequest))
+        add_posts(
+            app,
+            ("/abort_requests", self.abort_requests, AbortRequest),
+            ("/collective_rpc", self.collective_rpc, WorkerCall),
+        )
         for method, path, answer in (
             ("GET", "/load", self.load),
             ("GET", "/tokenizer_info", self.tokenizer_info),
@@ -38,6 +50,9 @@ class OperatorRoutes:
             ("POST", "/pause", self.pause),
             ("POST", "/resume", self.resume),
             ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            ("POST", "/sleep", self.sleep),
+            ("POST", "/wake_up", self.wake_up),
+            ("GET", "/is_sleeping", self.is_sleeping),
         ):
             app.add_api_route(path, endpoint(answer), methods=[method])
 
@@ -64,15 +79,56 @@ class OperatorRoutes:
         mode: "abort" ends those that run; "wait" answers when they have ended. clear_cache: forget all prompts.
         """
         self._check()
+        await self._end_all(mode)
+        if clear_cache and self._service.is_paused:
+            await self._llm.reset_prefix_cache()
+        return _json({"status": "paused"})
+
+    async def _end_all(self, mode: str) -> None:
+        """Pause, and wait until no request runs. mode: of `pause`."""
         if mode == "keep":
             raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
         self._service.pause()
         if mode == "abort":
             await self._llm.abort(each for ids in list(self._service.running.values()) for each in ids)
         await self._service.ended()
-        if clear_cache and self._service.is_paused:
-            await self._llm.reset_prefix_cache()
-        return _json({"status": "paused"})
+
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
+        """Give the memory of weights and cache back, until /wake_up; requests are refused meanwhile. See LLM.sleep.
+
+        mode: as /pause has it.
+        """
+        self._check()
+        await self._end_all(mode)
+        try:
+            self._service.is_asleep = True
+            await self._llm.sleep(level)
+        except BaseException:
+            self._service.is_asleep = await self._llm.is_sleeping()
+            raise
+        finally:
+            self._service.resume()
+        return Response()
+
+    async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Take the memory back: of weights, kv_cache or both."""
+        self._check()
+        await self._llm.wake_up(tags)
+        self._service.is_asleep = await self._llm.is_sleeping()
+        return Response()
+
+    async def is_sleeping(self) -> Response:
+        """Tell whether the engine sleeps."""
+        return _json({"is_sleeping": self._service.is_asleep})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        """Call a method of the engine's worker, by its name; the results are texts where JSON has nothing for them."""
+        self._check()
+        asked = await read_body(request, WorkerCall, self._service.options)
+        if asked.method.startswith("_"):
+            raise ApiError(400, f"method: needs a public name, got {asked.method[:60]!r}", "method")
+        found = await self._llm.collective_rpc(asked.method, args=asked.args, kwargs=asked.kwargs)
+        return _json({"results": [_plain(each) for each in found]})
 
     async def resume(self) -> Response:
         """Let requests begin again, those first that have waited."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from dataclasses import replace
 from functools import lru_cache
+from io import BytesIO
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
@@ -112,6 +114,8 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
 def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
     """The form that the completion must have; None: any."""
     wanted, older = body.response_format, body.older_form
+    if older and older.items() <= (body.structured_outputs or {}).items():  # clients of vLLM's send a form by both names
+        older = {}
     if older:
         if body.structured_outputs or (wanted is not None and wanted.type != "text"):
             raise ConfigError(f"guided_{next(iter(older))}", "no other form beside it", "another")
@@ -132,15 +136,40 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:
-    """The prompts of a request for completions, each a text or a list of token ids.
+    """The prompts of a request for completions, each a text, a list of token ids, or rows of embeddings.
 
-    :raises ApiError: there are too many.
+    :raises ApiError: there are too many, or none; or embeddings that cannot be read.
     """
-    given = body.prompt
+    given, embedded = body.prompt, body.prompt_embeds
+    if given is None and not embedded:
+        raise ApiError(400, "prompt: needs a text, token ids, or prompt_embeds in its place, got none", "prompt")
     prompts: list[Any] = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else list(given)
+    if embedded:
+        if body.echo or body.suffix:
+            raise ApiError(400, "prompt_embeds: needs no echo and no suffix, because the prompt has no text", "prompt_embeds")
+        rows = [_read_embedded(each) for each in ([embedded] if isinstance(embedded, str) else embedded)]
+        prompts = rows + (prompts if given else [])
     if len(prompts) * (body.best_of or body.n or 1) > MOST_PROMPTS:
         raise ApiError(400, f"prompt: needs at most {MOST_PROMPTS} completions in all, got {len(prompts)} prompts", "prompt")
     return prompts
+
+
+def _read_embedded(text: str) -> dict[str, Any]:
+    """A prompt of embeddings out of base64.
+
+    :raises ApiError: it is none, or not what torch.save writes of a tensor.
+    """
+    import torch
+
+    try:
+        tensor = torch.load(BytesIO(b64decode(text, validate=True)), map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle raises what it likes; weights_only runs no code
+        got = " ".join(str(error).split())[:120]
+        message = f"prompt_embeds: needs base64 of torch.save(tensor), got what cannot be read ({got})"
+        raise ApiError(400, message, "prompt_embeds") from error
+    if isinstance(tensor, torch.Tensor) and not (tensor.layout == torch.strided and tensor.is_contiguous()):
+        raise ApiError(400, "prompt_embeds: needs a dense tensor whose rows follow one another, got another", "prompt_embeds")
+    return {"prompt_embeds": tensor}
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

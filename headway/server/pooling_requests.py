@@ -46,6 +46,10 @@ class EmbeddingRequest(PooledRequest):
         return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
 
 
+class ClassifyRequest(EmbeddingRequest):
+    """The body of /classify and of /pooling: texts, as /v1/embeddings has them."""
+
+
 class ScoreRequest(PooledRequest):
     """The body of /score: two texts, a text and a list, or two lists of one length."""
 

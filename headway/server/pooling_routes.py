@@ -20,14 +20,13 @@ from starlette.responses import Response
 
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.hosting.host import EngineDeadError
-from headway.outputs import EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, api_error
 from headway.server.options import ServerOptions
 from headway.server.pooling_metrics import PoolingMetrics
-from headway.server.pooling_requests import EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
-from headway.server.routing import Endpoint, endpoint, read_body
+from headway.server.pooling_requests import ClassifyRequest, EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
+from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
@@ -47,7 +46,9 @@ class PoolingRoutes:
     def posts(self) -> dict[str, Endpoint]:
         """Path -> what answers its requests."""
         reranks = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)
-        return {"/v1/embeddings": self.embeddings, **reranks, "/score": self.score, "/v1/score": self.score}
+        scores = dict.fromkeys(("/score", "/v1/score"), self.score)
+        others = {"/classify": self.classify, "/pooling": self.pool, "/invocations": self.invocations}
+        return {"/v1/embeddings": self.embeddings, **reranks, **scores, **others}
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
@@ -55,6 +56,9 @@ class PoolingRoutes:
             ("/v1/embeddings", self.embeddings, EmbeddingRequest),
             *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
+            ("/classify", self.classify, ClassifyRequest),
+            ("/pooling", self.pool, ClassifyRequest),
+            ("/invocations", self.invocations, PooledRequest),
         ]
         for path, answer, kind in posts:
             schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
@@ -79,10 +83,51 @@ class PoolingRoutes:
         make = partial(self._pooling.jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
         data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(output, body.encoding_format)}
+            {"object": "embedding", "index": index, "embedding": _encoded(output.outputs.embedding, body.encoding_format)}
             for index, output in enumerate(outputs)
         ]
         return self._answer("embd", {"object": "list", "data": data}, body, tokens)
+
+    async def classify(self, request: Request) -> Response:
+        """Classify texts: each with its likeliest label and the probabilities of all."""
+        body = await self._body(request, ClassifyRequest)
+        outputs, tokens = await self._run(partial(self._pooling.jobs.classify, body.prompts, body.truncate_prompt_tokens))
+        names, data = self._pooling.model.labels, []
+        for index, output in enumerate(outputs):
+            probs = output.outputs.probs
+            best = max(range(len(probs)), key=probs.__getitem__)
+            label = names[best] if best < len(names) else f"LABEL_{best}"
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        return self._answer("classify", {"object": "list", "data": data}, body, tokens)
+
+    async def pool(self, request: Request) -> Response:
+        """What the model makes of texts, whichever it is: vectors, or the probabilities of labels."""
+        body = await self._body(request, ClassifyRequest)
+        jobs = self._pooling.jobs
+        if self._pooling.model.task == "embed":
+            make: Any = partial(jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        else:
+            make = partial(jobs.classify, body.prompts, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        rows = [getattr(each.outputs, "probs", None) or each.outputs.embedding for each in outputs]
+        encoded = (_encoded(row, body.encoding_format) for row in rows)
+        data = [{"index": index, "object": "pooling", "data": each} for index, each in enumerate(encoded)]
+        return self._answer("pool", {"object": "list", "data": data}, body, tokens)
+
+    async def invocations(self, request: Request) -> Response:
+        """Answer whatever path the body is for, as SageMaker's clients have one for all."""
+        text = await read_text(request, self.service.options)
+        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
+        kinds = (("/v1/embeddings", "input"), ("/rerank", "query"), ("/score", "text_1"), ("/score", "queries"))
+        path = next((path for path, field in kinds if field in body), None)
+        if path is None:
+            raise ApiError(400, "this path: needs input, query, or text_1 and text_2, got none of them", code="unknown_body")
+        path = "/classify" if path == "/v1/embeddings" and self._pooling.model.task != "embed" else path
+
+        async def receive() -> Any:
+            return unread.pop() if unread else await request.receive()
+
+        return await self.posts[path](Request(request.scope, receive))
 
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
@@ -174,9 +219,8 @@ class PoolingRoutes:
         return told.response(request.scope["path"])
 
 
-def _encoded(output: EmbeddingRequestOutput, encoding: str) -> list[float] | str:
+def _encoded(vector: list[float], encoding: str) -> list[float] | str:
     """base64: little-endian float32, as OpenAI's client asks for and reads."""
-    vector = output.outputs.embedding
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
 
 

@@ -88,6 +88,9 @@ class SamplingRequest(Fields):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    """This and the next: forms of the answer, by SGLang's names."""
+    ebnf: str | None = None
     priority: int = 0
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
@@ -99,12 +102,12 @@ class SamplingRequest(Fields):
 
     @property
     def older_form(self) -> dict[str, Any]:
-        """The form in fields of the names that vLLM once had, by its name today; empty: none."""
+        """The form in fields of the names that vLLM once had, or that SGLang has, by vLLM's name today; empty: none."""
         found = {
             "json": self.guided_json,
-            "regex": self.guided_regex,
+            "regex": self.guided_regex or self.regex,
             "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
+            "grammar": self.guided_grammar or self.ebnf,
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -153,7 +156,10 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """The body of /v1/completions."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
+    """None: prompt_embeds has the prompts."""
+    prompt_embeds: str | Annotated[list[str], Field(max_length=MOST_PROMPTS)] | None = None
+    """Prompts as rows of embeddings, base64 of what torch.save writes; they come before those of `prompt`."""
     echo: bool | None = False
     """Begin each text with its prompt."""
     logprobs: int | None = Field(default=None, ge=0)

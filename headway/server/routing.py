@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
+import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -110,6 +111,20 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
     except ClientDisconnect:
         raise ApiError(499, "the client has gone") from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def fields_of(text: bytes) -> dict[str, Any]:
+    """The fields of a body.
+
+    :raises ApiError: it is no JSON object.
+    """
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body: needs JSON, got {error}") from error
+    if not isinstance(found, dict):
+        raise ApiError(400, f"the body: needs a JSON object, got {type(found).__name__}")
+    return found
 
 
 def _too_large(most: int) -> ApiError:

@@ -14,6 +14,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
 from headway.requests.sampling_defaults import default_params
 from headway.server.admission import Admission
+from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
 from headway.server.options import ServerOptions
 from headway.server.params import ParamsMaker
@@ -58,6 +59,8 @@ class Service(Admission):
         self.running: dict[str, Sequence[str]] = {}
         """Id of the answer to each request that the engine has -> its ids there, one for each prompt."""
         self._resumed: asyncio.Event | None = None
+        self.is_asleep = False
+        """Whether the engine sleeps, and requests are refused."""
         self.num_unsubmitted = 0
         """Requests that the engine does not know of yet: they are being tokenised."""
 
@@ -114,6 +117,12 @@ class Service(Admission):
         """The sampling parameters among them that the model recommends, for the page; none: it recommends nothing."""
         given, plain = self.default_params(), SamplingParams()
         return {name: value for name in _SAMPLING if (value := getattr(given, name)) != getattr(plain, name)}
+
+    def check_room(self) -> None:
+        """See Admission; a sleeping engine has room for nothing."""
+        if self.is_asleep:
+            raise ApiError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep")
+        super().check_room()
 
     def admit(self) -> Ticket:
         """Let a request in; raises as `check_room`."""

@@ -26,7 +26,7 @@ _REFUSED: Final = {
     "function_call": "none; tool_choice has taken its place in OpenAI's API",
     "audio": "none, because models here write text",
     "web_search_options": "none, because this server searches nothing",
-    "prompt_embeds": "none; prompt takes texts and token ids",
+    "prompt_embeds": "none in a chat; /v1/completions takes them",
 }
 """Fields of OpenAI's API and of vLLM's, old and new, without which the answer is another, and what they need here."""
 _WITHOUT_EFFECT: Final = frozenset(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from headway.core.contract.errors import refuse_unknown
-from headway.vllm_api.reasons import FREE_MEMORY, NO_ADAPTERS, TEXT_ALONE, of_each
+from headway.vllm_api.reasons import NO_ADAPTERS, TEXT_ALONE, of_each
 
 CALL_KEYWORDS: Final = {
     **of_each("lora_request prompt_adapter_request", NO_ADAPTERS),
@@ -29,10 +29,8 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
 
 METHODS: Final = {
     "reward": "classify and encode run classifiers",
-    **of_each("sleep wake_up is_sleeping", FREE_MEMORY),
-    **of_each("collective_rpc apply_model", "Headway runs a model in this process: llm.model.decoder is it"),
     "set_tokenizer": "the option tokenizer names another tokenizer",
-    **of_each("init_weight_transfer_engine update_weights", "not supported: load the new weights with a new LLM"),
+    **of_each("init_weight_transfer_engine update_weights", "not supported: collective_rpc hands a function load_weights"),
     **of_each("enqueue wait_for_completion", "llm_engine has add_request and step"),
 }
 """Attributes of vLLM's LLM and LLMEngine -> what to do."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
 from headway.core.system.text import shown
-from headway.vllm_api.reasons import FREE_MEMORY, NO_ADAPTERS, NO_TRANSFER, TEXT_ALONE, of_each
+from headway.vllm_api.reasons import NO_ADAPTERS, NO_TRANSFER, TEXT_ALONE, of_each
 
 log = logging.getLogger("headway")
 
@@ -27,8 +28,6 @@ LLM_OPTIONS: Final = {
     **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
     "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
-    "enable_sleep_mode": FREE_MEMORY,
-    "enable_prompt_embeds": "not supported yet: prompts are texts or token ids",
     **of_each("override_generation_config", "SamplingParams override what the model recommends; see generation_config"),
     **of_each("rope_scaling rope_theta", "not supported alone: hf_overrides replaces values of the model's config.json"),
     "hf_config_path": "not supported: the folder of the model has its config.json",
@@ -43,9 +42,9 @@ LLM_OPTIONS: Final = {
     "pooler_config": "not supported: the files of the model say how it is pooled",
     "override_pooler_config": "not supported: the files of the model say how it is pooled",
     "attention_config": "its backend alone is read: Headway calls it attn_backend, and the rest attn_options",
-    **of_each("worker_cls worker_extension_cls scheduler_cls", "not supported: plugins register backends, layouts and proposers"),
+    **of_each("worker_cls scheduler_cls", "not supported: plugins register backends, layouts and proposers"),
     "disable_sliding_window": "not supported: a model's windows are part of what it computes",
-    "speculative_config": "method may be ngram or suffix; a draft model is not supported yet",
+    "speculative_config": "method may be ngram, suffix or draft_model",
     "additional_config": "not supported: docs/options.md lists the options",
 }
 """Options of vLLM's LLM that Headway has by another name or not at all -> what to do."""
@@ -58,7 +57,7 @@ FLAGS: Final = {
     "disable_log_stats": "Headway calls it log_stats_interval: seconds between two lines of statistics in the log",
     "kv_cache_memory_bytes": "Headway calls it kv_cache_memory",
     "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
-    "speculative_config": "Headway calls it speculate and num_speculative_tokens: speculate='ngram' or 'suffix'",
+    "speculative_config": "Headway calls it speculate or speculative_model, and num_speculative_tokens",
     "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
     "convert": "Headway calls it task: embed or score",
     "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
@@ -78,12 +77,12 @@ FLAGS: Final = {
 NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), (1,)),
-    **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_expert_parallel", "enable_sleep_mode", "enable_eplb"), (False,)),
-    **dict.fromkeys(("enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales", "disable_sliding_window"), (False,)),
+    **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_expert_parallel", "enable_eplb"), (False,)),
+    **dict.fromkeys(("enable_mm_embeds", "calculate_kv_scales", "disable_sliding_window"), (False,)),
     **dict.fromkeys(("override_generation_config", "rope_scaling", "model_loader_extra_config"), ({},)),
     **dict.fromkeys(("mm_processor_kwargs", "additional_config", "structured_outputs_config", "attention_config"), ({},)),
     **dict.fromkeys(("worker_cls", "config_format"), ("auto", "hf")),
-    **dict.fromkeys(("worker_extension_cls", "reasoning_parser"), ("",)),
+    **dict.fromkeys(("reasoning_parser",), ("",)),
     "tokenizer_revision": ("main",),
     "code_revision": ("main",),
     "cpu_offload_gb": (0,),
@@ -101,7 +100,7 @@ dbo_prefill_token_threshold default_mm_loras delay_factor disable_async_output_p
 disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats
 disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization distributed_timeout_seconds enable_dbo
 enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details
-enable_mfu_metrics enable_server_load_tracking enable_tower_connector_lora eplb_config expert_placement_strategy
+enable_mfu_metrics enable_sleep_mode enable_server_load_tracking enable_tower_connector_lora eplb_config expert_placement_strategy
 fail_on_environ_validation fully_sharded_loras guided_decoding_backend guided_decoding_disable_fallback hf_token
 ignore_patterns interleave_mm_strings io_processor_plugin kv_cache_metrics kv_sharing_fast_prefill language_model_only
 linear_backend long_lora_scaling_factors long_prefill_token_threshold lora_dtype lora_extra_vocab_size lora_target_modules
@@ -130,7 +129,7 @@ _ATTENTION: Final = {
 """vLLM's name of an attention backend -> Headway's."""
 
 
-_MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed")
+_MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed", "worker_extension_cls")
 """Options that Headway has under the same names, whose default in vLLM is None."""
 
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score"}
@@ -193,15 +192,17 @@ def _speculation(value: Any) -> dict[str, Any]:
     method = str(given.get("method", "draft_model" if "model" in given else "ngram"))
     if method == "[ngram]":
         method = "ngram"
-    if method not in ("ngram", "suffix", "ngram_gpu"):
-        need = "the method ngram or suffix"
-        hint = "drafts of a model are not supported yet; speculate takes a plugin's proposer too"
-        raise ConfigError("speculative_config", need, method, hint)
+    if method not in ("ngram", "suffix", "ngram_gpu", "draft_model"):
+        need = "the method ngram, suffix or draft_model"
+        raise ConfigError("speculative_config", need, method, "heads of EAGLE, Medusa and MTP are not supported yet")
+    if method == "draft_model" and not isinstance(given.get("model"), str):
+        raise ConfigError("speculative_config", "the draft's name as model", shown(given.get("model")))
     most = given.get("num_speculative_tokens", MAX_DRAFT_TOKENS)
     if isinstance(most, int) and most > MAX_DRAFT_TOKENS:
         log.warning("speculative_config: %d tokens are guessed at most, not %d", MAX_DRAFT_TOKENS, most)
         most = MAX_DRAFT_TOKENS
-    return {"speculate": method.removesuffix("_gpu"), "num_speculative_tokens": most}
+    source = {"speculative_model": given["model"]} if method == "draft_model" else {"speculate": method.removesuffix("_gpu")}
+    return {**source, "num_speculative_tokens": most}
 
 
 def _structured(value: Any) -> dict[str, Any]:
@@ -245,9 +246,11 @@ def _converted(value: object) -> dict[str, Any]:
 
 def _executor(value: object) -> dict[str, Any]:
     """Who starts the ranks of tensor_parallel_size: Headway, whatever is asked for, and never another program."""
-    if value not in ("mp", "uni", "ray"):
+    alone = value == "external_launcher" and os.environ.get("WORLD_SIZE", "1") == "1"
+    if value not in ("mp", "uni", "ray") and not alone:
         hint = "tensor_parallel_size starts a process for each rank"
-        raise ConfigError("distributed_executor_backend", "mp, uni or ray", shown(value), hint)
+        need = "mp, uni or ray, or one process alone that torchrun has started"
+        raise ConfigError("distributed_executor_backend", need, shown(value), hint)
     if value == "ray":
         log.warning("distributed_executor_backend: ranks are processes of this machine; Ray starts none of them")
     return {}
@@ -275,7 +278,7 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "load_format": _renamed("load_format", dict.fromkeys(("safetensors", "hf"), "auto")),
     "model_impl": _renamed("model_impl", {"vllm": "headway"}),
     "speculative_config": _speculation,
-    "speculative_model": lambda model: _speculation({"method": model}),
+    "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,
     "task": _renamed("task", _TASKS),
     "trust_remote_code": _trust,

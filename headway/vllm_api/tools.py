@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import socket
 import uuid
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,13 @@ import torch
 def random_uuid() -> str:
     """A fresh name for a request."""
     return uuid.uuid4().hex
+
+
+def get_open_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        return int(taken.getsockname()[1])
 
 
 def set_random_seed(seed: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +62,8 @@ class LoadedPoolingModel:
     """Lengths to which an embedding may be cut (Kusupati et al. 2022); none: any; None: it may not be."""
     score_prompt: ScorePrompt | None = None
     """What is put around a query and a document; None: the tokenizer joins them as a pair."""
+    labels: Sequence[str] = ()
+    """Names of a classifier's labels, as far as config.json has them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,13 @@ def load_pooling_model(
         max_length=min(longest, (modules and modules.max_seq_length) or longest),
         dimensions=_dimensions(stated) if task == "embed" else None,
         score_prompt=prompt,
+        labels=_labels(stated),
     )
+
+
+def _labels(stated: Mapping[str, Any]) -> list[str]:
+    named = stated.get("id2label")
+    return [str(named[str(number)]) for number in range(len(named)) if str(number) in named] if isinstance(named, dict) else []
 
 
 _Read = tuple[PooledModel, int, ScorePrompt | None]

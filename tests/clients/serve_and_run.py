@@ -10,6 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from headway.models.loader import read_tokenizer
+from headway.models.locate import locate
+
 FOLDER = Path(__file__).resolve().parent
 ENVIRONMENTS = FOLDER.parent.parent / ".venv-clients"
 KEY = "a-key-of-the-test"
@@ -33,7 +36,8 @@ def main(names: list[str]) -> int:
         ]
         with log.open("w") as told, subprocess.Popen(command, stderr=told, env={**os.environ, "HEADWAY_API_KEY": KEY}) as server:
             try:
-                return sum(not run(name, wait_for_url(server, log)) for name in names)
+                url, tokenizer = wait_for_url(server, log), save_tokenizer(Path(folder) / "tokenizer")
+                return sum(not run(name, url, tokenizer) for name in names)
             finally:
                 server.terminate()
 
@@ -48,7 +52,13 @@ def wait_for_url(server: subprocess.Popen[bytes], log: Path) -> str:
     return found[1]
 
 
-def run(name: str, url: str) -> bool:
+def save_tokenizer(folder: Path) -> Path:
+    """The model's tokenizer as files, for clients that count tokens themselves."""
+    read_tokenizer(locate("smollm2")).save_pretrained(folder)
+    return folder
+
+
+def run(name: str, url: str, tokenizer: Path) -> bool:
     """Run a script; returns whether it went well."""
     own = ENVIRONMENTS / name / "bin" / "python"
     environment = {
@@ -57,6 +67,8 @@ def run(name: str, url: str) -> bool:
         "OPENAI_API_KEY": KEY,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": KEY,
+        "TOKENIZER": str(tokenizer),
+        "HF_HUB_OFFLINE": "1",
     }
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -72,6 +72,11 @@ def test_none_and_neutral_values_ask_for_nothing() -> None:
         ({"load_format": "safetensors", "model_impl": "vllm"}, {"model_impl": "headway"}),
         ({"speculative_config": {"method": "suffix", "num_speculative_tokens": 32}}, {"speculate": "suffix"}),
         ({"structured_outputs_config": {"backend": "xgrammar"}}, {}),
+        (
+            {"speculative_config": {"model": "small", "num_speculative_tokens": 3}},
+            {"speculative_model": "small", "num_speculative_tokens": 3},
+        ),
+        ({"enable_sleep_mode": True}, {}),
     ],
     ids=str,
 )
@@ -84,11 +89,17 @@ def test_option_is_translated(options: dict[str, object], own: dict[str, object]
     [
         ({"enable_lora": True}, "enable_lora: needs .*merge the adapter"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: needs .*tensor_parallel_size cuts"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config: needs the method ngram or suffix, got eagle"),
+        (
+            {"speculative_config": {"method": "eagle"}},
+            "needs the method ngram, suffix or draft_model, got eagle",
+        ),
+        ({"speculative_config": {"method": "draft_model"}}, "needs the draft's name as model, got None"),
+        ({"speculative_model": "a", "speculate": "ngram"}, "speculative_model: needs no other source of guesses"),
+        ({"speculative_model": "a", "deterministic": True}, "speculative_model: needs steps whose shape"),
         ({"speculative_config": "ngram"}, "the configuration: needs a dict, got 'ngram'"),
         ({"structured_outputs_config": {"reasoning_parser": "x"}}, "needs a backend alone, got reasoning_parser"),
         ({"convert": "reward"}, "convert: needs none, embed or classify, got 'reward'"),
-        ({"distributed_executor_backend": "external_launcher"}, "needs mp, uni or ray"),
+        ({"distributed_executor_backend": "k8s"}, "needs mp, uni or ray"),
         ({"tokeniser": "x"}, "tokeniser: needs .*did you mean tokenizer?"),
         ({"hf_overrides": len}, "hf_overrides: needs a mapping"),
         ({"generation_config": "folder"}, "generation_config: needs auto or vllm"),

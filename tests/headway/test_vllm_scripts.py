@@ -104,9 +104,9 @@ def test_missing_vllm_keyword_is_refused_with_the_nearest(llm: LLM, keywords: di
 
 
 def test_missing_vllm_attribute_names_the_nearest(llm: LLM) -> None:
-    with pytest.raises(AttributeError, match=r"LLM has no attribute 'sleep'.*del llm frees"):
-        llm.sleep  # noqa: B018
-    assert not hasattr(llm, "apply_model")
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'enqueue'.*llm_engine has add_request and step"):
+        llm.enqueue  # noqa: B018
+    assert not hasattr(llm, "update_weights")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from headway.core.engine.device.launched import Launched
 from headway.core.engine.device.memory import run_trial
 from headway.core.engine.device.model_runner import ModelRunner
 from headway.core.engine.device.pool_plan import StatePlan, gathered, plan_pool
+from headway.core.engine.device.released_memory import ReleasedMemory
 from headway.core.engine.device.warmup import WarmUp
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.engine.graphs.captured_step import name_of
@@ -37,7 +39,7 @@ from headway.core.engine.graphs.graph_set import capture_sizes
 from headway.core.engine.graphs.piecewise import piecewise_sizes
 from headway.core.engine.state import pool
 from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import Capacity, ExecutorLostError
+from headway.core.engine.state.executor import CACHE, WEIGHTS, Capacity, ExecutorLostError
 from headway.core.engine.state.page_mover import MakePageMover
 from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.step import StepInput
@@ -50,6 +52,7 @@ from headway.core.select.selector import Selector
 from headway.core.select.startup import BackendSource
 from headway.core.select.state_candidates import StateSource
 from headway.core.select.workload import Workload
+from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
 
@@ -91,6 +94,10 @@ class LocalExecutor:
         :raises HeadwayError: options that cannot work together, with what would.
         """
         self._config, self._compile_ahead, self._max_decode_len = config, compile_ahead, max_decode_len
+        self._model = model
+        self._recorder: GraphRecorder | None = None
+        self._released: dict[str, ReleasedMemory] = {}
+        """What sleeps."""
         self._device, self._ranks = layers.device, ranks
         self.selector = _select(model, layers, source, config, costs, compile_ahead)
         self.selection = self.selector.selection
@@ -149,15 +156,37 @@ class LocalExecutor:
         if self.attention.debug:
             log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
         elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
-            sizes = config.cudagraph_capture_sizes or capture_sizes(config.max_num_seqs)
-            self._runner.capture(
-                sizes, piecewise_sizes(config.step_tokens), recorder or CudaGraphRecorder(), self._max_decode_len
-            )
+            self._recorder = recorder or CudaGraphRecorder()
+            self._capture_graphs(self._recorder)
             if compiled := watch.take():
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._compile_ahead is not None:
             self._settle(watch)
         self._runner.watch_compilations(watch)
+
+    def _capture_graphs(self, recorder: GraphRecorder) -> None:
+        sizes = self._config.cudagraph_capture_sizes or capture_sizes(self._config.max_num_seqs)
+        self._runner.capture(sizes, piecewise_sizes(self._config.step_tokens), recorder, self._max_decode_len)
+
+    def sleep(self, lost: Sequence[Tensor]) -> None:
+        """See `Executor`. Graphs hold addresses of weights and cache, and are captured anew when both are there again."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._runner.release_graphs()
+        states = self.attention.states
+        caches = held_tensors(self.caches, None if states is None else states.memory).values()
+        self._released = {
+            CACHE: ReleasedMemory(lost=caches),
+            WEIGHTS: ReleasedMemory(kept=held_tensors(self._model).values(), lost=lost),
+        }
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, part: str) -> None:
+        """See `Executor`."""
+        self._released.pop(part).restore()
+        if not self._released and self._recorder is not None:
+            self._capture_graphs(self._recorder)
 
     def _settle(self, watch: CompilationWatch) -> None:
         """Run every kind of step until none of them compiles anything."""

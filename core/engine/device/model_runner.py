@@ -125,6 +125,11 @@ class ModelRunner:
         graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
         self._graphs = graphs
 
+    def release_graphs(self) -> None:
+        """Drop all graphs, and the memory that they hold; `capture` makes them again."""
+        self._graphs = None
+        self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
+
     def forget_tokens(self) -> None:
         """Start every row anew, after the steps of a warm-up."""
         self._newest.zero_()
@@ -265,6 +270,8 @@ class ModelRunner:
         """The graph that runs a step, or None and the reason; no reason before graphs are captured."""
         if self._graphs is None:
             return None, ""
+        if step.embedded:
+            return None, "prompt_embeds"
         return self._graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
@@ -284,6 +291,9 @@ class ModelRunner:
         self._attention.begin(metadata, prefill, decode)
         if self._attention.states is not None:
             self._attention.states.begin(self._attention.states.metadata(step, first))
+        if step.embedded:
+            rows = [(first, upload(given, self._device)) for first, given in step.embedded]
+            return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
         hidden = self._piecewise.run(input_ids, positions)
         if hidden is not None:
             return hidden, True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +11,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.device.launched import Launched
 from headway.core.engine.device.local_executor import LocalExecutor
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -79,6 +80,14 @@ class RankedExecutor:
         progress.end_step()
         launched.check = self._processes.check
         return launched
+
+    def sleep(self, lost: Sequence[Tensor]) -> None:
+        """See `Executor`: several ranks do not sleep."""
+        size = len(self._processes.pids) + 1
+        raise ConfigError("sleep", "tensor_parallel_size=1", size, "del llm frees the devices' memory")
+
+    def wake(self, part: str) -> None:
+        """See `Executor`; there is nothing to wake."""
 
     def failed(self, error: Exception) -> None:
         """See `Executor`: every failure is the last."""

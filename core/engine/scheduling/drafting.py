@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from headway.core.contract.sampling_plugins import Proposer, SequenceProposer
+from headway.core.contract.sampling_plugins import BatchProposer, Proposer, SequenceProposer
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
 from headway.core.engine.state.schedule import ScheduledStep
 from headway.core.engine.state.sequence import Sequence
@@ -114,7 +114,7 @@ class Drafting:
                     if self._refused % _REFUSED == 0:
                         times.forget(count)
                 return self._start_rest(count, COSTLY)
-        guesses = [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
+        guesses = self._guesses(ready, known, most)
         for each, guess in zip(known, guesses, strict=True):
             if not guess:
                 self._learn(each, 0, 1)
@@ -158,6 +158,13 @@ class Drafting:
                 self._failed(seq, error)
             known = self._known[seq] = _GuessRecord(proposer)
         return known
+
+    def _guesses(self, ready: list[Sequence], known: list[_GuessRecord], most: int) -> list[list[int]]:
+        """Ask for the guesses of all sequences: at once, where the proposer is one for batches."""
+        if not isinstance(self._proposer, BatchProposer):
+            return [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
+        counts = [max(min(most, seq.max_len - seq.num_tokens - 1), 0) for seq in ready]
+        return self._proposer.propose_batch([seq.token_ids for seq in ready], counts)
 
     def _guess(self, seq: Sequence, known: _GuessRecord, most: int) -> list[int]:
         """Ask the proposer; one that raises, or guesses what is not a token, is not asked for this sequence again."""

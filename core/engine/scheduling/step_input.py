@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.engine.state.schedule import ScheduledStep
@@ -47,6 +48,7 @@ def _without_states(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepIn
         return _members_alone(step, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
+    embedded: list[tuple[int, Tensor]] = []
     num_newest = len(step.members)
     for seq, count, context_len, _, drafts in step.individual:
         if seq.table_changes:
@@ -55,6 +57,8 @@ def _without_states(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepIn
             for group, source, size in seq.prefix_copies:
                 target = seq.tables[group].pages[context_len // groups[group].page_size]
                 copies.append(PageCopy(group, source, target, size))
+        if seq.embedded is not None and context_len < seq.num_prompt_tokens:
+            embedded.append((len(token_ids), seq.embedded.rows[context_len : context_len + count]))
         if count == 1 and seq.newest_at == context_len:
             token_ids.append(NEWEST if seq.num_pending else seq.token_ids[context_len])
             num_newest += 1
@@ -63,7 +67,8 @@ def _without_states(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepIn
             assert len(known) == count - drafts, "only a decoding sequence runs ahead of the host"
             token_ids += known
             token_ids += seq.draft_token_ids[:drafts]
-    return _with_members(step, token_ids, num_newest == len(step), tuple(started), tuple(new_pages), tuple(copies))
+    found = _with_members(step, token_ids, num_newest == len(step), tuple(started), tuple(new_pages), tuple(copies))
+    return replace(found, embedded=tuple(embedded)) if embedded else found
 
 
 def _with_members(

@@ -58,6 +58,7 @@ class EngineConfig:
         str, "Who is served first: fcfs (first come, first served), or priority (the lower number, then first come)."
     ] = "fcfs"
     enable_prefix_caching: Annotated[bool, "Reuse the cache of prompts that begin alike."] = True
+    enable_prompt_embeds: Annotated[bool, "Take prompts as rows of embeddings, {'prompt_embeds': tensor}."] = False
     enable_chunked_prefill: Annotated[bool, "Serve a long prompt in several steps."] = True
     free_window_blocks: Annotated[bool, "Give back the blocks that lie behind a layer's sliding window."] = True
     kv_cache_memory: Annotated[

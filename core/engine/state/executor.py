@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,9 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.vocabulary import Gathers
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""What of an executor sleeps and wakes; vLLM's words."""
 
 
 class ExecutorLostError(HeadwayError):
@@ -130,6 +133,17 @@ class Executor(Protocol):
 
     def launch(self, step: StepInput) -> InFlight:
         """Start a step. Whatever a backend raises comes through; what the step says about its rows holds even then."""
+
+    def sleep(self, lost: Sequence[Tensor]) -> None:
+        """Give the memory of weights and cache back, between two steps; none may be launched until both have been woken.
+
+        lost: weights that are zero when they have woken, and are read anew then; the others lie in the host's memory meanwhile.
+
+        :raises ConfigError: this executor cannot.
+        """
+
+    def wake(self, part: str) -> None:
+        """Allocate the memory of WEIGHTS or of the CACHE again, which is empty then."""
 
     def failed(self, error: Exception) -> None:
         """Told of what a step has raised, at its launch or at the wait for it. Where this returns, other steps may run.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 
@@ -38,10 +39,19 @@ class RequestLimits:
     """Most tokens whose log-probabilities a request may ask for at one place; -1: the whole vocabulary."""
     by_priority: bool = False
     """Whether requests have priorities."""
+    embedding_size: int | None = None
+    """Elements of a row of a prompt that is given as embeddings; None: no prompt is."""
 
     @classmethod
-    def of(cls, config: EngineConfig, max_model_len: int, max_position_embeddings: int, vocab_size: int) -> RequestLimits:
-        """The limits of an engine. max_position_embeddings: what the model was made for."""
+    def of(
+        cls,
+        config: EngineConfig,
+        max_model_len: int,
+        max_position_embeddings: int,
+        vocab_size: int,
+        embedding_size: int | None = None,
+    ) -> RequestLimits:
+        """The limits of an engine. max_position_embeddings: what the model was made for. embedding_size: of the model's rows."""
         advice = "shorten it or raise kv_cache_memory"
         if max_model_len >= max_position_embeddings:
             advice = "shorten it; the model was made for no more"
@@ -49,7 +59,8 @@ class RequestLimits:
             advice = "shorten it or raise max_model_len"
         elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
             advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
-        return cls(max_model_len, vocab_size, advice, config.max_logprobs, config.scheduling_policy == "priority")
+        size, by_priority = embedding_size if config.enable_prompt_embeds else None, config.scheduling_policy == "priority"
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs, by_priority, embedding_size=size)
 
     def checked(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0, prompt: str | None = None
@@ -61,6 +72,11 @@ class RequestLimits:
         """
         self.check_prompt(prompt_token_ids)
         self.check_params(params)
+        if isinstance(prompt_token_ids, EmbeddedPrompt) and (
+            params.prompt_logprobs is not None or params.repetition_penalty != 1
+        ):
+            need = "no prompt_logprobs and no repetition_penalty, which read the prompt's token ids"
+            raise ConfigError("prompt_embeds", need, "one of them")
         self.check_priority(priority)
         return CheckedRequest(prompt_token_ids, params, priority, prompt)
 
@@ -78,7 +94,23 @@ class RequestLimits:
                 f"{len(prompt_token_ids)} tokens",
                 self.advice,
             )
-        self.check_ids(prompt_token_ids)
+        if isinstance(prompt_token_ids, EmbeddedPrompt):
+            self.check_embedded(prompt_token_ids)
+        else:
+            self.check_ids(prompt_token_ids)
+
+    def check_embedded(self, prompt: EmbeddedPrompt) -> None:
+        """Check a prompt of embeddings.
+
+        :raises PromptError: the engine takes none, or its model has other sizes.
+        """
+        if self.embedding_size is None:
+            need = "an engine with enable_prompt_embeds=True, whose model Headway's decoder computes"
+            raise PromptError("prompt_embeds", need, "another")
+        if prompt.rows.shape[1] != self.embedding_size:
+            raise PromptError("prompt_embeds", f"[num_tokens, {self.embedding_size}]", f"{list(prompt.rows.shape)}")
+        if not prompt.rows.isfinite().all():
+            raise PromptError("prompt_embeds", "finite numbers", "NaN or infinite ones")
 
     def check_ids(self, token_ids: Sequence[int], what: str = "prompt") -> None:
         """Check that the vocabulary has these tokens. what: the argument that brings them.

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
+from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.engine.state.state_slots import Checkpoint
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
@@ -101,6 +102,9 @@ class Sequence:
     num_unverified: int
     """Drafts in `num_computed` whose verification has been launched and not been read."""
 
+    embedded: EmbeddedPrompt | None
+    """The prompt's rows of embeddings, where its tokens have no ids."""
+
     # Kept by the block manager:
     tables: list[PageTable]
     """One for each cache group while the sequence holds pages."""
@@ -145,6 +149,7 @@ class Sequence:
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)
         self.token_ids = list(prompt_token_ids)
+        self.embedded = prompt_token_ids if isinstance(prompt_token_ids, EmbeddedPrompt) else None
         self.in_decode_batch = False
         self._steps = _NO_STEPS
         self._num_computed = self._num_pending = 0
@@ -160,6 +165,11 @@ class Sequence:
         self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
         self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
         self.held_state = None
+
+    @property
+    def prefix_root(self) -> bytes:
+        """What stands before the first block in the names of its blocks: what tells equal token ids with other keys apart."""
+        return b"" if self.embedded is None else self.embedded.digest
 
     @property
     def num_tokens(self) -> int:

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
+from torch import Tensor
 
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
@@ -80,6 +81,8 @@ class StepInput:
     """(slot of a checkpoint, row): states to be copied before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
     """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
+    embedded: tuple[tuple[int, Tensor], ...] = ()
+    """(index of a new token, rows): rows of embeddings on the host that this token and the next ones have in place of ids."""
     shows_logits: bool = False
     """Whether somebody looks at the step's logits, so that all ranks put them together."""
 

@@ -71,6 +71,24 @@ def test_requests_are_ended(own: Running, by: str) -> None:
     assert httpx.post(own.url + PATH, json={**BODY, "max_tokens": 2}).status_code == 200
 
 
+def test_a_sleeping_server_refuses_until_it_is_woken(own: Running, llm: LLM) -> None:
+    with httpx.Client(base_url=own.url, timeout=30) as http:
+        text = http.post(PATH, json={**BODY, "max_tokens": 4}).json()["choices"][0]["text"]
+        assert http.post("/sleep", params={"level": 3}).json()["error"]["message"].startswith("level: needs 1")
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/sleep", params={"level": 1}).status_code == 200
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        refused = http.post(PATH, json=BODY)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "the engine sleeps; POST /wake_up wakes it")
+        assert http.get("/health").status_code == 200
+        assert http.post("/wake_up", params={"tags": "weights"}).status_code == 200
+        assert http.post(PATH, json=BODY).status_code == 503
+        assert http.post("/wake_up").status_code == 200
+        assert http.post(PATH, json={**BODY, "max_tokens": 4}).json()["choices"][0]["text"] == text
+        assert http.post("/collective_rpc", json={"method": "reload_weights"}).json() == {"results": [None]}
+        assert http.post("/collective_rpc", json={"method": "__init__"}).status_code == 400
+
+
 def test_the_prefix_cache_is_emptied(own: Running) -> None:
     body = {**BODY, "prompt": "the quick brown fox jumps over the lazy dog " * 3, "max_tokens": 1}
 

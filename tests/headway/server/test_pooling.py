@@ -19,7 +19,7 @@ from headway import LLM
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
-from tiny_encoders import LONGEST, TEXTS, embedder, scorer
+from tiny_encoders import LONGEST, SCORERS, TEXTS, embedder, save, scorer
 
 LONG = "the quick brown fox " * 40
 
@@ -48,6 +48,16 @@ def load(folder: Path) -> LLM:
 def embeds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
     folder = tmp_path_factory.mktemp("embedder")
     embedder("bert", folder)
+    llm = load(folder)
+    with serving(llm) as (url, _):
+        yield llm, url
+
+
+@pytest.fixture(scope="module")
+def classifies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, str]]:
+    folder = tmp_path_factory.mktemp("classifier")
+    kind, config = SCORERS["bert"]
+    save(kind, config.__class__(**{**config.to_dict(), "num_labels": 3}), folder)
     llm = load(folder)
     with serving(llm) as (url, _):
         yield llm, url
@@ -205,3 +215,29 @@ def test_a_key_and_a_limit_hold_here_too(embeds: tuple[LLM, str]) -> None:
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a"}, headers=headers).status_code == 200
         assert httpx.post(f"{url}/v1/embeddings", json={"input": "a" * 200}, headers=headers).status_code == 413
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_classifier_names_the_likeliest_label(classifies: tuple[LLM, str]) -> None:
+    llm, url = classifies
+    wanted = [each.outputs.probs for each in llm.classify(TEXTS, use_tqdm=False)]
+    found = httpx.post(f"{url}/classify", json={"model": "tiny", "input": TEXTS}).json()["data"]
+    assert [each["probs"] for each in found] == [pytest.approx(each, abs=1e-5) for each in wanted]
+    assert [each["label"] for each in found] == [f"LABEL_{each.index(max(each))}" for each in wanted]
+    assert {each["num_classes"] for each in found} == {3}
+    pooled = httpx.post(f"{url}/pooling", json={"input": TEXTS}).json()["data"]
+    assert [each["data"] for each in pooled] == [each["probs"] for each in found]
+    assert httpx.post(f"{url}/invocations", json={"input": TEXTS}).json()["data"] == found
+
+
+def test_one_path_takes_every_body_of_an_embedder(embeds: tuple[LLM, str]) -> None:
+    _, url = embeds
+    body = {"input": TEXTS, "encoding_format": "base64"}
+    found = httpx.post(f"{url}/v1/embeddings", json=body).json()["data"]
+    for path in ("/pooling", "/invocations"):
+        again = httpx.post(f"{url}{path}", json=body).json()["data"]
+        assert [each.get("data") or each.get("embedding") for each in again] == [each["embedding"] for each in found]
+    scores = httpx.post(f"{url}/invocations", json={"text_1": "fox", "text_2": TEXTS}).json()
+    assert [each["object"] for each in scores["data"]] == ["score"] * len(TEXTS)
+    refused = httpx.post(f"{url}/classify", json={"input": TEXTS})
+    assert refused.json()["error"]["message"].startswith("classify: needs a sequence classifier")
+    assert httpx.post(f"{url}/invocations", json={}).json()["error"]["code"] == "unknown_body"

@@ -1,5 +1,6 @@
-# shows: ranks started by torchrun
-# refused: tensor_parallel_size starts a process for each rank
-from vllm import LLM
+# shows: one process that torchrun has started (external_launcher)
+from vllm import LLM, SamplingParams
 
-llm = LLM("facebook/opt-125m", tensor_parallel_size=1, distributed_executor_backend="external_launcher")
+llm = LLM("facebook/opt-125m", tensor_parallel_size=1, distributed_executor_backend="external_launcher", seed=1)
+for output in llm.generate(["Hello, my name is", "The capital of France is"], SamplingParams(max_tokens=8)):
+    print(f"{output.prompt!r} {output.outputs[0].text!r}")

@@ -1,0 +1,64 @@
+"""The tensors that an object holds, found by walking its fields, each under the path that leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_OWN = "headway."
+"""Modules whose objects are entered; so are torch's modules, and Python's own containers."""
+
+
+def held_tensors(*roots: object) -> dict[str, Tensor]:
+    """Every tensor that can be reached from objects of Headway's or modules of torch's, by its path: `0.layers.3.norm.weight`.
+
+    Equal objects have equal paths. A tensor that several paths lead to stands under the first; views of it under their own.
+    """
+    found: dict[str, Tensor] = {}
+    seen: dict[int, object] = {}  # holds what properties make, so that no id is given to another object meanwhile
+    waiting: list[tuple[str, object]] = [(str(number), root) for number, root in enumerate(roots)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            found[path] = value
+            continue
+        below = [(f"{path}.{name}", each) for name, each in _parts(value)]
+        waiting += reversed(below)
+    return found
+
+
+def _parts(value: Any) -> Iterator[tuple[str, object]]:
+    """What an object holds; nothing where it is none of those that are entered."""
+    if isinstance(value, dict):
+        yield from ((str(name), each) for name, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(number), each) for number, each in enumerate(value))
+    elif isinstance(value, partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, FunctionType):
+        yield from ((str(number), cell.cell_contents) for number, cell in enumerate(value.__closure__ or ()) if _is_filled(cell))
+    elif isinstance(value, nn.Module) or (type(value).__module__.startswith(_OWN) and not isinstance(value, type)):
+        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+        slots = (name for kind in type(value).__mro__ for name in _slots(kind))
+        yield from ((name, getattr(value, name)) for name in slots if hasattr(value, name))
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    named = kind.__dict__.get("__slots__", ())
+    return tuple(name for name in ((named,) if isinstance(named, str) else named) if not name.startswith("__"))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that its function has not bound yet
+        return False

@@ -1,0 +1,206 @@
+"""What programs do to the model of a running engine: put it to sleep, wake it, and give it other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.state.executor import CACHE, WEIGHTS
+from headway.core.system.held_tensors import held_tensors
+from headway.core.system.text import shown
+from headway.models.loader import LOAD_FORMATS
+
+if TYPE_CHECKING:
+    from headway.hosting.driver import EngineDriver
+    from headway.models.live_weights import LiveWeights
+
+_LOST = "weights lost in sleep"
+
+
+def live_weights(driver: EngineDriver, what: str) -> LiveWeights:
+    """What replaces the weights of a driver's model. what: asks for it.
+
+    :raises ConfigError: they cannot be replaced.
+    """
+    model, on_disk = driver.assembly.model, driver.assembly.engine.config.kv_offload_dir
+    if model.live_weights is None:
+        need = "plain weights on one rank that Headway's decoder computes"
+        raise ConfigError(what, need, f"{model.name}, {model.implementation}", "make a new LLM of the new weights")
+    if on_disk is not None:
+        raise ConfigError(what, "no kv_offload_dir, whose blocks are those of the old weights", str(on_disk))
+    return model.live_weights
+
+
+def sleep(driver: EngineDriver, level: int = 1) -> None:
+    """Give the memory of weights and cache back. level: 1 keeps the weights in the host's memory, 2 reads them anew on waking.
+
+    A task of headway.hosting.host, as the next are.
+
+    :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`.
+    """
+    if level not in (1, 2):
+        raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
+    lost: Sequence[Tensor] = ()
+    if level == 2:
+        lost = live_weights(driver, "sleep(level=2)").tensors
+        if driver.assembly.model.decoder.expert_kinds:
+            raise ConfigError("level", "1 for a model of experts, which are arranged on loading", 2)
+    driver.engine.sleep(lost)
+    if driver.assembly.draft is not None:
+        driver.assembly.draft.engine.sleep()
+    driver.task_state[_LOST] = level == 2
+
+
+def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
+    """Take memory back. tags: "weights", "kv_cache" or both; None: both.
+
+    :raises ConfigError: another tag.
+    """
+    for tag in tags or ():
+        if tag not in (WEIGHTS, CACHE):
+            raise ConfigError("tags", f"{WEIGHTS} and {CACHE}", shown(tag))
+    for part in (WEIGHTS, CACHE):
+        if tags is None or part in tags:
+            for assembly in (driver.assembly, driver.assembly.draft):
+                if assembly is not None:
+                    assembly.engine.wake(part)
+    if driver.task_state.get(_LOST) and WEIGHTS not in driver.engine.asleep:
+        live_weights(driver, "wake_up").read_again()
+        driver.task_state[_LOST] = False
+
+
+def is_sleeping(driver: EngineDriver) -> bool:
+    """Whether weights or cache sleep."""
+    return bool(driver.engine.asleep)
+
+
+def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Replace weights; see `LiveWeights.load`. The prompts in the cache are forgotten.
+
+    :raises ConfigError: weights that sleep or cannot be replaced, or a name that the model has not.
+    :raises ModelError: a tensor of another shape.
+    """
+    if WEIGHTS in driver.engine.asleep:
+        raise ConfigError("load_weights", "weights that are awake", "sleeping ones", "wake_up(tags=['weights']) wakes them")
+    driver.engine.read_launched()
+    try:
+        return live_weights(driver, "load_weights").load(weights)
+    finally:
+        driver.engine.blocks.forget_prefixes(everywhere=True)
+
+
+class ServedModel:
+    """The model of an engine, as a worker's `model_runner.model`."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._driver = driver
+        self.config = getattr(driver.assembly.model.decoder, "config", None)
+        """The decoder's configuration; None: transformers computes the model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Replace weights by the names that the checkpoint has; see the function of this name."""
+        return load_weights(self._driver, weights)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they lie in memory: merged, and in whatever order the device reads them."""
+        decoder = self._driver.assembly.model.decoder
+        parts = getattr(decoder, "layers", decoder)
+        yield from held_tensors(*(parts if isinstance(parts, list) else [parts])).items()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model has no attribute {name!r}: it has load_weights, named_parameters and config")
+
+
+class Worker:
+    """What the functions of `collective_rpc` get: the engine's one worker, which is this process."""
+
+    rank = local_rank = 0
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._driver = driver
+        self.device: torch.device = driver.assembly.device
+        self.vllm_config = driver.assembly.settings
+        self.model_runner = SimpleNamespace(model=ServedModel(driver), device=self.device)
+
+    def get_model(self) -> ServedModel:
+        """The model."""
+        found: ServedModel = self.model_runner.model
+        return found
+
+    def update_config(self, overrides: Mapping[str, Any]) -> None:
+        """Say what `reload_weights` reads: {"load_config": {"load_format": "auto"}} the model's files, "dummy" random weights.
+
+        :raises ConfigError: anything else.
+        """
+        given = overrides.get("load_config")
+        found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
+        if found not in LOAD_FORMATS:
+            need = f"load_config with load_format, {' or '.join(LOAD_FORMATS)}"
+            raise ConfigError("update_config", need, shown(overrides), "other options need a new LLM")
+        live_weights(self._driver, "update_config").dummy = found == "dummy"
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint again; what programs have given is forgotten."""
+        live_weights(self._driver, "reload_weights").read_again()
+        self._driver.engine.blocks.forget_prefixes(everywhere=True)
+
+    def sleep(self, level: int = 1) -> None:
+        """See the function of this name."""
+        sleep(self._driver, level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See the function of this name."""
+        wake_up(self._driver, tags)
+
+
+def worker_of(driver: EngineDriver) -> Worker:
+    """The worker of a driver's engine, with the methods of the class that the option worker_extension_cls names.
+
+    :raises ConfigError: there is no such class.
+    """
+    if "worker" not in driver.task_state:
+        driver.task_state["worker"] = _with_extension(driver.assembly.worker_extension)(driver)
+    made: Worker = driver.task_state["worker"]
+    return made
+
+
+def _with_extension(place: str) -> type[Worker]:
+    if not place:
+        return Worker
+    module, _, name = place.replace(":", ".").rpartition(".")
+    try:
+        extension = getattr(import_module(module), name)
+        return type("ExtendedWorker", (Worker, extension), {})
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError("worker_extension_cls", "a class as MODULE.CLASS", place, str(error)) from error
+
+
+def collective_rpc(
+    driver: EngineDriver, method: str | Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Call a method of the worker, or a function with the worker; a list of the one result, as of one for each rank.
+
+    :raises ConfigError: several ranks, or a method that the worker lacks.
+    """
+    ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
+    if ranks > 1:
+        raise ConfigError("collective_rpc", "tensor_parallel_size=1, whose one rank is this process", ranks)
+    worker = worker_of(driver)
+    if not callable(method):
+        found = getattr(worker, method, None)
+        if not callable(found):
+            hint = "a function gets the worker as its first argument; worker_extension_cls names a class with more methods"
+            raise ConfigError("collective_rpc", "reload_weights, sleep, wake_up, get_model or a function", shown(method), hint)
+        return [found(*args, **(kwargs or {}))]
+    return [method(worker, *args, **(kwargs or {}))]
+
+
+def apply_model(driver: EngineDriver, function: Callable[[Any], Any]) -> list[Any]:
+    """Call a function with the model of the worker."""
+    return collective_rpc(driver, lambda worker: function(worker.get_model()))

@@ -1,0 +1,7 @@
+# shows: what SGLang's scripts ask before they begin: health, model, server
+import requests
+
+url = "http://localhost:30000"
+assert requests.get(f"{url}/health_generate", timeout=30).status_code == 200
+print(requests.get(f"{url}/model_info", timeout=10).json(), requests.get(f"{url}/get_server_info", timeout=10).json())
+assert requests.get(f"{url}/v1/models", timeout=10).json()["data"]
