@@ -60,6 +60,8 @@ class Functions:
     """Our C's functions. Each runs on as many threads as torch's own operations, and takes addresses and sizes in elements."""
 
     def __init__(self, built: ctypes.CDLL) -> None:
+        self.rounds_x = bool(built.headway_rounds_x())
+        """Whether products over codes round x to 8 bits, in groups of 32 columns: where the CPU multiplies bytes."""
         norm = [c_void_p, c_float]
         x = [c_void_p, c_long, c_long, c_int]
         self.product = _checked(built.headway_product, [POINTER(WeightStruct), *x, *norm, c_int, c_int, c_void_p, c_long])

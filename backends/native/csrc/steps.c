@@ -1,7 +1,7 @@
 // The steps of a decoder between its attentions, each in one parallel region: norm, product, and what follows the product.
 #include <omp.h>
 #include <stdlib.h>
-#include "panels.h"
+#include "kernels.h"
 
 enum { NO_ACTIVATION, SILU, GELU_TANH, RELU, RELU2 };
 enum { STORE, ADD, GATED };
@@ -33,28 +33,65 @@ INLINE float norm_factor(const void *x, int type, long at, long size, float leas
     return 1.0f / sqrtf(total + least);
 }
 
-// Columns k0 up to k1 of a block of M rows of x, normed, one column after the other; zeros where x has no such row.
-static void pack_block(const void *x, int type, long ldx, long block, long rows, long k, long k0, long k1, Norm norm, int pairs, int M, uint8_t *packed) {
-    float *floats = (float *)packed + block * M * k, factors[MOST_ROWS];
-    uint16_t *halves = (uint16_t *)packed + block * M * k;
-    for (int r = 0; r < M; r++) factors[r] = norm.weight && block * M + r < rows ? norm_factor(x, type, (block * M + r) * ldx, k, norm.least) : 1.0f;
+// How a product reads x: one column after the other, two of bfloat16, or groups of columns rounded to 8 bits.
+enum { IN_FLOATS, IN_PAIRS, IN_BYTES };
+INLINE int packing_for(const Weight *w) {
+    if (ROUNDS_X && is_coded(w)) return IN_BYTES;
+#if defined(__AVX512BF16__)
+    if (w->form == PANEL_PAIRS) return IN_PAIRS;
+#endif
+    return IN_FLOATS;
+}
+
+// Bytes of a block of M rows.
+INLINE long packed_bytes(int packing, int M, long k) {
+#if ROUNDS_X
+    if (packing == IN_BYTES) return k / ROUNDED * ROUNDED_BYTES(M);
+#endif
+    return k * M * (packing == IN_PAIRS ? 2 : 4);
+}
+
+// 16 columns of a row, normed with a factor; of the last ones n.
+INLINE vf normed(const void *x, int type, long at, long column, int n, Norm norm, float factor) {
+    vf v = {};
+    if (n == LANES) {
+        v = load_any(x, type, at + column);
+        return norm.weight ? v * splat(factor) * load(norm.weight + column) : v;
+    }
+    for (int j = 0; j < n; j++) v[j] = load_one(x, type, at + column + j) * factor * (norm.weight ? norm.weight[column + j] : 1.0f);
+    return v;
+}
+
+// Columns k0 up to k1 of a block of M rows of x, normed and packed; zeros where x has no such row.
+static void pack_block(const void *x, int type, long ldx, long block, long rows, long k, long k0, long k1, Norm norm, int packing, int M,
+                       uint8_t *packed) {
+    uint8_t *own = packed + block * packed_bytes(packing, M, k);
+    float *floats = (float *)own, factors[MOST_ROWS];
+    long first = block * M;
+    for (int r = 0; r < M; r++) factors[r] = norm.weight && first + r < rows ? norm_factor(x, type, (first + r) * ldx, k, norm.least) : 1.0f;
+#if ROUNDS_X
+    if (packing == IN_BYTES) {
+        for (long i = k0; i < k1; i += ROUNDED) for (int r = 0; r < M; r++) {
+            vf low = {}, high = {};
+            if (first + r < rows) {
+                low = normed(x, type, (first + r) * ldx, i, LANES, norm, factors[r]);
+                high = normed(x, type, (first + r) * ldx, i + LANES, LANES, norm, factors[r]);
+            }
+            round_group(low, high, r, M, own, i / ROUNDED);
+        }
+        return;
+    }
+#endif
     for (long i = k0; i < k1; i += LANES) {
         int n = k1 - i < LANES ? (int)(k1 - i) : LANES;
         float values[MOST_ROWS][LANES];
         uint16_t rounded[MOST_ROWS][LANES];
         for (int r = 0; r < M; r++) {
-            long row = block * M + r;
-            vf v = {};
-            if (row < rows && n == LANES) {
-                v = load_any(x, type, row * ldx + i);
-                if (norm.weight) v = v * splat(factors[r]) * load(norm.weight + i);
-            } else if (row < rows) {
-                for (int j = 0; j < n; j++) v[j] = load_one(x, type, row * ldx + i + j) * factors[r] * (norm.weight ? norm.weight[i + j] : 1.0f);
-            }
-            if (pairs) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
+            vf v = first + r < rows ? normed(x, type, (first + r) * ldx, i, n, norm, factors[r]) : (vf){};
+            if (packing == IN_PAIRS) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
         }
-        if (pairs) {
-            for (int j = 0; j < n; j += 2) for (int r = 0; r < M; r++) memcpy(halves + (i + j) * M + 2 * r, rounded[r] + j, 4);
+        if (packing == IN_PAIRS) {
+            for (int j = 0; j < n; j += 2) for (int r = 0; r < M; r++) memcpy((uint16_t *)own + (i + j) * M + 2 * r, rounded[r] + j, 4);
         } else {
             for (int j = 0; j < n; j++) for (int r = 0; r < M; r++) floats[(i + j) * M + r] = values[r][j];
         }
@@ -112,15 +149,15 @@ static void finish(const Product *p, long panel, long row, int M, const vf *part
 // Panels from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS panels of floats.
 static void multiply(const Product *p, const Kernel *kernel, const uint8_t *packed, long first, long last, float *floats) {
     const Weight *w = p->weight;
-    int M = kernel->rows, pairs = w->form == PANEL_PAIRS;
+    int M = kernel->rows;
     long blocks = (p->rows + M - 1) / M, half = p->mode == GATED ? w->n / 2 / LANES : 0;
-#if defined(__AVX512BF16__)
-    long block_bytes = w->k * M * (pairs ? 2 : 4);
+    long block_bytes = packed_bytes(packing_for(w), M, w->k);
+#if ROUNDS_X
+    int expands = 0;
+    (void)floats;
 #else
-    long block_bytes = w->k * M * 4;
-    (void)pairs;
+    int expands = expanded_floats(w, p->rows) != 0;
 #endif
-    int expands = (w->form == PANEL_CODES4 || w->form == PANEL_CODES8) && p->rows > MOST_CODED;
     Weight expanded = *w;
     if (expands) {
         expanded.form = PANEL_FLOAT32;
@@ -130,12 +167,12 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     for (long panel = first; panel < last;) {
         int P = last - panel >= kernel->panels ? kernel->panels : 1;
         Run *run = P == kernel->panels ? kernel->many : kernel->one;
-        if (expands) {
-            for (int i = 0; i < P; i++) {
-                expand_panel(w, panel + i, floats + i * w->k * LANES);
-                if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
-            }
+#if !ROUNDS_X
+        for (int i = 0; i < P && expands; i++) {
+            expand_panel(w, panel + i, floats + i * w->k * LANES);
+            if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
         }
+#endif
         const Weight *read = expands ? &expanded : w;
         long gate = expands ? 0 : panel, up = half ? (expands ? P : half + panel) : gate;
         for (long from = 0; from < blocks; from += HELD_BLOCKS) {
@@ -195,30 +232,26 @@ static void turn_head(void *out, int type, long at, long row, long head, const T
 
 static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn) {
     const Weight *w = p->weight;
-    const Kernel *kernel = kernel_for(p->rows);
-    int M = kernel->rows, threads = omp_get_max_threads();
-    int pairs = 0;
-#if defined(__AVX512BF16__)
-    pairs = w->form == PANEL_PAIRS;
-#endif
+    const Kernel *kernel = kernel_for(w, p->rows);
+    int M = kernel->rows, threads = omp_get_max_threads(), packing = packing_for(w);
     long held = (p->rows + M - 1) / M * M;
-    size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64, floats = 0;
-    for (const Weight *part = w; part; part = part->next) {
-        if ((part->form == PANEL_CODES4 || part->form == PANEL_CODES8) && p->rows > MOST_CODED) floats = (size_t)2 * MOST_PANELS * w->k * LANES;
-    }
-    uint8_t *memory = room(threads * (packed_bytes + floats * 4));
+    size_t packed_size = (held / M * packed_bytes(packing, M, w->k) + 127) / 64 * 64, floats = 0;
+#if !ROUNDS_X
+    for (const Weight *part = w; part; part = part->next) floats += expanded_floats(part, p->rows);
+#endif
+    uint8_t *memory = room(threads * (packed_size + floats * 4));
     if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
     {
         long me = omp_get_thread_num(), all = omp_get_num_threads();
         int alone = p->rows <= PACKED_ALONE; // sooner than waiting for the others
-        uint8_t *mine = memory + (alone ? me * packed_bytes : 0);
+        uint8_t *mine = memory + (alone ? me * packed_size : 0);
         // Pieces of columns, so that no two threads write into one line of the cache.
         long pieces = (w->k + PIECE - 1) / PIECE, total = held / M * pieces, last = alone ? total : total * (me + 1) / all;
         for (long piece = alone ? 0 : total * me / all; piece < last;) {
             long block = piece / pieces, end = (block + 1) * pieces < last ? (block + 1) * pieces : last;
             long k1 = (end - block * pieces) * PIECE;
-            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, pairs, M, mine);
+            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, packing, M, mine);
             piece = end;
         }
         if (!alone) {
@@ -230,7 +263,7 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
             own.weight = part;
             own.out = (uint8_t *)p->out + column * size;
             long panels = (p->mode == GATED ? part->n / 2 : part->n + LANES - 1) / LANES;
-            float *room = (float *)(memory + threads * packed_bytes) + me * floats;
+            float *room = (float *)(memory + threads * packed_size) + me * floats;
             multiply(&own, kernel, mine, panels * me / all, panels * (me + 1) / all, room);
         }
         if (turn) {
@@ -272,3 +305,6 @@ void headway_norm(const void *x, long ldx, long rows, long size, int type, const
         for (; i < size; i++) store_one(out, type, r * size + i, load_one(x, type, r * ldx + i) * factor * weight[i]);
     }
 }
+
+// Whether products over codes round x to 8 bits.
+int headway_rounds_x(void) { return ROUNDS_X; }
