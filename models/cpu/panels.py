@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headway.backends.native.library import LANES, TYPES, WeightStruct, functions
+from headway.backends.native.library import LANES, TYPES, ProductStruct, WeightStruct, functions
 
 _FLOAT32, _HALF, _PAIRS, _CODES4, _CODES8 = range(5)
 _FORMS = {torch.float32: _FLOAT32, torch.float16: _HALF, torch.bfloat16: _PAIRS}
@@ -148,6 +148,15 @@ def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), panels.out_features) if out is None else out
     assert found is not None
-    place = x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype]
-    found.product(panels.described, *place, None, 0.0, 0, 0, target.data_ptr(), target.stride(0))
+    found.product(
+        ProductStruct(
+            weight=panels.described,
+            x=x.data_ptr(),
+            out=target.data_ptr(),
+            rows=len(x),
+            ldx=x.stride(0),
+            ldo=target.stride(0),
+            type=TYPES[x.dtype],
+        )
+    )
     return target
