@@ -30,7 +30,7 @@ class Attention(Protocol):
 
 
 def step_kind(attention: Attention) -> Hashable | None:
-    """Return what is equal for steps whose calls of an attention are the same, but for what they find in memory; None: nothing is.
+    """Return what is equal for steps in which an attention does the same, but for what it finds in memory; None: nothing is.
 
     An attention need not have the attribute `step_kind`.
     """

@@ -1,4 +1,4 @@
-"""A decoder's layers as one call of our C, where a step repeats an earlier one: Python's share of a step of one token was a third."""
+"""A decoder's layers as one call of our C, where a step repeats an earlier one: Python took a third of a step of one token."""
 
 from __future__ import annotations
 

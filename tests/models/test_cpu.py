@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from torch import Tensor
 
+from gguf_block_models import blocks_of
 from headway.backends.native import compiler
 from headway.backends.native.library import functions
 from headway.models import linear as linear_module
@@ -22,24 +22,12 @@ from operation_inputs import ropes
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
-SCALES_AT = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
-"""Where the float16 of a type's blocks lie; of the others at 0."""
 
 pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {compiler.library()[1]}")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def blocks_of(name: str, rows: int, columns: int, seed: int) -> Tensor:
-    """Blocks of random codes with scales of a usual size."""
-    kind, generator = BLOCK_TYPES[name], numpy.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (rows, columns // kind.columns, kind.num_bytes), dtype=numpy.uint8)
-    for at in SCALES_AT.get(name, (0,)):
-        scales = generator.normal(0, 0.1, (*blocks.shape[:2], 1)).astype(numpy.float16)
-        blocks[..., at : at + 2] = scales.view(numpy.uint8)
-    return torch.from_numpy(blocks)
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
