@@ -11,39 +11,48 @@
 #define ROUNDS_X 0
 #endif
 #define ROUNDED 32 // columns of x that are rounded together
+#define SUPERBLOCK 256 // columns
 #define MOST_CODED 8 // rows up to which codes are turned into numbers on the way; above, once into a panel of floats
 
-// d and m of a group of one panel. at: the group; column: its first.
-INLINE void group_scale(const Weight *weight, long panel, long at, long column, vf *d, vf *m) {
-    const uint8_t *scales = weight->scales + panel * weight->scale_bytes;
+// d and m of a group of one panel. scales: its numbers; supers: of its superblock.
+INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *supers, vf *d, vf *m) {
     *m = (vf){};
-    if (weight->scale == SCALE_D) {
-        *d = load_half((const uint16_t *)scales + at * LANES);
-    } else if (weight->scale == SCALE_DM) {
-        *d = load_half((const uint16_t *)scales + at * 2 * LANES);
-        *m = load_half((const uint16_t *)scales + (at * 2 + 1) * LANES);
+    if (scheme == SCALE_D) {
+        *d = load_half((const uint16_t *)scales);
+    } else if (scheme == SCALE_DM) {
+        *d = load_half((const uint16_t *)scales);
+        *m = load_half((const uint16_t *)scales + LANES);
+    } else if (scheme == SCALE_SUPER) {
+        *d = load_half(supers) * load_bytes((const int8_t *)scales);
     } else {
-        const uint16_t *supers = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
-        long of = column / weight->superblock;
-        if (weight->scale == SCALE_SUPER) {
-            *d = load_half(supers + of * LANES) * load_bytes((const int8_t *)scales + at * LANES);
-        } else {
-            *d = load_half(supers + of * 2 * LANES) * load_unsigned((const int8_t *)scales + at * 2 * LANES);
-            *m = load_half(supers + (of * 2 + 1) * LANES) * load_unsigned((const int8_t *)scales + (at * 2 + 1) * LANES);
-        }
+        *d = load_half(supers) * load_unsigned((const int8_t *)scales);
+        *m = load_half(supers + LANES) * load_unsigned((const int8_t *)scales + LANES);
     }
+}
+
+// Bytes of a group's numbers.
+INLINE long group_bytes(int scheme) {
+    return scheme == SCALE_D ? 2 * LANES : scheme == SCALE_DM ? 4 * LANES : scheme == SCALE_SUPER ? LANES : 2 * LANES;
+}
+
+// The same of the group at a column.
+INLINE void scale_at(const Weight *weight, long panel, long column, vf *d, vf *m) {
+    const uint8_t *scales = weight->scales + panel * weight->scale_bytes + column / weight->group * group_bytes(weight->scale);
+    const uint16_t *supers = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
+    long of = weight->superblock ? column / weight->superblock * (weight->scale == SCALE_SUPER ? LANES : 2 * LANES) : 0;
+    group_scale(weight->scale, scales, supers + of, d, m);
 }
 
 #if ROUNDS_X
 // A group of columns of a block of M rows, as the kernels read it: for each row the step, the step times the sum of the codes, -128 times
 // that sum (weights are read with 128 added), and the same of each half; then the codes, four columns of each row after another.
-typedef struct { const float *step, *total; const int32_t *offset; const uint32_t *codes; } RoundedGroup;
+typedef struct { const float *step, *total; const int32_t *offset; const uint32_t *codes; __m512i table; } RoundedGroup;
 #define ROUNDED_BYTES(M) ((long)(5 + ROUNDED / 4) * (M) * 4)
 
 INLINE RoundedGroup rounded_group(const void *packed, long number, int M) {
     const uint8_t *at = (const uint8_t *)packed + number * ROUNDED_BYTES(M);
     const float *floats = (const float *)at;
-    return (RoundedGroup){floats, floats + M, (const int32_t *)(floats + 2 * M), (const uint32_t *)(floats + 5 * M)};
+    return (RoundedGroup){floats, floats + M, (const int32_t *)(floats + 2 * M), (const uint32_t *)(floats + 5 * M), {}};
 }
 
 // Round a group of one row. low, high: its columns.
@@ -69,52 +78,83 @@ INLINE void round_group(vf low, vf high, int row, int M, void *packed, long numb
     for (int i = 0; i < ROUNDED / 4; i++) ((uint32_t *)group.codes)[i * M + row] = bytes[i];
 }
 
-// Sums over N columns (16 or 32), which one scale of each panel holds for.
-INLINE void add_group(int four, int N, int M, int P, const Weight *weight, long first, long column, const RoundedGroup *x, long next, vf *sums) {
-    __m512i codes[MOST_ROWS * MOST_PANELS], table = {}, low = _mm512_set1_epi8(15);
-    int part = (int)(column % ROUNDED), wide = four ? 8 : 4, quads = wide / 4;
-    const int32_t *offset = x->offset + (N == ROUNDED ? 0 : part ? 2 * M : M);
-    if (four) table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)weight->table));
+// Where P panels are read.
+typedef struct { const uint8_t *codes[MOST_PANELS], *scales[MOST_PANELS]; const uint16_t *supers[MOST_PANELS]; } Places;
+
+// Sums over N columns (16 or 32) under one scale: those of a group of x from quarter `from` on.
+INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
+    __m512i codes[MOST_ROWS * MOST_PANELS], low = _mm512_set1_epi8(15), table = x->table;
+    int quads = four ? 2 : 1;
+    const int32_t *offset = x->offset + (N == ROUNDED ? 0 : from ? 2 * M : M);
     UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(offset[r]);
     UNROLL for (int i = 0; i < N / 4; i += quads) {
+        __m512i w[2][MOST_PANELS];
         UNROLL for (int p = 0; p < P; p++) {
-            const uint8_t *at = weight->panels + (first + p) * weight->panel_bytes + (column + 4 * i) / wide * 64;
-            __m512i held = _mm512_loadu_si512(at), w[2] = {held};
-            fetch(M, at + next);
+            const uint8_t *place = at->codes[p] + (from + i) / quads * 64;
+            w[0][p] = _mm512_loadu_si512(place);
+            __builtin_prefetch(place + next, 0, 2);
             if (four) {
-                w[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(held, low));
-                w[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(held, 4), low));
+                w[1][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(w[0][p], 4), low));
+                w[0][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(w[0][p], low));
             }
-            UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++)
-                codes[r * P + p] = _mm512_dpbusd_epi32(codes[r * P + p], w[j], _mm512_set1_epi32((int)x->codes[(part / 4 + i + j) * M + r]));
+        }
+        UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++) {
+            __m512i row = _mm512_set1_epi32((int)x->codes[(from + i + j) * M + r]);
+            UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_dpbusd_epi32(codes[r * P + p], w[j][p], row);
         }
     }
     UNROLL for (int p = 0; p < P; p++) {
         vf d, m;
-        group_scale(weight, first + p, column / N, column, &d, &m);
+        group_scale(scheme, at->scales[p] + (from ? group_bytes(scheme) : 0), at->supers[p], &d, &m);
         UNROLL for (int r = 0; r < M; r++) {
-            vf whole = (vf)_mm512_cvtepi32_ps(codes[r * P + p]);
-            sums[r * P + p] += whole * splat(x->step[r]) * d;
-            if (weight->scale == SCALE_DM || weight->scale == SCALE_SUPER_DM) sums[r * P + p] += m * splat(x->total[r]);
+            sums[r * P + p] += (vf)_mm512_cvtepi32_ps(codes[r * P + p]) * (splat(x->step[r]) * d);
+            if (scheme == SCALE_DM || scheme == SCALE_SUPER_DM) sums[r * P + p] += m * splat(x->total[r]);
         }
     }
 }
 
-// The weight's groups are of 32 columns, or 16.
-INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed, vf *out) {
+// Groups of N columns of one scheme, by the panels' superblocks, whose scales stand still.
+INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed,
+                         vf *out) {
     vf sums[MOST_ROWS * MOST_PANELS];
+    Places at;
+    RoundedGroup x = rounded_group(packed, k0 / ROUNDED, M);
+    long next = ahead(P, weight), bytes = four ? 64 * ROUNDED / 8 : 64 * ROUNDED / 4, supers = scheme == SCALE_SUPER ? LANES : 2 * LANES;
+    x.table = (__m512i){};
+    if (four) x.table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)weight->table));
+    UNROLL for (int p = 0; p < P; p++) {
+        long panel = first + p;
+        at.codes[p] = weight->panels + panel * weight->panel_bytes + k0 / ROUNDED * bytes;
+        at.scales[p] = weight->scales + panel * weight->scale_bytes + k0 / N * group_bytes(scheme);
+        at.supers[p] = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
+        if (scheme >= SCALE_SUPER) at.supers[p] += k0 / SUPERBLOCK * supers;
+    }
     UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
-    long next = ahead(P, weight);
     for (long column = k0; column < k1; column += ROUNDED) {
-        RoundedGroup x = rounded_group(packed, column / ROUNDED, M);
-        if (four || weight->group == ROUNDED) {
-            add_group(four, ROUNDED, M, P, weight, first, column, &x, next, sums);
-        } else {
-            add_group(four, ROUNDED / 2, M, P, weight, first, column, &x, next, sums);
-            add_group(four, ROUNDED / 2, M, P, weight, first, column + ROUNDED / 2, &x, next, sums);
+        add_group(four, N, 0, scheme, M, P, &at, &x, next, sums);
+        if (N < ROUNDED) add_group(four, N, N / 4, scheme, M, P, &at, &x, next, sums);
+        UNROLL for (int p = 0; p < P; p++) {
+            at.codes[p] += bytes;
+            at.scales[p] += ROUNDED / N * group_bytes(scheme);
+            if (scheme >= SCALE_SUPER && (column + ROUNDED) % SUPERBLOCK == 0) at.supers[p] += supers;
         }
+        x.step = (const float *)((const uint8_t *)x.step + ROUNDED_BYTES(M));
+        x.total = (const float *)((const uint8_t *)x.total + ROUNDED_BYTES(M));
+        x.offset = (const int32_t *)((const uint8_t *)x.offset + ROUNDED_BYTES(M));
+        x.codes = (const uint32_t *)((const uint8_t *)x.codes + ROUNDED_BYTES(M));
     }
     UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+}
+
+// The schemes that .gguf files have: codes of 4 bits in groups of 32 columns, of 8 bits also of 16 (Q6_K).
+INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed, vf *out) {
+#define GROUPS(N, SCHEME) coded_groups(four, N, SCHEME, M, P, weight, first, k0, k1, packed, out)
+    if (weight->scale == SCALE_D) GROUPS(32, SCALE_D);
+    else if (weight->scale == SCALE_DM) GROUPS(32, SCALE_DM);
+    else if (weight->scale == SCALE_SUPER_DM) GROUPS(32, SCALE_SUPER_DM);
+    else if (four) GROUPS(32, SCALE_SUPER);
+    else GROUPS(16, SCALE_SUPER);
+#undef GROUPS
 }
 #else
 // Column i of four codes of 8 bits, or of eight of 4 bits (the low halves of the bytes come first).
@@ -133,9 +173,9 @@ INLINE void coded_panels(int four, int M, int P, const Weight *weight, long firs
     vf sums[MOST_ROWS * MOST_PANELS], table = code_table(weight);
     int wide = four ? 8 : 4;
     UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
-    for (long column = k0, at = k0 / weight->group; column < k1; column += weight->group, at++) {
+    for (long column = k0; column < k1; column += weight->group) {
         vf d[MOST_PANELS], m[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) group_scale(weight, first + p, at, column, d + p, m + p);
+        UNROLL for (int p = 0; p < P; p++) scale_at(weight, first + p, column, d + p, m + p);
         for (long k = column; k < column + weight->group; k += wide) {
             vu held[MOST_PANELS];
             UNROLL for (int p = 0; p < P; p++)
@@ -160,9 +200,9 @@ static void expand_panel(const Weight *weight, long panel, float *out) {
     vf table = code_table(weight);
     int four = weight->form == PANEL_CODES4, wide = four ? 8 : 4;
     const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
-    for (long column = 0, at = 0; column < weight->k; column += weight->group, at++) {
+    for (long column = 0; column < weight->k; column += weight->group) {
         vf d, m;
-        group_scale(weight, panel, at, column, &d, &m);
+        scale_at(weight, panel, column, &d, &m);
         for (long k = column; k < column + weight->group; k++) {
             vu held = *(const vu *)(bytes + k / wide * 64);
             store(out + k * LANES, codes_of(four, table, held, (int)(k % wide)) * d + m);
