@@ -40,9 +40,11 @@ def int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weight:
 
 
 def int4(octets: Octets, rows: int, columns: int, std: float, group_size: int, dtype: torch.dtype) -> Int4Weight:
-    """From -8 to 7. dtype: of the scales; columns: a multiple of group_size."""
+    """From -7 to 7; 0 is twice as likely. dtype: of the scales; columns: a multiple of group_size."""
     packed = octets(rows, columns // 2)
-    scale = std / _deviation(torch.arange(-8, 8))
+    for least, zero in ((0x0F, 0x08), (0xF0, 0x80)):
+        packed |= ((packed & least) == 0).to(torch.uint8) * zero
+    scale = std / _deviation(torch.tensor([*range(-7, 8), 0]))
     scales = torch.full((rows, columns // group_size), scale, dtype=dtype, device=packed.device)
     return Int4Weight(packed, scales, None, group_size)
 
