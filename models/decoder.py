@@ -17,6 +17,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2
 from headway.models.config import DecoderConfig
 from headway.models.cpu.operations import NativeOperations
+from headway.models.cpu.recorded_layers import RecordedLayers
 from headway.models.cut import ModelCut
 from headway.models.invariant import invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
@@ -113,6 +114,9 @@ class Decoder:
         self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
+        own = self.operations if isinstance(self.operations, NativeOperations) else None
+        self.recorded = None if own is None else RecordedLayers(self._run_layers, own.functions)
+        """What runs the layers where our C computes them; None: they are run one after the other."""
         parts = [layer.attention for layer in self.layers if layer.attention is not None]
         self.latent_layers = {
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
@@ -181,9 +185,13 @@ class Decoder:
             x[own] = rows.to(x.dtype)
             if self.embed.positions is not None:
                 x[own] += self.embed.positions[positions[own]]
+        x = self._run_layers(x, ropes, attention) if self.recorded is None else self.recorded(x, ropes, attention)
+        return self.operations.norm(x, self.norm)
+
+    def _run_layers(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
         for layer in self.layers:
             x = layer(x, ropes, self.operations, attention)
-        return self.operations.norm(x, self.norm)
+        return x
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden: [rows, hidden_size], only the rows that will be sampled. Returns logits of the rank's own tokens, see

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from headway.backends.native.library import functions
 from headway.models.cpu.panels import Panels, coded_panels, dense_panels, multiply
-from headway.models.quantization.forms import QuantizedWeight, device_of
+from headway.models.quantization.forms import QuantizedWeight, device_of, num_bytes
 from headway.models.quantization.gguf_weight import GgufWeight
 from headway.models.quantization.products import Product, packed_product, packs
 
@@ -54,6 +54,8 @@ class Linear:
         self._product: Product | None = None
         self.panels: Panels | None = None
         """The weight as our C reads it on a CPU; None: torch multiplies."""
+        self.held_bytes = weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
+        """Bytes that a product reads: of a quantised weight with its scales, and of what it became where it was expanded."""
         if isinstance(weight, Tensor):
             self.dtype, self.device = weight.dtype, weight.device
         else:
@@ -73,7 +75,7 @@ class Linear:
             self.panels = dense_panels(weight, bias)
         self._packed = False
         if self.panels is not None:
-            weight = self.panels.data
+            weight, self.held_bytes = self.panels.data, self.panels.nbytes
         elif self._product is None and isinstance(weight, Tensor) and _to_pack(weight):
             self._packed = True
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
@@ -94,7 +96,7 @@ class Linear:
         packed = packed_product(weight, self.dtype)
         if packed is None:
             expanded = weight.dequantized(self.dtype)
-            self.expanded_bytes = expanded.nbytes
+            self.expanded_bytes = self.held_bytes = expanded.nbytes
             return expanded
         read, self._product = packed
         return read

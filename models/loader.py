@@ -33,7 +33,7 @@ from headway.models.plain_config import plain_config
 from headway.models.quantization.config import METHODS, Quantization, read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.quantization.rounding import ON_LOADING
-from headway.models.rounded_weights import QuantizeOnLoading
+from headway.models.rounded_weights import DummyInFormat, QuantizeOnLoading
 from headway.models.weights import DummyWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
@@ -183,8 +183,7 @@ def _weights(
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
         if stored is not None:
-            form = stored.rules[0].format
-            return QuantizeOnLoading(drawn, form.quantized, *keeps, experts_alone=form.of_experts)
+            return DummyInFormat(drawn, stored.rules[0].format, *keeps)
         return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], *keeps)
     weights = Weights(folder, dtype, device, config.names.aliases, stored, *keeps)
     return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], *keeps)

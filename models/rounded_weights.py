@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from headway.models.axes import Axis, Shape
-from headway.models.quantization.forms import QuantizedWeight, num_bytes
-from headway.models.weights import WeightSource, shown_size
+from headway.models.axes import Axis, Shape, axes_of, held_part
+from headway.models.quantization.forms import QuantizedWeight, columns_of, merged, num_bytes, rows_of
+from headway.models.quantization.module import StoredFormat
+from headway.models.weights import STD, DummyWeights, WeightSource, shown_size
 
 log = logging.getLogger("headway")
 
@@ -86,3 +88,65 @@ class QuantizeOnLoading:
             expanded = "" if self._bytes < self._plain else f", and expanded again to {str(self.dtype).removeprefix('torch.')}"
             became = f"{size} instead of {was}" if not expanded else f"{size} as before"
             log.info("weights: rounded to %s on loading%s: %s", ", ".join(self._forms), expanded, became)
+
+
+class DummyInFormat(QuantizeOnLoading):
+    """Random weights in a checkpoint's format: codes and scales are drawn, whole, so that all ranks draw alike, and then cut."""
+
+    def __init__(
+        self,
+        inner: DummyWeights,
+        form: StoredFormat,
+        keeps: Callable[[QuantizedWeight], bool],
+        keeps_experts: Callable[[QuantizedWeight], bool] = lambda weight: False,
+    ) -> None:
+        """form: of the checkpoint's weights; what it expands is drawn as plain weights are. keeps: see `QuantizeOnLoading`."""
+        super().__init__(inner, lambda weight: weight, keeps, keeps_experts, form.of_experts)
+        self._dummy, self._form = inner, form
+
+    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        if self._experts_alone:
+            return super().take_product(sizes, in_features)
+        drawn = self._drawn(_rows_of(sizes), Axis.of(in_features))
+        return super().take_product(sizes, in_features) if drawn is None else self._rounded(drawn, self._keeps)
+
+    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        drawn = self._drawn(_rows_of(sizes), Axis.of(in_features))
+        return super().take_experts(sizes, in_features) if drawn is None else self._rounded(drawn, self._keeps_experts)
+
+    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
+        """See WeightSource."""
+        experts, high, wide = axes_of(shape)
+        each, columns = (wide, high) if transposed else (high, wide)
+        held = [
+            range(at * each.whole + one.start, at * each.whole + one.stop)
+            for run in experts.held
+            for at in run
+            for one in each.held
+        ]
+        drawn = self._drawn(Axis(experts.whole * each.whole, tuple(held)), columns)
+        if drawn is None:
+            return super().take_stacked(name, shape, transposed)
+        weight = self._rounded(drawn, self._keeps_experts)
+        if not isinstance(weight, Tensor):
+            return weight
+        stacked = weight.view(experts.size, each.size, columns.size)
+        return stacked.mT if transposed else stacked
+
+    def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
+        """What is held of a weight; None: the format has no form for it."""
+        dummy = self._dummy
+        whole = self._form.drawn(dummy.draw_octets, rows.whole, columns.whole, STD, dummy.dtype)
+        if whole is None:
+            return None
+        cut = whole if rows.is_whole else merged([rows_of(whole, each) for each in rows.held or (range(0),)])
+        if columns.is_whole:
+            return cut
+        narrow = columns_of(cut, columns.held[0]) if len(columns.held) == 1 else None
+        return held_part(cut.dequantized(dummy.dtype), (cut.shape[0], columns)) if narrow is None else narrow
+
+
+def _rows_of(sizes: Mapping[str, int | Axis]) -> Axis:
+    return functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from headway.backends.native.library import TYPES, CacheStruct, DecodeStruct, functions, native_support
+from headway.backends.native.library import TYPES, CacheStruct, DecodeStruct, StepStruct, functions, is_recording, native_support
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import UnsupportedError
@@ -26,8 +27,7 @@ _MOST_DIM = 256
 class NativePlan:
     """What a step's decode reads, for all layers."""
 
-    step: DecodeStruct
-    slots: Tensor
+    step: StepStruct
     held: tuple[object, ...]
     """What the structure points to."""
 
@@ -54,6 +54,9 @@ class NativeAttention(AttentionBackend):
             raise UnsupportedError(f"attention backend {self.name}", native_support().reasons)
         self._functions = found
         self.decode_writes = True
+        self._newest: NativePlan | None = None
+        self._step = StepStruct()
+        """The step that was planned last, where recorded calls look for it."""
 
     @classmethod
     def available(cls) -> Support:
@@ -94,10 +97,11 @@ class NativeAttention(AttentionBackend):
         lens = numpy.maximum(metadata.seq_lens_cpu.numpy()[sequences] - behind, 0).astype(numpy.int32)
         table = metadata.block_table_cpu
         spec = self.spec
-        step = DecodeStruct(
+        step = StepStruct(
             lens=lens.ctypes.data,
             sequences=sequences.ctypes.data,
             table=table.data_ptr(),
+            slots=metadata.slot_mapping.data_ptr(),
             table_row=table.stride(0),
             tokens=len(sequences),
             num_heads=spec.num_heads,
@@ -108,31 +112,34 @@ class NativeAttention(AttentionBackend):
             scale=spec.scale,
             type=TYPES[spec.dtype],
         )
-        return NativePlan(step, metadata.slot_mapping, (lens, sequences, table))
+        ctypes.pointer(self._step)[0] = step
+        self._newest = NativePlan(step, (lens, sequences, table, metadata.slot_mapping))
+        return self._newest
 
     def decode(self, q: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attention of the newest tokens over the cache."""
         assert lse is None, "not declared"
-        self._run(q, cache, plan, out, (None, None, 0, 0, None))
+        self._run(q, None, None, cache, plan, out)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
         """One call for the writes and for the attention over them."""
-        k, v = _by_head(k), _by_head(v)
-        self._run(q, cache, plan, out, (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), plan.slots.data_ptr()))
+        self._run(q, _by_head(k), _by_head(v), cache, plan, out)
 
-    def _run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: NativePlan,
-        out: Tensor,
-        new: tuple[int | None, int | None, int, int, int | None],
-    ) -> None:
-        """new: addresses of k and v, their strides from token to token, and the address of the slots."""
+    def _run(self, q: Tensor, k: Tensor | None, v: Tensor | None, cache: LayerCache, plan: NativePlan, out: Tensor) -> None:
+        """k, v: to be written first, if any."""
         q, target = _by_head(q), out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-        step = plan.step
-        step.q, step.q_row, step.out = q.data_ptr(), q.stride(0), target.data_ptr()
-        self._functions.decode(step, _described(cache), *new)
+        call = DecodeStruct(
+            ctypes.pointer(self._step if is_recording() and plan is self._newest else plan.step),
+            ctypes.pointer(_described(cache)),
+            q.data_ptr(),
+            None if k is None else k.data_ptr(),
+            None if v is None else v.data_ptr(),
+            target.data_ptr(),
+            q.stride(0),
+            0 if k is None else k.stride(0),
+            0 if v is None else v.stride(0),
+        )
+        self._functions.decode(call)
         if target is not out:
             out.copy_(target)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.state.stats import EngineStats
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.decoder import STATE_PARTS
+from headway.models.decoder import STATE_PARTS, Decoder
+from headway.models.layers.mlp import ExpertsMLP
 from headway.tuning.measure.timing import Timer
 
 
@@ -39,11 +40,37 @@ class Floor:
         return self.decode + self.prefill
 
 
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes of a weight's element on average, as they are held: quantised ones with their scales."""
+
+    products: float
+    head: float
+    experts: float
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> ElementBytes:
+        """Count what a model's products and experts hold."""
+        linears = [linear for linear, _ in decoder.products]
+        experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertsMLP)]
+        usual = float(decoder.attention_specs[0].dtype.itemsize)
+        return cls(
+            _average(((each.held_bytes, each.out_features * each.in_features) for each in linears), usual),
+            _average([(decoder.lm_head.held_bytes, decoder.lm_head.out_features * decoder.lm_head.in_features)], usual),
+            _average(((each.held_bytes, each.num_elements) for each in experts), usual),
+        )
+
+
 class Roofline:
     """The counts of one model. Norms, activations, sampling, states and writes are left out, so the floor is a little too low."""
 
-    def __init__(self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1) -> None:
-        """config: the whole model's. specs: one rank's. ranks: so many devices read and compute a part each, all at once."""
+    def __init__(
+        self, config: DecoderConfig, specs: Sequence[AttentionSpec], ranks: int = 1, held: ElementBytes | None = None
+    ) -> None:
+        """config: the whole model's. specs: one rank's. ranks: so many devices read and compute a part each, all at once.
+
+        held: bytes of an element of each kind of weight; None: every element takes what one of the model's does.
+        """
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size * (3 if config.gated else 2)
         layers = config.layers
@@ -63,9 +90,10 @@ class Roofline:
             rows += num_sparse * (experts.num_logits + products * experts.shared_intermediate_size)
             self._expert_params = products * num_sparse * experts.intermediate_size * config.hidden_size
         self._layer_params = config.hidden_size * rows
-        self._itemsize = specs[0].dtype.itemsize
+        usual = float(specs[0].dtype.itemsize)
+        self._held = held or ElementBytes(usual, usual, usual)
         self._head_params = config.vocab_size * config.hidden_size
-        self.weight_bytes = (self._layer_params + self._head_params) * self._itemsize / ranks
+        self.weight_bytes = round((self._layer_params * self._held.products + self._head_params * self._held.head) / ranks)
         """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,
         which are left out."""
         self.kv_bytes = sum(spec.cache_row_bytes for spec in specs)
@@ -78,7 +106,7 @@ class Roofline:
             return 0.0
         missed: float = (1 - experts.top_k / experts.num_experts) ** num_tokens
         touched = experts.num_experts * (1 - missed)
-        return touched * self._expert_params * self._itemsize / self._ranks
+        return touched * self._expert_params * self._held.experts / self._ranks
 
     def prefill_flops(self, prompt_lens: Sequence[int]) -> float:
         """Operations of a device to compute prompts once.
@@ -102,6 +130,13 @@ class Roofline:
         prefill_steps = -(-sum(prompt_lens) // step_tokens)
         compute = self.prefill_flops(prompt_lens) / (1e12 * rates.matrix_tflops)
         return Floor(decode, max(compute - prefill_steps * step_bytes / read, 0.0))
+
+
+def _average(counted: Iterable[tuple[int, int]], usual: float) -> float:
+    """Bytes for each element. counted: bytes and elements; usual: of no elements at all."""
+    counted = list(counted)
+    elements = sum(each for _, each in counted)
+    return sum(each for each, _ in counted) / elements if elements else usual
 
 
 def keys_seen(length: int, window: int | None) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from headway.bench.generate.profile import Window
 from headway.bench.generate.results import OfflineCell, OfflineReport
-from headway.bench.generate.roofline import Rates, Roofline, measure_read_gbps
+from headway.bench.generate.roofline import ElementBytes, Rates, Roofline, measure_read_gbps
 from headway.bench.generate.workloads import Requests, RequestSet
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
@@ -196,7 +196,8 @@ def _floor(llm: LLM, requests: Requests, stats: EngineStats, rates: Rates, ranks
     """Least seconds of all the work, and of its prompts alone; None for a model of transformers' own code."""
     if not isinstance(llm.model.decoder, Decoder):
         return None
-    roofline = Roofline(llm.model.decoder.config, llm.model.decoder.attention_specs, ranks)
+    decoder = llm.model.decoder
+    roofline = Roofline(decoder.config, decoder.attention_specs, ranks, ElementBytes.of(decoder))
     lens = [len(prompt) for prompt in requests.prompts]
     whole = roofline.floor(stats, lens, llm.engine.config.step_tokens, rates).total
     return whole, roofline.prefill_flops(lens) / (1e12 * rates.matrix_tflops)

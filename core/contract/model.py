@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,15 @@ class Attention(Protocol):
         layer: index in `Model.state_layers`; x: [num_tokens, input_channels]; gates: by the layer's kind, as
         `StateBackend.scan` says.
         """
+
+
+def step_kind(attention: Attention) -> Hashable | None:
+    """Return what is equal for steps in which an attention does the same, but for what it finds in memory; None: nothing is.
+
+    An attention need not have the attribute `step_kind`.
+    """
+    found: Hashable | None = getattr(attention, "step_kind", None)
+    return found
 
 
 def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:

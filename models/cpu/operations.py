@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.backends.native.library import TYPES, Functions
+from headway.backends.native.library import TYPES, Functions, NormStruct, ProductStruct
 from headway.models.config import Activation
 from headway.models.operations import ACTIVATE, TorchOperations
 
@@ -26,7 +26,7 @@ class NativeOperations(TorchOperations):
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions) -> None:
         """See TorchOperations."""
         super().__init__(inv_freq, factors)
-        self._functions = functions
+        self.functions = functions
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
@@ -34,7 +34,7 @@ class NativeOperations(TorchOperations):
             return super().norm(x, norm)
         out = x.new_empty(x.shape)
         rows, size = x.shape
-        self._functions.norm(x.data_ptr(), x.stride(0), rows, size, TYPES[x.dtype], *_norm(norm), out.data_ptr())
+        self.functions.norm(NormStruct(x.data_ptr(), out.data_ptr(), rows, x.stride(0), size, *_norm(norm), TYPES[x.dtype]))
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -74,10 +74,11 @@ class NativeOperations(TorchOperations):
         dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
         qkv = x.new_empty(len(x), panels.out_features // dim, dim)
         cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
-        self._functions.qkv(
-            panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm),
-            qkv.data_ptr(), panels.out_features, cos, sin, dim, heads.num_heads, turned,
-            *_norm(heads.q_norm), *_norm(heads.k_norm),
+        self.functions.product(
+            ProductStruct(
+                panels.described, x.data_ptr(), qkv.data_ptr(), cos, sin, len(x), x.stride(0), panels.out_features,
+                dim, heads.num_heads, turned, *_norm(norm), *_norm(heads.q_norm), *_norm(heads.k_norm), TYPES[x.dtype],
+            )
         )  # fmt: skip
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
@@ -101,9 +102,11 @@ class NativeOperations(TorchOperations):
         return out
 
     def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
-        self._functions.product(
-            panels.described, x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype], *_norm(norm), mode, _ACTIVATIONS[activation],
-            out.data_ptr(), out.stride(0),
+        self.functions.product(
+            ProductStruct(
+                panels.described, x.data_ptr(), out.data_ptr(), None, None, len(x), x.stride(0), out.stride(0), 0, 0, 0,
+                *_norm(norm), *_NO_NORM, *_NO_NORM, TYPES[x.dtype], mode, _ACTIVATIONS[activation],
+            )
         )  # fmt: skip
 
 

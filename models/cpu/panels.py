@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from headway.backends.native.library import LANES, TYPES, WeightStruct, functions
+from headway.backends.native.library import LANES, TYPES, ProductStruct, WeightStruct, functions
 
 _FLOAT32, _HALF, _PAIRS, _CODES4, _CODES8 = range(5)
 _FORMS = {torch.float32: _FLOAT32, torch.float16: _HALF, torch.bfloat16: _PAIRS}
@@ -50,7 +50,7 @@ class Coded:
     codes: Tensor
     """int8 [n, k]; of 4 bits 0 to 15."""
     table: Tensor | None
-    """float32 [16], what codes of 4 bits stand for; None: codes of 8 bits, which stand for themselves."""
+    """int8 [16], what codes of 4 bits stand for; None: codes of 8 bits, which stand for themselves."""
     scale: int
     """A scheme of panels.h."""
     group: int
@@ -82,10 +82,11 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
         n, k = coded.codes.shape
         rows = _whole(coded.codes).view(-1, LANES, k)
         if coded.table is None:
-            data, form = rows.transpose(1, 2).contiguous(), _CODES8
+            data, form = (rows.view(-1, LANES, k // 4, 4).int() + 128).to(torch.uint8), _CODES8
         else:
-            eight = rows.view(len(rows), LANES, k // 8, 8).int() << (4 * torch.arange(8, dtype=torch.int32))
-            data, form = eight.sum(-1, dtype=torch.int32).transpose(1, 2).contiguous(), _CODES4
+            low, high = rows.view(-1, LANES, k // 8, 2, 4).view(torch.uint8).unbind(3)
+            data, form = low | high << 4, _CODES4
+        data = data.transpose(1, 2).contiguous()
         panels.append(_panels(data, n, k, form, None if bias is None else bias[row : row + n], coded))
         row += n
     for one, after in pairwise(panels):
@@ -100,7 +101,7 @@ def coded_panels(parts: Sequence[Coded], bias: Tensor | None = None) -> Panels |
 
 def _panels(data: Tensor, n: int, k: int, form: int, bias: Tensor | None, coded: Coded | None = None) -> Panels:
     whole = None if bias is None else _whole(bias.float())
-    table = None if coded is None or coded.table is None else coded.table.float().contiguous()
+    table = None if coded is None or coded.table is None else (coded.table.int() + 128).to(torch.uint8)
     scales = None if coded is None else _by_group(coded.scales)
     supers = None if coded is None or not coded.supers else _by_group(coded.supers)
 
@@ -147,6 +148,15 @@ def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     found, target = functions(), x.new_empty(len(x), panels.out_features) if out is None else out
     assert found is not None
-    place = x.data_ptr(), x.stride(0), len(x), TYPES[x.dtype]
-    found.product(panels.described, *place, None, 0.0, 0, 0, target.data_ptr(), target.stride(0))
+    found.product(
+        ProductStruct(
+            weight=panels.described,
+            x=x.data_ptr(),
+            out=target.data_ptr(),
+            rows=len(x),
+            ldx=x.stride(0),
+            ldo=target.stride(0),
+            type=TYPES[x.dtype],
+        )
+    )
     return target

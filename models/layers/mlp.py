@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from headway.models.experts.weights import ExpertWeights, each_expert, take_expe
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
 from headway.models.operations import Experts, Operations
+from headway.models.quantization.forms import num_bytes
 
 if TYPE_CHECKING:
     from headway.models.experts.fused import FusedExperts
@@ -81,6 +83,11 @@ class ExpertsMLP:
             tensors.prefix,
             config.residual_scale * config.multipliers.mlp,
         )
+        routed = (self._weights.gate_up, self._weights.down)
+        self.num_elements = sum(math.prod(each.shape) for each in routed)
+        """Of the experts' weights."""
+        self.held_bytes = sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in routed)
+        """Bytes of the same, scales included."""
         self.compute: Experts | None = None
         """What computes the layer, once `absorb_norms` has told."""
 

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from headway.models.quantization.drawn import Octets, float8, int8
 from headway.models.quantization.forms import Float8Weight, Int8Weight
 from headway.models.quantization.module import QuantizedModule
-from headway.models.quantization.rounding import float8, int8
 from headway.models.tensor_files import PLAIN
 
 _FLOAT8, _INT8 = ("float8_e4m3fn",), ("int8",)
@@ -66,9 +66,9 @@ class Float8Format:
         scales = module.take_scales(suffix, module.rows.units(rows), blocks, elements=elements)
         return Float8Weight(values, scales.float(), (rows, columns))
 
-    def quantized(self, weight: Tensor) -> Float8Weight:
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float8Weight:
         """See StoredFormat."""
-        return float8(weight, self.scales if isinstance(self.scales, tuple) else None)
+        return float8(octets, rows, columns, std, self.scales if isinstance(self.scales, tuple) else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Int8Format:
                 raise module.error(".weight_zero_point", "needs zeros alone: rows are computed without", "others")
         return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
 
-    def quantized(self, weight: Tensor) -> Int8Weight:
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int8Weight:
         """See StoredFormat."""
-        return int8(weight)
+        return int8(octets, rows, columns, std)
 
 
 def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:

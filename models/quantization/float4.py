@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.models.quantization.drawn import Octets, float4
 from headway.models.quantization.forms import FP4_VALUES, MX_GROUP, Float4Weight, packed
 from headway.models.quantization.module import QuantizedModule
-from headway.models.quantization.rounding import float4
 from headway.models.tensor_files import PLAIN
 
 _OCTETS = ("uint8",)
@@ -53,9 +53,9 @@ class ExpertsMxfp4:
             target.copy_(packed(_codes(block.flatten(1)), MX_GROUP))
         return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
 
-    def quantized(self, weight: Tensor) -> Float4Weight | Tensor:
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float4Weight | None:
         """See StoredFormat."""
-        return float4(weight) if weight.shape[1] % MX_GROUP == 0 else weight
+        return None if columns % MX_GROUP else float4(octets, rows, columns, std)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,8 @@ class Nvfp4:
         values = torch.tensor(FP4_VALUES, device=codes.device)[codes.int()].view(len(codes), -1, _NV_GROUP)
         return (values * scales[:, :, None]).to(module.dtype).flatten(1)
 
-    def quantized(self, weight: Tensor) -> Tensor:
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> None:
         """See StoredFormat."""
-        return weight
 
 
 def _codes(octets: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
 
+from headway.models.quantization.drawn import Octets
 from headway.models.quantization.gguf_weight import BLOCK_TYPES, GgufWeight
 from headway.models.quantization.module import QuantizedModule
 
@@ -41,9 +42,8 @@ class GgufBlocks:
         blocks = module.take(PREFIX + name, ("uint8",), module.rows, module.columns.units(kind.columns), kind.num_bytes)
         return GgufWeight((name,), (blocks,))
 
-    def quantized(self, weight: Tensor) -> Tensor:
-        """See StoredFormat: nothing is rounded to blocks."""
-        return weight
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> None:
+        """See StoredFormat: no blocks are drawn."""
 
     def _type(self, module: QuantizedModule) -> str:
         return next(name for name in BLOCK_TYPES if module.elements(PREFIX + name))

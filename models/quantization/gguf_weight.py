@@ -97,7 +97,7 @@ class GgufWeight:
 
 
 def _expanded(coded: Coded) -> Tensor:
-    codes = coded.codes.float() if coded.table is None else coded.table[coded.codes.long()]
+    codes = (coded.codes if coded.table is None else coded.table[coded.codes.long()]).float()
     numbers = [scales.float() for scales in coded.scales]
     if coded.supers:
         repeat = coded.superblock // coded.group
@@ -128,7 +128,7 @@ def _fifth_bits(octets: Tensor) -> Tensor:
 
 
 def _table(values: tuple[int, ...] | range) -> Tensor:
-    return torch.tensor(tuple(values), dtype=torch.float32)
+    return torch.tensor(tuple(values), dtype=torch.int8)
 
 
 def _q4_0(blocks: Tensor) -> Coded:

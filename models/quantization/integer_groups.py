@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from headway.models.axes import Axis
+from headway.models.quantization.drawn import Octets, int4
 from headway.models.quantization.forms import Int4Weight, packed
 from headway.models.quantization.module import QuantizedModule
-from headway.models.quantization.rounding import int4
 
 _WORD = 32
 """Bits of a word."""
@@ -72,10 +72,10 @@ class IntegerGroups:
         values = codes.float() - (middle if zeros is None else zeros.float()[:, groups])
         return (values * scales.float()[:, groups]).to(module.dtype)
 
-    def quantized(self, weight: Tensor) -> Int4Weight | Tensor:
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int4Weight | None:
         """See StoredFormat."""
-        size = weight.shape[1] if self.group_size == -1 else self.group_size
-        return int4(weight, size) if self.bits == 4 and weight.shape[1] % size == 0 else weight
+        size = columns if self.group_size == -1 else self.group_size
+        return int4(octets, rows, columns, std, size, dtype) if self.bits == 4 and columns % size == 0 else None
 
 
 @dataclass(frozen=True, slots=True)

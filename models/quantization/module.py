@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, axes_of
+from headway.models.quantization.drawn import Octets
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.tensor_files import PLAIN, TensorFiles
 
@@ -121,5 +122,8 @@ class StoredFormat(Protocol):
         :raises ModelError: a tensor is missing, of a wrong shape, or has impossible scales.
         """
 
-    def quantized(self, weight: Tensor) -> QuantizedWeight | Tensor:
-        """Round a plain weight [N, K] as the format does, in the form that `read` gives; as it is, where that is expanded."""
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> QuantizedWeight | None:
+        """Draw a random weight [rows, columns] of deviation `std` in the form that `read` gives; None where that is expanded.
+
+        octets: draws the codes; dtype: the model's.
+        """

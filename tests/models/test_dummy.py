@@ -15,8 +15,14 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
+from headway.models.axes import Axis
 from headway.models.experts.routing import Routing
 from headway.models.loader import load_model
+from headway.models.quantization.eight_bits import Float8Format, Int8Format
+from headway.models.quantization.float4 import ExpertsMxfp4
+from headway.models.quantization.integer_groups import PackQuantized
+from headway.models.quantization.module import StoredFormat
+from headway.models.rounded_weights import DummyInFormat
 from headway.models.weights import STD, DummyWeights
 
 CPU = torch.device("cpu")
@@ -141,3 +147,34 @@ def test_a_dummy_router_spreads_tokens_over_the_experts(tmp_path: Path) -> None:
 def counted(touched: list[int], apply: Callable[..., Tensor], x: Tensor, routing: Routing, *rest: object) -> Tensor:
     touched.append(len(set(routing.experts.flatten().tolist())))
     return apply(x, routing, *rest)
+
+
+FORMATS = {
+    "fp8 rows": Float8Format("channel"),
+    "fp8 blocks": Float8Format((128, 128)),
+    "int8": Int8Format("channel"),
+    "int4": PackQuantized(4, 32, symmetric=True),
+    "mxfp4": ExpertsMxfp4(),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_weights_in_a_format_are_drawn_as_large_as_plain_ones_and_cut_as_they_are(form: StoredFormat) -> None:
+    """Of two ranks, each holds its part of the weight that one alone would hold: rows of experts, and columns."""
+
+    def source() -> DummyInFormat:
+        return DummyInFormat(DummyWeights(torch.float32, CPU), form, lambda weight: True, lambda weight: True)
+
+    rows, columns, half = Axis.all(384), Axis.all(256), Axis(256, (range(128, 256),))
+    whole = source().take_experts({"a": rows}, columns)
+    assert not isinstance(whole, Tensor)
+    expected = whole.dequantized(torch.float32)
+    assert bool(expected.isfinite().all())
+    assert abs(expected.mean()) < STD / 20
+    assert abs(expected.std() / STD - 1) < 0.03
+    cut = source().take_experts({"a": rows}, half)
+    plain = cut if isinstance(cut, Tensor) else cut.dequantized(torch.float32)
+    assert torch.equal(plain, expected[:, 128:])
+    stacked = source().take_stacked("a", (Axis(3, (range(1, 3),)), 256, 128), transposed=True)
+    plain = stacked if isinstance(stacked, Tensor) else stacked.dequantized(torch.float32)
+    assert torch.equal(plain, expected[128:])

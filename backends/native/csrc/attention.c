@@ -12,15 +12,24 @@ typedef struct {
     int64_t block_size;
 } Cache;
 
+// What all layers of a kind share in a step.
 typedef struct {
-    const void *q; // [tokens, num_heads, dim], rows q_row apart
     const int32_t *lens, *sequences; // of each token: keys it sees, and its row of the table
     const int32_t *table; // rows table_row apart
-    void *out; // [tokens, num_heads, value_dim], contiguous
-    int64_t q_row, table_row, tokens, num_heads, num_kv_heads, dim, value_dim;
+    const int64_t *slots; // where each token's k and v go; -1: nowhere
+    int64_t table_row, tokens, num_heads, num_kv_heads, dim, value_dim;
     int64_t window; // 0: none
     float scale;
     int32_t type;
+} Step;
+
+typedef struct {
+    const Step *step;
+    const Cache *cache;
+    const void *q; // [tokens, num_heads, dim], rows q_row apart
+    const void *k, *v; // [tokens, num_kv_heads, dim or value_dim], written to the slots first; NULL: the cache has them
+    void *out; // [tokens, num_heads, value_dim], contiguous
+    int64_t q_row, k_row, v_row;
 } Decode;
 
 typedef struct { float most, total; } Softmax;
@@ -62,12 +71,12 @@ INLINE void tile_values(int N, long dim, const float *weights, const float *cons
 }
 
 // One head's softmax taken on by a tile. sums: [value_dim].
-INLINE void take_tile(const Decode *d, const float *q, const float *const *keys, const float *const *values, int count, Softmax *softmax,
+INLINE void take_tile(const Step *s, const float *q, const float *const *keys, const float *const *values, int count, Softmax *softmax,
                       float *sums) {
     float scores[TILE];
-    if (d->dim == 64) tile_scores(4, 64, q, keys, count, scores);
-    else if (d->dim == 128) tile_scores(8, 128, q, keys, count, scores);
-    else tile_scores(0, d->dim, q, keys, count, scores);
+    if (s->dim == 64) tile_scores(4, 64, q, keys, count, scores);
+    else if (s->dim == 128) tile_scores(8, 128, q, keys, count, scores);
+    else tile_scores(0, s->dim, q, keys, count, scores);
     for (int j = count; j < TILE; j++) scores[j] = -INFINITY;
     float most = softmax->most;
     for (int j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
@@ -76,22 +85,24 @@ INLINE void take_tile(const Decode *d, const float *q, const float *const *keys,
     store(scores, weights);
     softmax->total = softmax->total * shrink + sum(weights);
     softmax->most = most;
-    if (d->value_dim == 64) tile_values(4, 64, scores, values, count, shrink, sums);
-    else if (d->value_dim == 128) tile_values(8, 128, scores, values, count, shrink, sums);
-    else tile_values(0, d->value_dim, scores, values, count, shrink, sums);
+    if (s->value_dim == 64) tile_values(4, 64, scores, values, count, shrink, sums);
+    else if (s->value_dim == 128) tile_values(8, 128, scores, values, count, shrink, sums);
+    else tile_values(0, s->value_dim, scores, values, count, shrink, sums);
 }
 
 // The heads of a key-value head over keys from `first` up to `last`. sums: [group, value_dim]; softmax: [group].
-static void attend(const Decode *d, const Cache *c, long token, long kv_head, long first, long last, Softmax *softmax, float *sums) {
-    long group = d->num_heads / d->num_kv_heads;
-    float q[group * d->dim], key_room[TILE * MOST_DIM], value_room[TILE * MOST_DIM];
+static void attend(const Decode *d, long token, long kv_head, long first, long last, Softmax *softmax, float *sums) {
+    const Step *s = d->step;
+    const Cache *c = d->cache;
+    long group = s->num_heads / s->num_kv_heads;
+    float q[group * s->dim], key_room[TILE * MOST_DIM], value_room[TILE * MOST_DIM];
     for (long g = 0; g < group; g++) {
-        long at = token * d->q_row + (kv_head * group + g) * d->dim;
-        for (long i = 0; i < d->dim; i += LANES) store(q + g * d->dim + i, load_any(d->q, d->type, at + i) * splat(d->scale));
+        long at = token * d->q_row + (kv_head * group + g) * s->dim;
+        for (long i = 0; i < s->dim; i += LANES) store(q + g * s->dim + i, load_any(d->q, s->type, at + i) * splat(s->scale));
         softmax[g] = (Softmax){-INFINITY, 0};
-        memset(sums + g * d->value_dim, 0, d->value_dim * sizeof(float));
+        memset(sums + g * s->value_dim, 0, s->value_dim * sizeof(float));
     }
-    const int32_t *table = d->table + d->sequences[token] * d->table_row;
+    const int32_t *table = s->table + s->sequences[token] * s->table_row;
     for (long start = first; start < last; start += TILE) {
         int count = last - start < TILE ? (int)(last - start) : TILE;
         const float *keys[TILE], *values[TILE];
@@ -99,21 +110,23 @@ static void attend(const Decode *d, const Cache *c, long token, long kv_head, lo
             long position = start + j, block = table[position / c->block_size], slot = position % c->block_size;
             long key = block * c->key_block + slot * c->key_slot + kv_head * c->key_head;
             long value = block * c->value_block + slot * c->value_slot + kv_head * c->value_head;
-            keys[j] = row_of(c->key, key, d->type, d->dim, key_room + j * d->dim);
-            values[j] = row_of(c->value, value, d->type, d->value_dim, value_room + j * d->value_dim);
+            keys[j] = row_of(c->key, key, s->type, s->dim, key_room + j * s->dim);
+            values[j] = row_of(c->value, value, s->type, s->value_dim, value_room + j * s->value_dim);
         }
-        for (long g = 0; g < group; g++) take_tile(d, q + g * d->dim, keys, values, count, softmax + g, sums + g * d->value_dim);
+        for (long g = 0; g < group; g++) take_tile(s, q + g * s->dim, keys, values, count, softmax + g, sums + g * s->value_dim);
     }
 }
 
 INLINE void write_out(const Decode *d, long token, long head, const float *sums, float factor) {
-    for (long i = 0; i < d->value_dim; i += LANES)
-        store_any(d->out, d->type, (token * d->num_heads + head) * d->value_dim + i, load(sums + i) * splat(factor));
+    const Step *s = d->step;
+    for (long i = 0; i < s->value_dim; i += LANES)
+        store_any(d->out, s->type, (token * s->num_heads + head) * s->value_dim + i, load(sums + i) * splat(factor));
 }
 
 // Merge the parts of all heads of one key-value head. parts: [count][group] of a softmax and sums.
 static void merge(const Decode *d, long token, long kv_head, long count, const float *parts, long stride) {
-    long group = d->num_heads / d->num_kv_heads;
+    const Step *s = d->step;
+    long group = s->num_heads / s->num_kv_heads;
     for (long g = 0; g < group; g++) {
         float most = -INFINITY, total = 0, sums[MOST_DIM] = {0};
         for (long n = 0; n < count; n++) {
@@ -124,8 +137,8 @@ static void merge(const Decode *d, long token, long kv_head, long count, const f
             const float *part = parts + n * stride;
             float factor = part[2 * g] == -INFINITY ? 0.0f : expf(part[2 * g] - most);
             total += part[2 * g + 1] * factor;
-            const float *from = part + 2 * group + g * d->value_dim;
-            for (long i = 0; i < d->value_dim; i += LANES) store(sums + i, load(sums + i) + load(from + i) * splat(factor));
+            const float *from = part + 2 * group + g * s->value_dim;
+            for (long i = 0; i < s->value_dim; i += LANES) store(sums + i, load(sums + i) + load(from + i) * splat(factor));
         }
         write_out(d, token, kv_head * group + g, sums, total > 0 ? 1 / total : 0);
     }
@@ -133,15 +146,17 @@ static void merge(const Decode *d, long token, long kv_head, long count, const f
 
 #define LEAST_PART 128 // keys, below which a part costs more than it saves
 
-// k, v: rows [tokens, num_kv_heads, dim or value_dim] that are written to `slots` first (-1: not), NULL: the cache has them. 1: no memory.
-int headway_decode(const Decode *d, const Cache *c, const void *k, const void *v, int64_t k_row, int64_t v_row, const int64_t *slots) {
-    long group = d->num_heads / d->num_kv_heads, items = d->tokens * d->num_kv_heads, longest = 0, size = d->type == FLOAT32 ? 4 : 2;
-    for (long t = 0; t < d->tokens; t++) longest = d->lens[t] > longest ? d->lens[t] : longest;
-    if (d->window && longest > d->window) longest = d->window;
+// 1: no memory.
+int headway_decode(const Decode *d) {
+    const Step *s = d->step;
+    const Cache *c = d->cache;
+    long group = s->num_heads / s->num_kv_heads, items = s->tokens * s->num_kv_heads, longest = 0, size = s->type == FLOAT32 ? 4 : 2;
+    for (long t = 0; t < s->tokens; t++) longest = s->lens[t] > longest ? s->lens[t] : longest;
+    if (s->window && longest > s->window) longest = s->window;
     long threads = omp_get_max_threads(), wanted = items ? (4 * threads + items - 1) / items : 1, most = longest / LEAST_PART;
     long parts = wanted < most ? wanted : most;
     parts = parts < 1 ? 1 : parts;
-    long stride = group * (2 + d->value_dim);
+    long stride = group * (2 + s->value_dim);
     size_t needed = (size_t)items * parts * stride * sizeof(float);
     if (needed > partial_size) {
         free(partial);
@@ -151,37 +166,37 @@ int headway_decode(const Decode *d, const Cache *c, const void *k, const void *v
     float *held = partial;
 #pragma omp parallel num_threads(threads)
     {
-        if (k) {
+        if (d->k) {
 #pragma omp for schedule(static)
             for (long item = 0; item < items; item++) {
-                long t = item / d->num_kv_heads, h = item % d->num_kv_heads;
-                if (slots[t] < 0) continue;
-                long block = slots[t] / c->block_size, slot = slots[t] % c->block_size;
+                long t = item / s->num_kv_heads, h = item % s->num_kv_heads;
+                if (s->slots[t] < 0) continue;
+                long block = s->slots[t] / c->block_size, slot = s->slots[t] % c->block_size;
                 memcpy((char *)c->key + (block * c->key_block + slot * c->key_slot + h * c->key_head) * size,
-                       (const char *)k + (t * k_row + h * d->dim) * size, d->dim * size);
+                       (const char *)d->k + (t * d->k_row + h * s->dim) * size, s->dim * size);
                 memcpy((char *)c->value + (block * c->value_block + slot * c->value_slot + h * c->value_head) * size,
-                       (const char *)v + (t * v_row + h * d->value_dim) * size, d->value_dim * size);
+                       (const char *)d->v + (t * d->v_row + h * s->value_dim) * size, s->value_dim * size);
             }
         }
 #pragma omp for schedule(dynamic)
         for (long part = 0; part < items * parts; part++) {
-            long item = part / parts, n = part % parts, token = item / d->num_kv_heads, len = d->lens[token];
-            long from = d->window && len > d->window ? len - d->window : 0, each = (len - from + parts - 1) / parts;
+            long item = part / parts, n = part % parts, token = item / s->num_kv_heads, len = s->lens[token];
+            long from = s->window && len > s->window ? len - s->window : 0, each = (len - from + parts - 1) / parts;
             long first = from + n * each, last = first + each < len ? first + each : len;
             float *room = held + part * stride;
             Softmax *softmax = (Softmax *)room;
-            attend(d, c, token, item % d->num_kv_heads, first, last, softmax, room + 2 * group);
+            attend(d, token, item % s->num_kv_heads, first, last, softmax, room + 2 * group);
             if (parts == 1) {
                 for (long g = 0; g < group; g++) {
                     float total = softmax[g].total;
-                    write_out(d, token, item % d->num_kv_heads * group + g, room + 2 * group + g * d->value_dim, total > 0 ? 1 / total : 0);
+                    write_out(d, token, item % s->num_kv_heads * group + g, room + 2 * group + g * s->value_dim, total > 0 ? 1 / total : 0);
                 }
             }
         }
         if (parts > 1) {
 #pragma omp for schedule(static)
             for (long item = 0; item < items; item++)
-                merge(d, item / d->num_kv_heads, item % d->num_kv_heads, parts, held + item * parts * stride, stride);
+                merge(d, item / s->num_kv_heads, item % s->num_kv_heads, parts, held + item * parts * stride, stride);
         }
     }
     return 0;

@@ -1,15 +1,28 @@
 // The steps of a decoder between its attentions, each in one parallel region: norm, product, and what follows the product.
 #include <omp.h>
 #include <stdlib.h>
-#include "panels.h"
+#include "kernels.h"
 
 enum { NO_ACTIVATION, SILU, GELU_TANH, RELU, RELU2 };
 enum { STORE, ADD, GATED };
 
 typedef struct {
     const float *weight; // times sqrt(size); NULL: no norm
-    float least; // size * eps: x * weight / sqrt(|x|^2 + least)
+    double least; // size * eps: x * weight / sqrt(|x|^2 + least)
 } Norm;
+
+// out = activation(norm(x) W^T + b), out += that, or activation of the first half of its columns times the second. With a head_dim the
+// columns are those of q, k and v, and the heads of q and k are normed and rotated.
+typedef struct {
+    const Weight *weight;
+    const void *x; // [rows, k], rows ldx apart
+    void *out; // [rows, n or n / 2], rows ldo apart
+    const void *cos, *sin; // [rows, head_dim] in the type of x; NULL: no rotation
+    int64_t rows, ldx, ldo;
+    int64_t head_dim, q_heads, heads; // heads: those of q and k
+    Norm norm, q_norm, k_norm; // the last two over each head
+    int32_t type, mode, activation;
+} Product;
 
 static __thread uint8_t *scratch;
 static __thread size_t scratch_size;
@@ -33,28 +46,68 @@ INLINE float norm_factor(const void *x, int type, long at, long size, float leas
     return 1.0f / sqrtf(total + least);
 }
 
-// Columns k0 up to k1 of a block of M rows of x, normed, one column after the other; zeros where x has no such row.
-static void pack_block(const void *x, int type, long ldx, long block, long rows, long k, long k0, long k1, Norm norm, int pairs, int M, uint8_t *packed) {
-    float *floats = (float *)packed + block * M * k, factors[MOST_ROWS];
-    uint16_t *halves = (uint16_t *)packed + block * M * k;
-    for (int r = 0; r < M; r++) factors[r] = norm.weight && block * M + r < rows ? norm_factor(x, type, (block * M + r) * ldx, k, norm.least) : 1.0f;
+// How a product reads x: one column after the other, two of bfloat16, or groups of columns rounded to 8 bits.
+enum { IN_FLOATS, IN_PAIRS, IN_BYTES };
+INLINE int packing_for(const Weight *w) {
+    if (ROUNDS_X && is_coded(w)) return IN_BYTES;
+#if defined(__AVX512BF16__)
+    if (w->form == PANEL_PAIRS) return IN_PAIRS;
+#endif
+    return IN_FLOATS;
+}
+
+// Bytes of a block of M rows.
+INLINE long packed_bytes(int packing, int M, long k) {
+#if ROUNDS_X
+    if (packing == IN_BYTES) return k / ROUNDED * ROUNDED_BYTES(M);
+#endif
+    return k * M * (packing == IN_PAIRS ? 2 : 4);
+}
+
+// 16 columns of a row, normed with a factor; of the last ones n.
+INLINE vf normed(const void *x, int type, long at, long column, int n, Norm norm, float factor) {
+    vf v = {};
+    if (n == LANES) {
+        v = load_any(x, type, at + column);
+        return norm.weight ? v * splat(factor) * load(norm.weight + column) : v;
+    }
+    for (int j = 0; j < n; j++) v[j] = load_one(x, type, at + column + j) * factor * (norm.weight ? norm.weight[column + j] : 1.0f);
+    return v;
+}
+
+// Columns k0 up to k1 of a block of M rows of x, normed and packed; zeros where x has no such row.
+static void pack_block(const Product *p, long block, long k0, long k1, int packing, int M, uint8_t *packed) {
+    const void *x = p->x;
+    long ldx = p->ldx, rows = p->rows, k = p->weight->k;
+    int type = p->type;
+    Norm norm = p->norm;
+    uint8_t *own = packed + block * packed_bytes(packing, M, k);
+    float *floats = (float *)own, factors[MOST_ROWS];
+    long first = block * M;
+    for (int r = 0; r < M; r++) factors[r] = norm.weight && first + r < rows ? norm_factor(x, type, (first + r) * ldx, k, (float)norm.least) : 1.0f;
+#if ROUNDS_X
+    if (packing == IN_BYTES) {
+        for (long i = k0; i < k1; i += ROUNDED) for (int r = 0; r < M; r++) {
+            vf low = {}, high = {};
+            if (first + r < rows) {
+                low = normed(x, type, (first + r) * ldx, i, LANES, norm, factors[r]);
+                high = normed(x, type, (first + r) * ldx, i + LANES, LANES, norm, factors[r]);
+            }
+            round_group(low, high, r, M, own, i / ROUNDED);
+        }
+        return;
+    }
+#endif
     for (long i = k0; i < k1; i += LANES) {
         int n = k1 - i < LANES ? (int)(k1 - i) : LANES;
         float values[MOST_ROWS][LANES];
         uint16_t rounded[MOST_ROWS][LANES];
         for (int r = 0; r < M; r++) {
-            long row = block * M + r;
-            vf v = {};
-            if (row < rows && n == LANES) {
-                v = load_any(x, type, row * ldx + i);
-                if (norm.weight) v = v * splat(factors[r]) * load(norm.weight + i);
-            } else if (row < rows) {
-                for (int j = 0; j < n; j++) v[j] = load_one(x, type, row * ldx + i + j) * factors[r] * (norm.weight ? norm.weight[i + j] : 1.0f);
-            }
-            if (pairs) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
+            vf v = first + r < rows ? normed(x, type, (first + r) * ldx, i, n, norm, factors[r]) : (vf){};
+            if (packing == IN_PAIRS) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
         }
-        if (pairs) {
-            for (int j = 0; j < n; j += 2) for (int r = 0; r < M; r++) memcpy(halves + (i + j) * M + 2 * r, rounded[r] + j, 4);
+        if (packing == IN_PAIRS) {
+            for (int j = 0; j < n; j += 2) for (int r = 0; r < M; r++) memcpy((uint16_t *)own + (i + j) * M + 2 * r, rounded[r] + j, 4);
         } else {
             for (int j = 0; j < n; j++) for (int r = 0; r < M; r++) floats[(i + j) * M + r] = values[r][j];
         }
@@ -71,13 +124,6 @@ INLINE vf activated(vf x, int activation) {
     }
     return x;
 }
-
-typedef struct {
-    const Weight *weight;
-    void *out;
-    long rows, ldo;
-    int type, mode, activation;
-} Product;
 
 // Sums of one panel to the result. part: M sums, `apart` from one another.
 static void finish(const Product *p, long panel, long row, int M, const vf *part, const vf *gate, int apart) {
@@ -112,15 +158,15 @@ static void finish(const Product *p, long panel, long row, int M, const vf *part
 // Panels from `first` up to `last`, for all rows. floats: room for 2 * MOST_PANELS panels of floats.
 static void multiply(const Product *p, const Kernel *kernel, const uint8_t *packed, long first, long last, float *floats) {
     const Weight *w = p->weight;
-    int M = kernel->rows, pairs = w->form == PANEL_PAIRS;
+    int M = kernel->rows;
     long blocks = (p->rows + M - 1) / M, half = p->mode == GATED ? w->n / 2 / LANES : 0;
-#if defined(__AVX512BF16__)
-    long block_bytes = w->k * M * (pairs ? 2 : 4);
+    long block_bytes = packed_bytes(packing_for(w), M, w->k);
+#if ROUNDS_X
+    int expands = 0;
+    (void)floats;
 #else
-    long block_bytes = w->k * M * 4;
-    (void)pairs;
+    int expands = expanded_floats(w, p->rows) != 0;
 #endif
-    int expands = (w->form == PANEL_CODES4 || w->form == PANEL_CODES8) && p->rows > MOST_CODED;
     Weight expanded = *w;
     if (expands) {
         expanded.form = PANEL_FLOAT32;
@@ -130,12 +176,12 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     for (long panel = first; panel < last;) {
         int P = last - panel >= kernel->panels ? kernel->panels : 1;
         Run *run = P == kernel->panels ? kernel->many : kernel->one;
-        if (expands) {
-            for (int i = 0; i < P; i++) {
-                expand_panel(w, panel + i, floats + i * w->k * LANES);
-                if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
-            }
+#if !ROUNDS_X
+        for (int i = 0; i < P && expands; i++) {
+            expand_panel(w, panel + i, floats + i * w->k * LANES);
+            if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
         }
+#endif
         const Weight *read = expands ? &expanded : w;
         long gate = expands ? 0 : panel, up = half ? (expands ? P : half + panel) : gate;
         for (long from = 0; from < blocks; from += HELD_BLOCKS) {
@@ -155,25 +201,21 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     }
 }
 
-typedef struct {
-    const void *cos, *sin; // [rows, head_dim] in the type of x; NULL: no rotation
-    long head_dim, q_heads, heads; // heads: those of q and k
-    Norm q_norm, k_norm; // over each head
-} Turn;
-
-// Norm and rotation of a head in place. x: its first element.
-static void turn_head(void *out, int type, long at, long row, long head, const Turn *turn) {
-    long dim = turn->head_dim, half = dim / 2;
-    Norm norm = head < turn->q_heads ? turn->q_norm : turn->k_norm;
-    float factor = norm.weight ? norm_factor(out, type, at, dim, norm.least) : 1.0f;
+// Norm and rotation of a head in place.
+static void turn_head(const Product *p, long row, long head) {
+    void *out = p->out;
+    int type = p->type;
+    long at = row * p->ldo + head * p->head_dim, dim = p->head_dim, half = dim / 2;
+    Norm norm = head < p->q_heads ? p->q_norm : p->k_norm;
+    float factor = norm.weight ? norm_factor(out, type, at, dim, (float)norm.least) : 1.0f;
     long i = 0;
     for (; i + LANES <= half; i += LANES) {
         vf a = load_any(out, type, at + i), b = load_any(out, type, at + half + i);
         if (norm.weight) { a = a * splat(factor) * load(norm.weight + i); b = b * splat(factor) * load(norm.weight + half + i); }
-        if (turn->cos) {
+        if (p->cos) {
             long c = row * dim + i;
-            vf turned = a * load_any(turn->cos, type, c) + b * load_any(turn->sin, type, c);
-            b = b * load_any(turn->cos, type, c + half) + a * load_any(turn->sin, type, c + half);
+            vf turned = a * load_any(p->cos, type, c) + b * load_any(p->sin, type, c);
+            b = b * load_any(p->cos, type, c + half) + a * load_any(p->sin, type, c + half);
             a = turned;
         }
         store_any(out, type, at + i, a);
@@ -182,10 +224,10 @@ static void turn_head(void *out, int type, long at, long row, long head, const T
     for (; i < half; i++) {
         float a = load_one(out, type, at + i), b = load_one(out, type, at + half + i);
         if (norm.weight) { a *= factor * norm.weight[i]; b *= factor * norm.weight[half + i]; }
-        if (turn->cos) {
+        if (p->cos) {
             long c = row * dim + i;
-            float turned = a * load_one(turn->cos, type, c) + b * load_one(turn->sin, type, c);
-            b = b * load_one(turn->cos, type, c + half) + a * load_one(turn->sin, type, c + half);
+            float turned = a * load_one(p->cos, type, c) + b * load_one(p->sin, type, c);
+            b = b * load_one(p->cos, type, c + half) + a * load_one(p->sin, type, c + half);
             a = turned;
         }
         store_one(out, type, at + i, a);
@@ -193,32 +235,29 @@ static void turn_head(void *out, int type, long at, long row, long head, const T
     }
 }
 
-static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn) {
+// 1: no memory.
+int headway_product(const Product *p) {
     const Weight *w = p->weight;
-    const Kernel *kernel = kernel_for(p->rows);
-    int M = kernel->rows, threads = omp_get_max_threads();
-    int pairs = 0;
-#if defined(__AVX512BF16__)
-    pairs = w->form == PANEL_PAIRS;
-#endif
+    const Kernel *kernel = kernel_for(w, p->rows);
+    int M = kernel->rows, threads = omp_get_max_threads(), packing = packing_for(w);
     long held = (p->rows + M - 1) / M * M;
-    size_t packed_bytes = ((size_t)held * w->k * 4 + 127) / 64 * 64, floats = 0;
-    for (const Weight *part = w; part; part = part->next) {
-        if ((part->form == PANEL_CODES4 || part->form == PANEL_CODES8) && p->rows > MOST_CODED) floats = (size_t)2 * MOST_PANELS * w->k * LANES;
-    }
-    uint8_t *memory = room(threads * (packed_bytes + floats * 4));
+    size_t packed_size = (held / M * packed_bytes(packing, M, w->k) + 127) / 64 * 64, floats = 0;
+#if !ROUNDS_X
+    for (const Weight *part = w; part; part = part->next) floats += expanded_floats(part, p->rows);
+#endif
+    uint8_t *memory = room(threads * (packed_size + floats * 4));
     if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
     {
         long me = omp_get_thread_num(), all = omp_get_num_threads();
         int alone = p->rows <= PACKED_ALONE; // sooner than waiting for the others
-        uint8_t *mine = memory + (alone ? me * packed_bytes : 0);
+        uint8_t *mine = memory + (alone ? me * packed_size : 0);
         // Pieces of columns, so that no two threads write into one line of the cache.
         long pieces = (w->k + PIECE - 1) / PIECE, total = held / M * pieces, last = alone ? total : total * (me + 1) / all;
         for (long piece = alone ? 0 : total * me / all; piece < last;) {
             long block = piece / pieces, end = (block + 1) * pieces < last ? (block + 1) * pieces : last;
             long k1 = (end - block * pieces) * PIECE;
-            pack_block(x, p->type, ldx, block, p->rows, w->k, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, norm, pairs, M, mine);
+            pack_block(p, block, piece % pieces * PIECE, k1 < w->k ? k1 : w->k, packing, M, mine);
             piece = end;
         }
         if (!alone) {
@@ -230,45 +269,57 @@ static int run(Product *p, const void *x, long ldx, Norm norm, const Turn *turn)
             own.weight = part;
             own.out = (uint8_t *)p->out + column * size;
             long panels = (p->mode == GATED ? part->n / 2 : part->n + LANES - 1) / LANES;
-            float *room = (float *)(memory + threads * packed_bytes) + me * floats;
+            float *room = (float *)(memory + threads * packed_size) + me * floats;
             multiply(&own, kernel, mine, panels * me / all, panels * (me + 1) / all, room);
         }
-        if (turn) {
+        if (p->head_dim) {
 #pragma omp barrier
-            long items = p->rows * turn->heads;
+            long items = p->rows * p->heads;
             for (long item = items * me / all; item < items * (me + 1) / all; item++) {
-                long row = item / turn->heads, head = item % turn->heads;
-                turn_head(p->out, p->type, row * p->ldo + head * turn->head_dim, row, head, turn);
+                turn_head(p, item / p->heads, item % p->heads);
             }
         }
     }
     return 0;
 }
 
-// out = activation(norm(x) W^T + b), out += that, or activation of the first half of its columns times the second.
-// x: [rows, k], rows ldx apart; norm_weight: NULL: none; out: [rows, n or n / 2], rows ldo apart. 1: no memory.
-int headway_product(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, int mode,
-                    int activation, void *out, long ldo) {
-    Product p = {weight, out, rows, ldo, type, mode, activation};
-    return run(&p, x, ldx, (Norm){norm_weight, least}, NULL);
-}
-
-// The product of q, k and v in one row, then norm and rotation of the heads of q and k.
-int headway_qkv(const Weight *weight, const void *x, long ldx, long rows, int type, const float *norm_weight, float least, void *out,
-                long ldo, const void *cos, const void *sin, long head_dim, long q_heads, long heads, const float *q_norm, float q_least,
-                const float *k_norm, float k_least) {
-    Product p = {weight, out, rows, ldo, type, STORE, NO_ACTIVATION};
-    Turn turn = {cos, sin, head_dim, q_heads, heads, {q_norm, q_least}, {k_norm, k_least}};
-    return run(&p, x, ldx, (Norm){norm_weight, least}, &turn);
-}
+typedef struct {
+    const void *x; // [rows, size], rows ldx apart
+    void *out; // contiguous
+    int64_t rows, ldx, size;
+    Norm norm;
+    int32_t type;
+} NormRows;
 
 // RMSNorm of rows.
-void headway_norm(const void *x, long ldx, long rows, long size, int type, const float *weight, float least, void *out) {
-#pragma omp parallel for if (rows * size > 16384)
-    for (long r = 0; r < rows; r++) {
-        float factor = norm_factor(x, type, r * ldx, size, least);
+int headway_norm(const NormRows *n) {
+    const float *weight = n->norm.weight;
+    long size = n->size, type = n->type;
+#pragma omp parallel for if (n->rows * size > 16384)
+    for (long r = 0; r < n->rows; r++) {
+        float factor = norm_factor(n->x, type, r * n->ldx, size, (float)n->norm.least);
         long i = 0;
-        for (; i + LANES <= size; i += LANES) store_any(out, type, r * size + i, load_any(x, type, r * ldx + i) * splat(factor) * load(weight + i));
-        for (; i < size; i++) store_one(out, type, r * size + i, load_one(x, type, r * ldx + i) * factor * weight[i]);
+        for (; i + LANES <= size; i += LANES)
+            store_any(n->out, type, r * size + i, load_any(n->x, type, r * n->ldx + i) * splat(factor) * load(weight + i));
+        for (; i < size; i++) store_one(n->out, type, r * size + i, load_one(n->x, type, r * n->ldx + i) * factor * weight[i]);
     }
+    return 0;
 }
+
+int headway_decode(const void *decode);
+
+typedef struct { int64_t kind; const void *of; } Call;
+enum { CALL_PRODUCT, CALL_NORM, CALL_DECODE };
+
+// Calls one after the other. 1: no memory.
+int headway_repeat(const Call *calls, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const void *of = calls[i].of;
+        int failed = calls[i].kind == CALL_PRODUCT ? headway_product(of) : calls[i].kind == CALL_NORM ? headway_norm(of) : headway_decode(of);
+        if (failed) return failed;
+    }
+    return 0;
+}
+
+// Whether products over codes round x to 8 bits.
+int headway_rounds_x(void) { return ROUNDS_X; }

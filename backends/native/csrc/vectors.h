@@ -18,7 +18,7 @@ typedef uint16_t v16h __attribute__((vector_size(32), aligned(2)));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-INLINE vf splat(float x) { return (vf){} + x; }
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; } // (0 + x would be an addition)
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }

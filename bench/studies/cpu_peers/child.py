@@ -18,7 +18,10 @@ def headway(asked: dict[str, Any]) -> Callable[[list[list[int]], int], None]:
     """What writes `new` tokens for each prompt by Headway's engine."""
     from headway import LLM, SamplingParams
 
-    llm = LLM(asked["path"], dtype=asked["dtype"], device="cpu", attn_backend=asked["backend"])
+    # Without the prefix cache: the passes' prompts are the same, and the other engines compute them each time.
+    llm = LLM(
+        asked["path"], dtype=asked["dtype"], device="cpu", attn_backend=asked["backend"], enable_prefix_caching=False
+    )  # fmt: skip
 
     def generate(prompts: list[list[int]], new: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)

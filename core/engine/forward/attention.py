@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -160,9 +160,20 @@ class PagedAttention:
         names = [(plan.backend if isinstance(plan, latent.Gathered) else backend).name for backend, plan in firsts]
         return tuple(dict.fromkeys(names))
 
+    @property
+    def step_kind(self) -> Hashable | None:
+        """The backends of the step set up last, where it is a decode of one token each: what else differs between two such steps
+        is in their plans. See `core.contract.model.step_kind`."""
+        if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
+            return None
+        return self._handle, *map(id, self._parts[0].backends)
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
+        if type(q) is Tensor and q.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.run(layer, q, k, v, out)  # what the op does, sooner
+            return out
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
         return out
 

@@ -1,0 +1,212 @@
+// Products over weights of codes: with x rounded to 8 bits where the CPU multiplies bytes, over codes as floats elsewhere.
+//
+// A CPU with AVX-512's VNNI multiplies 64 codes in one instruction. x is then rounded in groups of 32 columns, each by its largest
+// element's distance from 0 over 127, as llama.cpp rounds it (Q8_0 of ggml-quants.c); all else is exact or in float32.
+#pragma once
+#include "panels.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define ROUNDS_X 1
+#else
+#define ROUNDS_X 0
+#endif
+#define ROUNDED 32 // columns of x that are rounded together
+#define SUPERBLOCK 256 // columns
+#define MOST_CODED 8 // rows up to which codes are turned into numbers on the way; above, once into a panel of floats
+
+// d and m of a group of one panel. scales: its numbers; supers: of its superblock.
+INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *supers, vf *d, vf *m) {
+    *m = (vf){};
+    if (scheme == SCALE_D) {
+        *d = load_half((const uint16_t *)scales);
+    } else if (scheme == SCALE_DM) {
+        *d = load_half((const uint16_t *)scales);
+        *m = load_half((const uint16_t *)scales + LANES);
+    } else if (scheme == SCALE_SUPER) {
+        *d = load_half(supers) * load_bytes((const int8_t *)scales);
+    } else {
+        *d = load_half(supers) * load_unsigned((const int8_t *)scales);
+        *m = load_half(supers + LANES) * load_unsigned((const int8_t *)scales + LANES);
+    }
+}
+
+// Bytes of a group's numbers.
+INLINE long group_bytes(int scheme) {
+    return scheme == SCALE_D ? 2 * LANES : scheme == SCALE_DM ? 4 * LANES : scheme == SCALE_SUPER ? LANES : 2 * LANES;
+}
+
+// The same of the group at a column.
+INLINE void scale_at(const Weight *weight, long panel, long column, vf *d, vf *m) {
+    const uint8_t *scales = weight->scales + panel * weight->scale_bytes + column / weight->group * group_bytes(weight->scale);
+    const uint16_t *supers = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
+    long of = weight->superblock ? column / weight->superblock * (weight->scale == SCALE_SUPER ? LANES : 2 * LANES) : 0;
+    group_scale(weight->scale, scales, supers + of, d, m);
+}
+
+#if ROUNDS_X
+// A group of columns of a block of M rows, as the kernels read it: for each row the step, the step times the sum of the codes, -128 times
+// that sum (weights are read with 128 added), and the same of each half; then the codes, four columns of each row after another.
+typedef struct { const float *step, *total; const int32_t *offset; const uint32_t *codes; __m512i table; } RoundedGroup;
+#define ROUNDED_BYTES(M) ((long)(5 + ROUNDED / 4) * (M) * 4)
+
+INLINE RoundedGroup rounded_group(const void *packed, long number, int M) {
+    const uint8_t *at = (const uint8_t *)packed + number * ROUNDED_BYTES(M);
+    const float *floats = (const float *)at;
+    return (RoundedGroup){floats, floats + M, (const int32_t *)(floats + 2 * M), (const uint32_t *)(floats + 5 * M), {}};
+}
+
+// Round a group of one row. low, high: its columns.
+INLINE void round_group(vf low, vf high, int row, int M, void *packed, long number) {
+    RoundedGroup group = rounded_group(packed, number, M);
+    __m512i sign = _mm512_set1_epi32(0x7fffffff);
+    // As integers, so that a NaN is the largest and stays.
+    __m512i most = _mm512_max_epi32(_mm512_and_si512((__m512i)low, sign), _mm512_and_si512((__m512i)high, sign));
+    float largest = bits_float((uint32_t)_mm512_reduce_max_epi32(most));
+    vf factor = splat(largest > 0 ? 127.0f / largest : 0.0f);
+    __m512i codes[2] = {_mm512_cvtps_epi32((__m512)(low * factor)), _mm512_cvtps_epi32((__m512)(high * factor))};
+    int32_t sums[2] = {_mm512_reduce_add_epi32(codes[0]), _mm512_reduce_add_epi32(codes[1])};
+    float *step = (float *)group.step, *total = (float *)group.total;
+    int32_t *offset = (int32_t *)group.offset;
+    step[row] = largest / 127.0f;
+    total[row] = step[row] * (float)(sums[0] + sums[1]);
+    offset[row] = -128 * (sums[0] + sums[1]);
+    offset[M + row] = -128 * sums[0];
+    offset[2 * M + row] = -128 * sums[1];
+    uint32_t bytes[ROUNDED / 4];
+    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8(codes[0]));
+    _mm_storeu_si128((__m128i *)(bytes + 4), _mm512_cvtepi32_epi8(codes[1]));
+    for (int i = 0; i < ROUNDED / 4; i++) ((uint32_t *)group.codes)[i * M + row] = bytes[i];
+}
+
+// Where P panels are read.
+typedef struct { const uint8_t *codes[MOST_PANELS], *scales[MOST_PANELS]; const uint16_t *supers[MOST_PANELS]; } Places;
+
+// Sums over N columns (16 or 32) under one scale: those of a group of x from quarter `from` on.
+INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
+    __m512i codes[MOST_ROWS * MOST_PANELS], low = _mm512_set1_epi8(15), table = x->table;
+    int quads = four ? 2 : 1;
+    const int32_t *offset = x->offset + (N == ROUNDED ? 0 : from ? 2 * M : M);
+    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(offset[r]);
+    UNROLL for (int i = 0; i < N / 4; i += quads) {
+        __m512i w[2][MOST_PANELS];
+        UNROLL for (int p = 0; p < P; p++) {
+            const uint8_t *place = at->codes[p] + (from + i) / quads * 64;
+            w[0][p] = _mm512_loadu_si512(place);
+            __builtin_prefetch(place + next, 0, 2);
+            if (four) {
+                w[1][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(w[0][p], 4), low));
+                w[0][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(w[0][p], low));
+            }
+        }
+        UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++) {
+            __m512i row = _mm512_set1_epi32((int)x->codes[(from + i + j) * M + r]);
+            UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_dpbusd_epi32(codes[r * P + p], w[j][p], row);
+        }
+    }
+    UNROLL for (int p = 0; p < P; p++) {
+        vf d, m;
+        group_scale(scheme, at->scales[p] + (from ? group_bytes(scheme) : 0), at->supers[p], &d, &m);
+        UNROLL for (int r = 0; r < M; r++) {
+            sums[r * P + p] += (vf)_mm512_cvtepi32_ps(codes[r * P + p]) * (splat(x->step[r]) * d);
+            if (scheme == SCALE_DM || scheme == SCALE_SUPER_DM) sums[r * P + p] += m * splat(x->total[r]);
+        }
+    }
+}
+
+// Groups of N columns of one scheme, by the panels' superblocks, whose scales stand still.
+INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed,
+                         vf *out) {
+    vf sums[MOST_ROWS * MOST_PANELS];
+    Places at;
+    RoundedGroup x = rounded_group(packed, k0 / ROUNDED, M);
+    long next = ahead(P, weight), bytes = four ? 64 * ROUNDED / 8 : 64 * ROUNDED / 4, supers = scheme == SCALE_SUPER ? LANES : 2 * LANES;
+    x.table = (__m512i){};
+    if (four) x.table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)weight->table));
+    UNROLL for (int p = 0; p < P; p++) {
+        long panel = first + p;
+        at.codes[p] = weight->panels + panel * weight->panel_bytes + k0 / ROUNDED * bytes;
+        at.scales[p] = weight->scales + panel * weight->scale_bytes + k0 / N * group_bytes(scheme);
+        at.supers[p] = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
+        if (scheme >= SCALE_SUPER) at.supers[p] += k0 / SUPERBLOCK * supers;
+    }
+    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    for (long column = k0; column < k1; column += ROUNDED) {
+        add_group(four, N, 0, scheme, M, P, &at, &x, next, sums);
+        if (N < ROUNDED) add_group(four, N, N / 4, scheme, M, P, &at, &x, next, sums);
+        UNROLL for (int p = 0; p < P; p++) {
+            at.codes[p] += bytes;
+            at.scales[p] += ROUNDED / N * group_bytes(scheme);
+            if (scheme >= SCALE_SUPER && (column + ROUNDED) % SUPERBLOCK == 0) at.supers[p] += supers;
+        }
+        x.step = (const float *)((const uint8_t *)x.step + ROUNDED_BYTES(M));
+        x.total = (const float *)((const uint8_t *)x.total + ROUNDED_BYTES(M));
+        x.offset = (const int32_t *)((const uint8_t *)x.offset + ROUNDED_BYTES(M));
+        x.codes = (const uint32_t *)((const uint8_t *)x.codes + ROUNDED_BYTES(M));
+    }
+    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+}
+
+// The schemes that .gguf files have: codes of 4 bits in groups of 32 columns, of 8 bits also of 16 (Q6_K).
+INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed, vf *out) {
+#define GROUPS(N, SCHEME) coded_groups(four, N, SCHEME, M, P, weight, first, k0, k1, packed, out)
+    if (weight->scale == SCALE_D) GROUPS(32, SCALE_D);
+    else if (weight->scale == SCALE_DM) GROUPS(32, SCALE_DM);
+    else if (weight->scale == SCALE_SUPER_DM) GROUPS(32, SCALE_SUPER_DM);
+    else if (four) GROUPS(32, SCALE_SUPER);
+    else GROUPS(16, SCALE_SUPER);
+#undef GROUPS
+}
+#else
+// Column i of four codes of 8 bits, or of eight of 4 bits (the low halves of the bytes come first).
+INLINE vf codes_of(int four, vf table, vu held, int i) {
+    if (four) return look_up(table, (vi)(held >> (i < 4 ? 8 * i : 8 * (i - 4) + 4)));
+    return __builtin_convertvector((vi)(held >> (8 * i) & 255) - 128, vf);
+}
+
+INLINE vf code_table(const Weight *weight) {
+    float entries[LANES] = {0};
+    for (int i = 0; i < LANES && weight->table; i++) entries[i] = (float)weight->table[i] - 128.0f;
+    return load(entries);
+}
+
+INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x, vf *out) {
+    vf sums[MOST_ROWS * MOST_PANELS], table = code_table(weight);
+    int wide = four ? 8 : 4;
+    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    for (long column = k0; column < k1; column += weight->group) {
+        vf d[MOST_PANELS], m[MOST_PANELS];
+        UNROLL for (int p = 0; p < P; p++) scale_at(weight, first + p, column, d + p, m + p);
+        for (long k = column; k < column + weight->group; k += wide) {
+            vu held[MOST_PANELS];
+            UNROLL for (int p = 0; p < P; p++)
+                held[p] = *(const vu *)(weight->panels + (first + p) * weight->panel_bytes + k / wide * 64);
+            UNROLL for (int i = 0; i < wide; i++) {
+                vf w[MOST_PANELS];
+                UNROLL for (int p = 0; p < P; p++) w[p] = codes_of(four, table, held[p], i) * d[p] + m[p];
+                add_columns(M, P, sums, w, x + (k + i) * M);
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+}
+
+// Room for the panels that are turned into floats; 0: none are.
+INLINE size_t expanded_floats(const Weight *weight, long rows) {
+    return is_coded(weight) && rows > MOST_CODED ? (size_t)2 * MOST_PANELS * weight->k * LANES : 0;
+}
+
+// A panel of codes as one of floats, [k][16].
+static void expand_panel(const Weight *weight, long panel, float *out) {
+    vf table = code_table(weight);
+    int four = weight->form == PANEL_CODES4, wide = four ? 8 : 4;
+    const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
+    for (long column = 0; column < weight->k; column += weight->group) {
+        vf d, m;
+        scale_at(weight, panel, column, &d, &m);
+        for (long k = column; k < column + weight->group; k++) {
+            vu held = *(const vu *)(bytes + k / wide * 64);
+            store(out + k * LANES, codes_of(four, table, held, (int)(k % wide)) * d + m);
+        }
+    }
+}
+#endif

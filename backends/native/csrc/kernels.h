@@ -1,0 +1,66 @@
+// The kernels for numbers of rows and panels, and the choice among them.
+#pragma once
+#include "codes.h"
+
+// Codes have two registers for each row and panel where x is rounded.
+#define TAKES_CODES(M, P) (ROUNDS_X ? (M) * (P) <= 12 : (M) <= MOST_CODED)
+#define FORMS(M, P)                                                                                          \
+    switch (weight->form) {                                                                                  \
+    case PANEL_FLOAT32: float32_panels(M, P, weight, first, k0, k1, (const float *)x, out); return;          \
+    case PANEL_HALF: half_panels(M, P, weight, first, k0, k1, (const float *)x, out); return;                \
+    case PANEL_PAIRS: pair_panels(M, P, weight, first, k0, k1, x, out); return;                              \
+    case PANEL_CODES4: if (TAKES_CODES(M, P)) coded_panels(1, M, P, weight, first, k0, k1, x, out); return;  \
+    default: if (TAKES_CODES(M, P)) coded_panels(0, M, P, weight, first, k0, k1, x, out); return;            \
+    }
+#define KERNEL(M, P) static void rows_##M##_panels_##P(const Weight *weight, long first, long k0, long k1, const void *x, vf *out) { FORMS(M, P) }
+KERNEL(1, 4) KERNEL(1, 1) KERNEL(2, 2) KERNEL(2, 1) KERNEL(4, 1)
+#if defined(__AVX512F__)
+KERNEL(4, 4) KERNEL(8, 2) KERNEL(8, 1) KERNEL(12, 2) KERNEL(12, 1)
+#endif
+#if ROUNDS_X
+KERNEL(4, 2)
+#endif
+
+typedef void Run(const Weight *weight, long first, long k0, long k1, const void *x, vf *out);
+typedef struct { int rows, panels; Run *many, *one; } Kernel;
+static const Kernel KERNELS[] = {
+    {1, 4, rows_1_panels_4, rows_1_panels_1},
+    {2, 2, rows_2_panels_2, rows_2_panels_1},
+#if defined(__AVX512F__)
+    {4, 4, rows_4_panels_4, rows_4_panels_1},
+    {8, 2, rows_8_panels_2, rows_8_panels_1},
+    {12, 2, rows_12_panels_2, rows_12_panels_1},
+#else
+    {4, 1, rows_4_panels_1, rows_4_panels_1},
+#endif
+};
+#define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
+
+// The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros.
+static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
+    const Kernel *best = kernels + count - 1;
+    if (rows <= best->rows) {
+        for (int i = 0; i < count; i++) if (kernels[i].rows >= rows) return kernels + i;
+    }
+    for (int i = count - 1; i >= 0 && 2 * kernels[i].rows > best->rows; i--) {
+        long own = (rows + kernels[i].rows - 1) / kernels[i].rows * kernels[i].rows, least = (rows + best->rows - 1) / best->rows * best->rows;
+        if (own < least) best = kernels + i;
+    }
+    return best;
+}
+
+#if ROUNDS_X
+static const Kernel CODED_KERNELS[] = {
+    {1, 4, rows_1_panels_4, rows_1_panels_1}, {2, 2, rows_2_panels_2, rows_2_panels_1},   {4, 2, rows_4_panels_2, rows_4_panels_1},
+    {8, 1, rows_8_panels_1, rows_8_panels_1}, {12, 1, rows_12_panels_1, rows_12_panels_1},
+};
+#endif
+
+static const Kernel *kernel_for(const Weight *weight, long rows) {
+#if ROUNDS_X
+    if (is_coded(weight)) return best_of(CODED_KERNELS, COUNT(CODED_KERNELS), rows);
+#else
+    (void)weight;
+#endif
+    return best_of(KERNELS, COUNT(KERNELS), rows);
+}
