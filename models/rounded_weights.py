@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from headway.models.axes import Axis, Shape, axes_of, held_part
@@ -138,7 +140,7 @@ class DummyInFormat(QuantizeOnLoading):
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
         """What is held of a weight; None: the format has no form for it."""
         dummy = self._dummy
-        whole = self._form.drawn(dummy.draw_octets, rows.whole, columns.whole, STD, dummy.dtype)
+        whole = self._form.drawn(functools.partial(_octets, dummy), rows.whole, columns.whole, STD, dummy.dtype)
         if whole is None:
             return None
         cut = whole if rows.is_whole else merged([rows_of(whole, each) for each in rows.held or (range(0),)])
@@ -150,3 +152,11 @@ class DummyInFormat(QuantizeOnLoading):
 
 def _rows_of(sizes: Mapping[str, int | Axis]) -> Axis:
     return functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
+
+
+def _octets(dummy: DummyWeights, *shape: int) -> Tensor:
+    """Draw uint8, each of the 256 values as often as any other. (torch.randint takes four times as long.)"""
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=dummy.device)
+    words.random_(-(2**63), None, generator=dummy.generator)  # type: ignore[call-overload]
+    return words.view(torch.uint8)[:count].view(shape)

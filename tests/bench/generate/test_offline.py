@@ -159,7 +159,7 @@ def test_the_window_opens_halfway_and_leaves_nothing_behind(llm: LLM, tmp_path: 
     window.write_trace(tmp_path / "deep" / "trace.json")
     names = [event.get("name") for event in json.loads((tmp_path / "deep" / "trace.json").read_text())["traceEvents"]]
     assert names.count("headway.step") == 5
-    assert "headway::attention" in names
+    assert {"headway::attention", "headway.layers"} & set(names), "layers in Python, or as one call of our C"
     window.close()
     assert not llm.engine.has_unfinished
     (cell,) = run(llm, work, repeat=1).cells
