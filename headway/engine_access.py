@@ -140,6 +140,10 @@ class EngineAccess(ABC):
 class AsyncModelAccess(ABC):
     """What an asynchronous client does to the model of its engine, where that runs."""
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for attributes that are lacking: for those of vLLM's the error names what comes nearest."""
+        raise missing_attribute(name, type(self).__name__)
+
     @abstractmethod
     async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
         """Call a task with the engine's driver and return its result."""

@@ -28,7 +28,9 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
 """Keyword -> values beside None that change nothing here."""
 
 METHODS: Final = {
-    "reward": "classify and encode run classifiers",
+    "reward": "classify and encode run classifiers of whole texts; rewards of tokens are not supported",
+    **of_each("pause_generation resume_generation is_paused", "not supported here: headway serve has /pause and /resume"),
+    "save_sharded_state": "not supported: each rank reads its part of the model's own files",
     "set_tokenizer": "the option tokenizer names another tokenizer",
     **of_each("init_weight_transfer_engine update_weights", "not supported: collective_rpc hands a function load_weights"),
     **of_each("enqueue wait_for_completion", "llm_engine has add_request and step"),

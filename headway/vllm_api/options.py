@@ -54,6 +54,7 @@ FLAGS: Final = {
     "attention_backend": "Headway calls it attn_backend",
     "batch_invariant": "Headway calls it deterministic",
     "cuda_graph_sizes": "Headway calls it cudagraph_capture_sizes",
+    "enable_sleep_mode": "leave it out: an engine can always sleep; --operator-paths has /sleep and /wake_up",
     "disable_log_stats": "Headway calls it log_stats_interval: seconds between two lines of statistics in the log",
     "kv_cache_memory_bytes": "Headway calls it kv_cache_memory",
     "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",

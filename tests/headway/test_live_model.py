@@ -239,3 +239,10 @@ def test_an_engine_with_graphs_sleeps_on_a_gpu() -> None:
     assert torch.cuda.mem_get_info()[0] > taken + 2**30
     llm.wake_up()
     assert tokens_of(llm) == before
+
+
+def test_what_an_async_engine_lacks_is_named(own: LLM) -> None:
+    served = AsyncLLM.from_llm(own)
+    with pytest.raises(AttributeError, match="AsyncLLM has no attribute 'pause_generation': .* /pause and /resume"):
+        served.pause_generation  # noqa: B018
+    served.shutdown()

@@ -1,5 +1,5 @@
 # shows: reward models
-# refused: classify and encode run classifiers
+# refused: rewards of tokens are not supported
 from vllm import LLM
 
 llm = LLM("Qwen/Qwen2.5-0.5B-Instruct", runner="pooling", convert="embed")
