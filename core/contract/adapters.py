@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -60,6 +60,15 @@ class LoRARequest:
     def path(self) -> str:
         """The same as `lora_path`."""
         return self.lora_path
+
+
+class AdapterSlots(NamedTuple):
+    """Room for adapters on a device."""
+
+    count: int
+    """Adapters that a step may use at a time."""
+    max_rank: int
+    """The largest rank of one."""
 
 
 class HostAdapter(Protocol):

@@ -1,0 +1,193 @@
+"""What adapters add to a product on a GPU, for the rows of all adapters at once: x A^T (shrink), and the result times B^T (expand).
+
+The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the matrix units multiply a tile of
+rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
+(the scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with the matrix units in place of a vector product for each row). A
+program of `expand_rows` serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
+those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
+
+PDL: see models/fused/step_kernels.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.models.fused.step_kernels import activate
+
+
+@triton.jit(do_not_specialize=["rows"])
+def shrink_rows(
+    x_ptr,  # [rows, K]
+    a_ptr,  # [slots, N, K]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter
+    rows,
+    SLOT_STRIDE: tl.constexpr,  # elements between the A of two slots
+    N: tl.constexpr,  # modules * rank
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,  # columns that a program sums over, a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # N rounded up to a power of two
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of rows, slots, splits of K)."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:  # before anything ends: what the next kernel waits for is this one and all before it
+        gdc_wait()
+        gdc_launch_dependents()
+    mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
+    if tl.max(mine.to(tl.int32), 0) == 0:
+        return
+    n = tl.arange(0, BLOCK_N)
+    k = split * SPLIT_K + tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    a_at = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + n[None, :] * K + k[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in range(0, SPLIT_K, BLOCK_K):
+        inside = k + first < K
+        x = tl.load(x_at + first, mask=mine[:, None] & inside[None, :], other=0.0)
+        a = tl.load(a_at + first, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        sums = tl.dot(x.to(DOT), a.to(DOT), sums, input_precision=PRECISION)
+    to = sums_ptr + (split.to(tl.int64) * rows + m)[:, None] * N + n[None, :]
+    tl.store(to, sums, mask=mine[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def expanded(
+    b_ptr,
+    sums_ptr,
+    slots,
+    m,
+    n,
+    rows,
+    module,
+    SLOT_STRIDE: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module."""
+    WIDE: tl.constexpr = TOGETHER * RANK
+    column = tl.arange(0, WIDE)
+    added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in range(0, SLOTS, TOGETHER):
+        slot = first + column // RANK
+        own = slots[:, None] == slot[None, :]
+        used = tl.max(own.to(tl.int32), 0) > 0
+        if tl.max(used.to(tl.int32), 0) > 0:
+            at = sums_ptr + m.to(tl.int64)[:, None] * (MODULES * RANK) + module * RANK + (column % RANK)[None, :]
+            low = tl.zeros([BLOCK_M, WIDE], dtype=tl.float32)
+            for split in range(SPLITS):
+                low += tl.load(at + split * rows.to(tl.int64) * (MODULES * RANK), mask=own, other=0.0)
+            b_at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (column % RANK)[:, None]
+            b = tl.load(b_at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
+            added = tl.dot(low.to(b_ptr.dtype.element_ty).to(DOT), b.to(DOT), added, input_precision=PRECISION)
+    return added
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_rows(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    b_ptr,  # [slots, N, RANK]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    y_ptr,  # [rows, N], added to in rows with an adapter
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,  # slots of one product
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(N, BLOCK_N), tiles of rows)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    module = tl.load(modules_ptr + tl.program_id(0))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    if tl.max(slots, 0) < 0:
+        return
+    added = expanded(
+        b_ptr, sums_ptr, slots, m, n, rows, module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, N,
+        BLOCK_M, BLOCK_N, DOT, PRECISION,
+    )  # fmt: skip
+    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    live = (slots >= 0)[:, None] & (n < N)[None, :]
+    y = tl.load(at, mask=live, other=0.0).to(tl.float32) + added
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_gated(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    b_ptr,  # [slots, 2 N, RANK], gate over up
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: whose columns those of each program are, of the gate and then of up
+    both_ptr,  # [rows, 2 N], the product
+    y_ptr,  # [rows, N], written
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = activation(gate) * up of a product with what adapters add to it, in all rows. Grid as `expand_rows`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    gate_module = tl.load(modules_ptr + tl.program_id(0))
+    up_module = tl.load(modules_ptr + tl.num_programs(0) + tl.program_id(0))
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    live = (m < rows)[:, None] & (n < N)[None, :]
+    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
+    gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
+    if tl.max(slots, 0) >= 0:
+        gate_added = expanded(
+            b_ptr, sums_ptr, slots, m, n, rows, gate_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, N,
+            BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        up_added = expanded(
+            b_ptr, sums_ptr, slots, m, n + N, rows, up_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, 2 * N,
+            BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        adapted = (slots >= 0)[:, None]
+        gate = tl.where(adapted, gate + gate_added, gate)
+        up = tl.where(adapted, up + up_added, up)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)

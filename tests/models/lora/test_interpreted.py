@@ -1,0 +1,110 @@
+"""The kernels of adapters against the plain way in float64 under Triton's interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from headway.core.contract.adapters import AdapterSlots
+from headway.models.axes import Axis
+from headway.models.linear import Linear, ProductOrigin
+from headway.models.lora.bank import AdaptedProduct, AdapterBank
+from headway.models.lora.operations import RANK_MULTIPLE
+from headway.models.lora.plain import PlainAdditions
+
+pytest.importorskip("triton")
+try:
+    from headway.backends.triton.layer import INTERPRETED
+    from headway.models.lora.fused import FusedAdditions
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+CPU = torch.device("cpu")
+
+
+def made_bank(
+    modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype
+) -> tuple[AdapterBank, AdaptedProduct]:
+    """A bank beside one product, with random adapters in all of its slots."""
+    origin = ProductOrigin({name: Axis.all(rows) for name, rows in modules.items()}, Axis.all(columns), None, 1.0)
+    linear = Linear(torch.zeros(sum(modules.values()), columns, dtype=dtype), origin=origin)
+    bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE)
+    product = bank.products[linear]
+    product.a.normal_(generator=torch.Generator().manual_seed(1))
+    product.b.normal_(generator=torch.Generator().manual_seed(2))
+    return bank, product
+
+
+def exact(y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
+    """Row by row in float64."""
+    y = y.double()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for start, end, module in product.parts:
+                a = product.a[slot, module * product.rank : (module + 1) * product.rank].double()
+                y[row, start:end] += product.b[slot, start:end].double() @ (a @ x[row].double())
+    return y
+
+
+CASES = [
+    ({"q": 64, "k": 32, "v": 32}, 96, 3, 4, 5, torch.float32),
+    ({"q": 64, "k": 16, "v": 16}, 600, 9, 16, 70, torch.bfloat16),
+    ({"o": 48}, 64, 2, 40, 1, torch.float16),
+    ({"gate": 80, "up": 80}, 64, 8, 16, 130, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("modules", "columns", "slots", "rank", "rows", "dtype"), CASES, ids=str)
+def test_rows_get_what_their_own_adapter_adds(
+    modules: dict[str, int], columns: int, slots: int, rank: int, rows: int, dtype: torch.dtype
+) -> None:
+    bank, product = made_bank(modules, columns, slots, rank, dtype)
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, columns, generator=draw).to(dtype)
+    y = torch.randn(rows, product.out_features, generator=draw).to(dtype)
+    owners = torch.randint(-1, slots, (rows,), generator=draw, dtype=torch.int32)
+    expected, before = exact(y, x, product, owners), y.clone()
+    plain = PlainAdditions().add(y.double(), x.double(), in_double(product), owners)
+    assert torch.allclose(plain, expected, rtol=1e-10)
+    fused = FusedAdditions(CPU, bank)
+    added = fused.add(y, x, product, owners)
+    none = owners < 0
+    assert torch.equal(added[none], before[none]), "rows without an adapter keep their bits"
+    if rows > 1:
+        assert none.any()
+    error = (added.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], float(error)
+
+
+def in_double(product: AdaptedProduct) -> AdaptedProduct:
+    return AdaptedProduct(product.origin, product.out_features, product.a.double(), product.b.double(), product.parts)
+
+
+@pytest.mark.parametrize("size", [48, 80])
+def test_gate_and_up_are_activated_with_what_adapters_add(size: int) -> None:
+    bank, product = made_bank({"gate": size, "up": size}, 64, 4, 8, torch.bfloat16)
+    draw = torch.Generator().manual_seed(5)
+    x, both = (torch.randn(70, width, generator=draw).bfloat16() for width in (64, 2 * size))
+    owners = torch.randint(-1, 4, (70,), generator=draw, dtype=torch.int32)
+    gate, up = exact(both, x, product, owners).chunk(2, dim=1)
+    y = FusedAdditions(CPU, bank).activated(both, x, product, owners, "silu")
+    assert y is not None
+    expected = silu(gate) * up
+    assert (y.double() - expected).norm() / expected.norm() < 1.2e-2
+
+
+def test_a_row_has_the_same_bits_in_any_batch_and_in_any_slot() -> None:
+    bank, product = made_bank({"q": 64, "k": 32}, 96, 5, 16, torch.float32)
+    product.a[3], product.b[3] = product.a[1], product.b[1]
+    fused, x = FusedAdditions(CPU, bank), torch.randn(80, 96)
+    owners = torch.arange(80, dtype=torch.int32) % 6 - 1
+    batch = fused.add(torch.zeros(80, 96), x, product, owners)
+    row = int((owners == 1).nonzero()[4])
+    for slot in (1, 3):
+        alone = fused.add(torch.zeros(1, 96), x[row : row + 1], product, torch.tensor([slot], dtype=torch.int32))
+        assert torch.equal(alone[0], batch[row])

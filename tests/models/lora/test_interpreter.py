@@ -1,0 +1,15 @@
+"""Starts the tests of the adapters' kernels under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from triton_interpreter import passed_in_the_interpreter
+
+pytest.importorskip("triton")
+
+
+def test_kernels_are_right_in_the_interpreter() -> None:
+    assert passed_in_the_interpreter(Path(__file__).with_name("test_interpreted.py")) >= 7
