@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import shown
+
+if TYPE_CHECKING:  # options need no torch
+    from torch import Tensor
 
 NO_ADAPTER = -1
 """Stands in place of a slot for a sequence, or a row, of the model alone."""
@@ -101,6 +103,22 @@ class ModelAdapters(Protocol):
         slots: int32 [num_tokens] on the model's device, NO_ADAPTER for a row without one, read when the model's work runs; None:
         no row has any, and the model computes as if it had no slots.
         """
+
+
+@contextmanager
+def rows_with(adapters: ModelAdapters | None, slots: Tensor | None) -> Iterator[None]:
+    """Let the rows of the model's calls have these adapters, see `ModelAdapters.begin`, and then none again.
+
+    adapters: None: of a model without any; nothing is done.
+    """
+    if adapters is None:
+        yield
+        return
+    adapters.begin(slots)
+    try:
+        yield
+    finally:
+        adapters.begin(None)
 
 
 def adapters_of(model: object) -> ModelAdapters | None:

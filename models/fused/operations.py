@@ -187,7 +187,7 @@ class Fused:
     def _turned(
         self, qkv: Tensor, heads: Heads, rope: Rope | None, scaled_by: _RowScale | None, alone: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches of their own."""
+        """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches before."""
         if alone:
             heads = self._norm_heads(qkv, heads)
         if rope is not None:

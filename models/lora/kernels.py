@@ -1,7 +1,7 @@
-"""What adapters add to a product on a GPU, for the rows of all adapters at once: x A^T (shrink), and the result times B^T (expand).
+"""What adapters add to a product on a GPU, for rows of all adapters at once: x A^T (shrink), and the result times B^T (expand).
 
-The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the matrix units multiply a tile of
-rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
+The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the matrix units multiply a tile
+of rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
 (the scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with the matrix units in place of a vector product for each row). A
 program of `expand_rows` serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
 those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.

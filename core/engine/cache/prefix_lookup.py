@@ -26,8 +26,9 @@ class PrefixIndex:
     """Finds blocks by their content.
 
     A full block is named by its digest, the chained hash of its tokens and of all before it. Below the digest of what comes
-    before (the parent; b"" at the start of a sequence) the tokens of each block, full or not, are kept sorted. The block that
-    agrees longest with given tokens is then a neighbour of the place where those would stand: a search costs O(log n).
+    before (the parent; `Sequence.prefix_root` at the start of a sequence) the tokens of each block, full or not, are kept
+    sorted. The block that agrees longest with given tokens is then a neighbour of the place where those would stand: a search
+    costs O(log n).
     """
 
     def __init__(self) -> None:
@@ -210,7 +211,7 @@ class GroupPrefixes:
         return self.index.longest(self.digest(seq, number - 1), packed(seq.token_ids[first : first + most]))
 
     def digest(self, seq: Sequence, number: int) -> bytes:
-        """The chained hash of a sequence to the end of a full page; b"" before the first.
+        """The chained hash of a sequence to the end of a full page; `prefix_root` before the first.
 
         A block's hash is computed once: tokens of a sequence never change. 128 bits make chance collisions negligible.
         """
@@ -228,10 +229,10 @@ class GroupPrefixes:
         while len(hashes) < num_blocks:
             size = self._block_size
             first = len(hashes) * size
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else seq.prefix_root
             tokens = packed(seq.token_ids[first : first + size])
             hashes.append(_chained(parent, tokens))
-        return hashes[num_blocks - 1] if num_blocks else b""
+        return hashes[num_blocks - 1] if num_blocks else seq.prefix_root
 
 
 def _chained(parent: bytes, tokens: bytes) -> bytes:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from headway.core.contract.adapters import NO_ADAPTER
+from headway.core.engine.state.adapters import KnownAdapter
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
 from headway.core.engine.state.state_slots import Checkpoint
 from headway.core.sampling.logprobs import TokenLogprobs
@@ -101,6 +103,13 @@ class Sequence:
     num_unverified: int
     """Drafts in `num_computed` whose verification has been launched and not been read."""
 
+    adapter: KnownAdapter | None
+    """What the model computes it with; None: the model alone."""
+    adapter_slot: int
+    """The slot of its adapter while it runs."""
+    num_passed: int
+    """Sequences with other adapters that were admitted before it while no slot was free for its own."""
+
     # Kept by the block manager:
     tables: list[PageTable]
     """One for each cache group while the sequence holds pages."""
@@ -137,6 +146,7 @@ class Sequence:
         max_model_len: int,
         seed: int = 0,
         turn: tuple[int, int] = (0, 0),
+        adapter: KnownAdapter | None = None,
     ) -> None:
         self.request_id, self.index = request_id, index
         self.params, self.stop_token_ids = params, stop_token_ids
@@ -160,6 +170,12 @@ class Sequence:
         self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
         self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
         self.held_state = None
+        self.adapter, self.adapter_slot, self.num_passed = adapter, NO_ADAPTER, 0
+
+    @property
+    def prefix_root(self) -> bytes:
+        """What stands before the first block in the names of its blocks: keys and values are those of one adapter."""
+        return b"" if self.adapter is None else self.adapter.digest
 
     @property
     def num_tokens(self) -> int:

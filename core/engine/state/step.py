@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from headway.core.engine.state.adapters import AdapterLoad
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
@@ -80,6 +81,10 @@ class StepInput:
     """(slot of a checkpoint, row): states to be copied before the step runs."""
     checkpoints: NDArray[numpy.int32] = field(default_factory=lambda: numpy.zeros((0, 3), dtype=numpy.int32))
     """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
+    adapters: NDArray[numpy.int32] | None = None
+    """[num_seqs]: the slot of each sequence's adapter, NO_ADAPTER for one without; None: no sequence has any."""
+    adapter_loads: tuple[AdapterLoad, ...] = ()
+    """Adapters that slots are to hold before the step runs."""
     shows_logits: bool = False
     """Whether somebody looks at the step's logits, so that all ranks put them together."""
 
