@@ -67,7 +67,7 @@ class LoRARequest:
 class AdapterSlots(NamedTuple):
     """Room for adapters on a device."""
 
-    count: int
+    number: int
     """Adapters that a step may use at a time."""
     max_rank: int
     """The largest rank of one."""

@@ -68,6 +68,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "speculate",
         "num_speculative_tokens",
     ),
+    "Adapters": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
     "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
     "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "log_stats_interval"),
 }

@@ -9,7 +9,7 @@ from typing import TypeVar
 from headway.core.contract.adapters import LoRARequest
 from headway.core.engine.loop import EngineLoop
 from headway.hosting.driver import EngineDriver
-from headway.hosting.host import Task, query
+from headway.hosting.host import EngineHost, Task, query
 
 T = TypeVar("T")
 
@@ -38,6 +38,11 @@ class AsyncAdapters(ABC):
     async def list_loras(self) -> set[int]:
         """The numbers of the adapters that have been read. Raises as `run_task`."""
         return await self.run_task(query(_adapter_ids))
+
+
+def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
+    """Have an engine read an adapter, and wait for that. Raises as `AsyncAdapters.add_lora`."""
+    host.run_between_steps(partial(_add_adapter, lora_request=lora_request)).result()
 
 
 def _read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:

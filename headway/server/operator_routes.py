@@ -63,7 +63,7 @@ class OperatorRoutes:
 
         mode: "abort" ends those that run; "wait" answers when they have ended. clear_cache: forget all prompts.
         """
-        self._check()
+        self._service.check_operator()
         if mode == "keep":
             raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
         self._service.pause()
@@ -76,26 +76,22 @@ class OperatorRoutes:
 
     async def resume(self) -> Response:
         """Let requests begin again, those first that have waited."""
-        self._check()
+        self._service.check_operator()
         self._service.resume()
         return _json({"status": "resumed"})
 
     async def reset_prefix_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
-        self._check()
+        self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return Response()
 
     async def abort_requests(self, request: Request) -> Response:
         """End requests by the ids of their answers; an unknown one is left alone."""
-        self._check()
+        self._service.check_operator()
         asked = await read_body(request, AbortRequest, self._service.options)
         await self._llm.abort(each for name in asked.request_ids for each in self._service.running.get(name, ()))
         return Response()
-
-    def _check(self) -> None:
-        if not self._service.options.operator_paths:
-            raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
 
 def _plain(value: Any) -> Any:

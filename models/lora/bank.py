@@ -74,13 +74,17 @@ class AdapterBank:
         self.products: dict[Linear, AdaptedProduct] = {}
         at = 0
         for (linear, origin), (size_a, size_b) in zip(products, sizes, strict=True):
-            a = self._memory[:, at : at + size_a].unflatten(1, (-1, linear.in_features))
-            b = self._memory[:, at + size_a : at + size_a + size_b].unflatten(1, (-1, self._rank))
-            b = b[:, : linear.out_features]
+            width = len(origin.modules) * self._rank
+            a = self._placed(at, (width, linear.in_features))
+            b = self._placed(at + size_a, (linear.out_features, self._rank))
             self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, _parts(origin, linear.out_features))
             at += size_a + size_b
         self.slots: Tensor | None = None
         """int32 [num_tokens]: the slot of each row of the calls to come; None: no row has any."""
+
+    def _placed(self, first: int, shape: tuple[int, int]) -> Tensor:
+        """A matrix in every slot, from this element of it on."""
+        return self._memory.as_strided((self.num_slots, *shape), (self._memory.shape[1], shape[1], 1), first)
 
     @property
     def slot_bytes(self) -> int:
@@ -96,10 +100,12 @@ class AdapterBank:
         """See ModelAdapters."""
         self.slots = slots
 
+    @torch.inference_mode()
     def put(self, slot: int, adapter: AdapterInMemory) -> None:
         """See ModelAdapters."""
         self._memory[slot].copy_(adapter.flat, non_blocking=True)
 
+    @torch.inference_mode()
     def read(self, request: LoRARequest) -> AdapterInMemory:
         """See ModelAdapters; of several ranks, each keeps its part alone.
 

@@ -136,7 +136,7 @@ def _split_columns(in_features: int) -> int:
     columns = _FEWEST_COLUMNS
     while columns * _MOST_SPLITS < in_features:
         columns *= 2
-    return min(columns, max(triton.next_power_of_2(in_features), 16))
+    return min(columns, max(1 << (in_features - 1).bit_length(), 16))
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:

@@ -23,9 +23,7 @@ class PlainAdditions:
 
         y: [rows, out_features]; x: [rows, in_features], the product's input; slots: int32 [rows].
         """
-        for slot in slots.unique().tolist():
-            if slot == NO_ADAPTER:
-                continue
+        for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
             rows = (slots == slot).nonzero().squeeze(1)
             low = self._multiplied(x.index_select(0, rows), product.a[slot])
             for start, end, module in product.parts:
