@@ -111,16 +111,17 @@ def read_folder(request: LoRARequest) -> AdapterFolder:
 
 def _found(request: LoRARequest) -> Path:
     """The folder of an adapter: a path, or a hub's."""
-    name, path = f"adapter {request.lora_name}", Path(request.lora_path).expanduser()
+    name = f"adapter {request.lora_name}"
     try:
+        path = Path(request.lora_path).expanduser()
         if path.is_dir():
             return path
         if path.exists():
             raise ConfigError(name, f"a folder with {CONFIG} and {TENSORS}", f"the file {path}")
         return locate(request.lora_path)
-    except (HeadwayError, OSError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (HeadwayError, OSError, RuntimeError, ValueError):  # no path of this system is so, nor is a hub's id
         hint = "or the id of one on a Hugging Face hub that can be reached"
         raise ConfigError(
             name, "a folder that peft has written", f"{shown(request.lora_path)}, which is none here", hint
