@@ -116,13 +116,9 @@ class AdapterBank:
             raise ConfigError(folder.name, f"a rank of at most max_lora_rank={self.max_rank}", folder.rank, "raise max_lora_rank")
         check_targets(folder, self.modules)
         flat = torch.zeros(self._memory.shape[1], dtype=self._memory.dtype, pin_memory=self._device.type == "cuda")
-        at = 0
         for product in self.products.values():
-            size_a, size_b = product.a[0].numel(), _rounded(product.out_features) * self._rank
-            a = flat[at : at + size_a].view(product.a.shape[1:])
-            b = flat[at + size_a : at + size_a + size_b].view(-1, self._rank)[: product.out_features]
+            a, b = (flat.as_strided(view.shape[1:], view.stride()[1:], view.storage_offset()) for view in (product.a, product.b))
             _fill(product.origin, folder, a, b)
-            at += size_a + size_b
         return AdapterInMemory(folder.digest, flat)
 
     def _of_this_model(self, folder: AdapterFolder) -> AdapterFolder:

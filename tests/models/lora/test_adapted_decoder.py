@@ -32,7 +32,7 @@ TARGETS: dict[str, Sequence[str]] = {
     "llama, tied, biased, linear rope": ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"),
 }
-QUICK = ("granite", "phi3, rotated in part", "qwen3")
+QUICK = ("gpt2", "granite", "phi3, rotated in part", "qwen3")
 
 
 def train(model: Any, folder: Path, targets: Sequence[str], **options: Any) -> Any:
