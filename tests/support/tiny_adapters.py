@@ -30,7 +30,9 @@ def sizes_of(config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def adapter_tensors(config: Any, rank: int, targets: Sequence[str] = LLAMA, seed: int = 0, size: float = 0.3) -> dict[str, Tensor]:
+def adapter_tensors(
+    config: Any, rank: int, targets: Sequence[str] = LLAMA, seed: int = 0, size: float = 0.3
+) -> dict[str, Tensor]:
     """The tensors of an adapter for every layer of a Llama, by the names that peft gives them."""
     draw, sizes, tensors = torch.Generator().manual_seed(seed), sizes_of(config), {}
     for layer in range(config.num_hidden_layers):

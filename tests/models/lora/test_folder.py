@@ -41,9 +41,7 @@ def bank() -> AdapterBank:
     merged = (("self_attn", ("q_proj", "k_proj", "v_proj")), ("self_attn", ("o_proj",)), ("mlp", ("gate_proj", "up_proj")))
     for room, names in (*merged, ("mlp", ("down_proj",))):
         sizes = [sizes_of(CONFIG)[name] for name in names]
-        modules = {
-            f"model.layers.0.{room}.{name}": Axis.all(rows) for name, (rows, _) in zip(names, sizes, strict=True)
-        }
+        modules = {f"model.layers.0.{room}.{name}": Axis.all(rows) for name, (rows, _) in zip(names, sizes, strict=True)}
         columns = sizes[0][1]
         origin = ProductOrigin(modules, Axis.all(columns), None, 1.0)
         made.append(Linear(torch.zeros(sum(rows for rows, _ in sizes), columns), origin=origin))
@@ -159,7 +157,9 @@ def test_ranks_and_scales_follow_the_patterns(model: Path, tmp_path: Path) -> No
     folder = save_adapter(
         tmp_path / "a", model, alpha_pattern={"q_proj": 3.0, r"layers\.0\.mlp\..*": 5.0}, use_rslora=True, lora_alpha=8
     )
-    scales = {module.rpartition(".")[2]: each.scale for module, each in read_folder(LoRARequest("a", 1, str(folder))).low_ranks.items()}
+    scales = {
+        module.rpartition(".")[2]: each.scale for module, each in read_folder(LoRARequest("a", 1, str(folder))).low_ranks.items()
+    }
     assert scales["q_proj"] == 1.5
     assert scales["up_proj"] == 2.5
     assert scales["k_proj"] == 4.0
