@@ -20,8 +20,12 @@ from tiny_adapters import save_adapter
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "jumps over", "a lazy dog sleeps", "the quick brown fox"]
 OPTIONS: dict[str, Any] = {
-    **{"kv_cache_memory": "8MiB", "num_threads": 1, "block_size": 16, "autotune_budget": 0},
-    **{"enable_lora": True, "max_lora_rank": 8},
+    "kv_cache_memory": "8MiB",
+    "num_threads": 1,
+    "block_size": 16,
+    "autotune_budget": 0,
+    "enable_lora": True,
+    "max_lora_rank": 8,
 }
 
 
@@ -196,13 +200,10 @@ def test_async_requests_end_without_holding_their_adapters(adapted: LLM, adapter
         with pytest.raises(ConfigError, match="adapter nowhere"):
             async for _ in served.generate(PROMPTS[0], GREEDY, lora_request=LoRARequest("nowhere", 91, "/nowhere/at/all")):
                 pass
-        last = None
-        async for last in served.generate(PROMPTS[0], GREEDY, lora_request=adapters[0]):
-            pass
+        read = [output async for output in served.generate(PROMPTS[0], GREEDY, lora_request=adapters[0])]
         assert await served.remove_lora(3)
         assert 3 not in await served.list_loras()
-        assert last is not None
-        return list(last.outputs[0].token_ids)
+        return list(read[-1].outputs[0].token_ids)
 
     try:
         assert asyncio.run(use()) == expected

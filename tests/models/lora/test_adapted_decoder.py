@@ -55,8 +55,14 @@ def test_logits_are_those_of_peft(tmp_path: Path, name: str) -> None:
     adapted = train(model, tmp_path / "adapter", TARGETS[name], **options)
     llm = LLM(
         str(tmp_path / "model"),
-        **{"enable_lora": True, "max_lora_rank": 5, "max_loras": 2, "skip_tokenizer_init": True},
-        **{"kv_cache_memory": "8MiB", "num_threads": 1, "autotune_budget": 0, "max_model_len": 100},
+        enable_lora=True,
+        max_lora_rank=5,
+        max_loras=2,
+        skip_tokenizer_init=True,
+        kv_cache_memory="8MiB",
+        num_threads=1,
+        autotune_budget=0,
+        max_model_len=100,
     )
     shown: list[Tensor] = []
     llm.engine.executor.observe(lambda _, logits: shown.append(logits.clone()))
