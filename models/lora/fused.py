@@ -22,8 +22,9 @@ _BLOCK_M = 64
 _MOST_SPLITS = 8
 _FEWEST_COLUMNS = 512
 """Columns that a program of `shrink_rows` sums over at least: with few rows the slots and splits are all that fills the GPU."""
+_MOST_SHRUNK = 64
 _WIDE = 128
-"""Columns of A times B that one product of `expand_rows` sums over: those of several slots."""
+"""Columns that one product of `expand_rows` sums over: the ranks of several slots, or a part of one's."""
 _BLOCK_N = 128
 _BLOCK_K = 128
 _FEWEST = 16
@@ -84,9 +85,10 @@ class FusedAdditions:
         launch = self._launchers.get(key)
         if launch is None:
             sizes = {"SLOT_STRIDE": product.a.stride(0), "N": width, "K": in_features, "SPLIT_K": split}
-            tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": max(triton.next_power_of_2(width), 16), "BLOCK_K": min(_BLOCK_K, split)}
+            tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _shrink_block(width), "BLOCK_K": min(_BLOCK_K, split)}
             launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, **sizes, **tile, **_dot(x.dtype))
-        launch((triton.cdiv(rows, _BLOCK_M), num_slots, splits), x, product.a, slots, sums, rows)
+        tiles = splits * triton.cdiv(width, _shrink_block(width))
+        launch((triton.cdiv(rows, _BLOCK_M), num_slots, tiles), x, product.a, slots, sums, rows)
         return sums, splits
 
     def _launcher(
@@ -98,7 +100,7 @@ class FusedAdditions:
         launch = self._launchers.get(key)
         if launch is None:
             gated = activation is not None
-            rank, most = product.rank, triton.next_power_of_2(num_slots)
+            rank, most = product.rank, product.rank * triton.next_power_of_2(num_slots)
             sizes = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
@@ -106,7 +108,7 @@ class FusedAdditions:
                 "RANK": rank,
                 "SPLITS": splits,
                 "SLOTS": num_slots,
-                "TOGETHER": min(max(_WIDE // rank, 1), most),
+                "WIDE": min(_WIDE, most),
                 "BLOCK_M": _BLOCK_M,
                 "BLOCK_N": block,
                 **({"ACTIVATION": activation} if gated else {}),
@@ -129,6 +131,11 @@ class FusedAdditions:
 def _dot(dtype: torch.dtype) -> dict[str, object]:
     """What products are computed in: float32 stays exact, and the interpreter multiplies the raw bits of bfloat16."""
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
+
+
+def _shrink_block(width: int) -> int:
+    """Columns of A^T that a program of `shrink_rows` serves. width: modules * rank."""
+    return min(max(triton.next_power_of_2(width), 16), _MOST_SHRUNK)
 
 
 def _split_columns(in_features: int) -> int:

@@ -30,23 +30,24 @@ def shrink_rows(
     K: tl.constexpr,
     SPLIT_K: tl.constexpr,  # columns that a program sums over, a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # N rounded up to a power of two
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (tiles of rows, slots, splits of K)."""
+    """Grid (tiles of rows, slots, splits of K times tiles of N)."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(2) // TILES_N
     if PDL:  # before anything ends: what the next kernel waits for is this one and all before it
         gdc_wait()
         gdc_launch_dependents()
     mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
     if tl.max(mine.to(tl.int32), 0) == 0:
         return
-    n = tl.arange(0, BLOCK_N)
+    n = tl.program_id(2) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
     k = split * SPLIT_K + tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
     a_at = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + n[None, :] * K + k[:, None]
@@ -74,7 +75,7 @@ def expanded(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,11 +83,10 @@ def expanded(
     PRECISION: tl.constexpr,
 ):
     """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module."""
-    WIDE: tl.constexpr = TOGETHER * RANK
-    column = tl.arange(0, WIDE)
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for first in range(0, SLOTS, TOGETHER):
-        slot = first + column // RANK
+    for first in range(0, SLOTS * RANK, WIDE):
+        column = first + tl.arange(0, WIDE)
+        slot = column // RANK
         own = slots[:, None] == slot[None, :]
         used = tl.max(own.to(tl.int32), 0) > 0
         if tl.max(used.to(tl.int32), 0) > 0:
@@ -114,7 +114,7 @@ def expand_rows(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,  # slots of one product
+    WIDE: tl.constexpr,  # columns of all slots' sums that one product sums over
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
@@ -132,7 +132,7 @@ def expand_rows(
     if tl.max(slots, 0) < 0:
         return
     added = expanded(
-        b_ptr, sums_ptr, slots, m, n, rows, module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, N,
+        b_ptr, sums_ptr, slots, m, n, rows, module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, N,
         BLOCK_M, BLOCK_N, DOT, PRECISION,
     )  # fmt: skip
     at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -156,7 +156,7 @@ def expand_gated(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -179,11 +179,11 @@ def expand_gated(
     up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
     if tl.max(slots, 0) >= 0:
         gate_added = expanded(
-            b_ptr, sums_ptr, slots, m, n, rows, gate_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, N,
+            b_ptr, sums_ptr, slots, m, n, rows, gate_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, N,
             BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         up_added = expanded(
-            b_ptr, sums_ptr, slots, m, n + N, rows, up_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, 2 * N,
+            b_ptr, sums_ptr, slots, m, n + N, rows, up_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, 2 * N,
             BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         adapted = (slots >= 0)[:, None]

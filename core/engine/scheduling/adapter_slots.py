@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from headway.core.contract.adapters import NO_ADAPTER, HostAdapter, LoRARequest
@@ -26,6 +26,8 @@ class AdapterTable:
         self._free = list(range(reader.num_slots))
         self._running: dict[bytes, int] = {}
         """Digest -> sequences that run with it."""
+        self._unfinished: Counter[bytes] = Counter()
+        """Digest -> sequences that want it and have not ended, also those of an adapter that another has replaced."""
         self._loads: list[AdapterLoad] = []
 
     @property
@@ -43,29 +45,43 @@ class AdapterTable:
 
         :raises ConfigError: its number is another adapter's, or it cannot be served.
         """
-        known = self._by_id.get(request.lora_int_id)
-        if known is not None and not known.leaving and not request.load_inplace:
-            if (known.request.lora_name, known.request.lora_path) != (request.lora_name, request.lora_path):
-                got = f"{request.lora_int_id}, which is adapter {known.request.lora_name} of {known.request.lora_path}"
-                hint = "a number of its own, or load_inplace=True"
-                raise ConfigError("lora_int_id", f"a number that adapter {request.lora_name} alone has", got, hint)
-            return known
-        made = KnownAdapter(request, self.reader.keep(request, adapter).digest)
-        self._by_id[request.lora_int_id] = made
+        known = self._find(request) or self._remember(request, adapter)
         self._trim()
-        return made
+        return known
 
     def claim(self, request: LoRARequest, count: int) -> KnownAdapter:
         """Return the adapter of a request of so many sequences, which must be released; raises as `add`."""
-        known = self.add(request)
-        self.reader.keep(known.request, digest=known.digest)
+        known = self._find(request)
+        if known is None:
+            known = self._remember(request)
+        else:
+            self.reader.keep(known.request, digest=known.digest)
         known.num_unfinished += count
+        self._unfinished[known.digest] += count
         self._trim()
         return known
+
+    def _find(self, request: LoRARequest) -> KnownAdapter | None:
+        known = self._by_id.get(request.lora_int_id)
+        if known is None or known.leaving or request.load_inplace:
+            return None
+        if (known.request.lora_name, known.request.lora_path) != (request.lora_name, request.lora_path):
+            got = f"{request.lora_int_id}, which is adapter {known.request.lora_name} of {known.request.lora_path}"
+            hint = "a number of its own, or load_inplace=True"
+            raise ConfigError("lora_int_id", f"a number that adapter {request.lora_name} alone has", got, hint)
+        return known
+
+    def _remember(self, request: LoRARequest, adapter: HostAdapter | None = None) -> KnownAdapter:
+        made = KnownAdapter(request, self.reader.keep(request, adapter).digest)
+        self._by_id[request.lora_int_id] = made
+        return made
 
     def release(self, adapter: KnownAdapter) -> None:
         """Note that a sequence has ended."""
         adapter.num_unfinished -= 1
+        self._unfinished[adapter.digest] -= 1
+        if not self._unfinished[adapter.digest]:
+            del self._unfinished[adapter.digest]
         if adapter.num_unfinished == 0:
             if adapter.leaving and self._by_id.get(adapter.request.lora_int_id) is adapter:
                 del self._by_id[adapter.request.lora_int_id]
@@ -118,7 +134,7 @@ class AdapterTable:
         return None if oldest is None else self._slot_of.pop(oldest)
 
     def _trim(self) -> None:
-        self.reader.trim([each.digest for each in self._by_id.values() if each.num_unfinished])
+        self.reader.trim(self._unfinished)
 
     def check_integrity(self) -> None:
         """Assert that slots and adapters are one to one, and that what runs has a slot."""

@@ -186,8 +186,6 @@ class EngineConfig:
     def _check_adapters(self) -> None:
         if self.max_lora_rank > _MOST_RANK:
             raise ConfigError("max_lora_rank", f"a whole number of at most {_MOST_RANK}", self.max_lora_rank)
-        if self.max_loras > self.max_num_seqs:
-            raise ConfigError("max_loras", f"a whole number of at most max_num_seqs={self.max_num_seqs}", self.max_loras)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError("max_cpu_loras", f"a whole number of at least max_loras={self.max_loras}", self.max_cpu_loras)
 
