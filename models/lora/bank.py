@@ -17,6 +17,9 @@ from headway.models.axes import Axis
 from headway.models.linear import Linear, ProductOrigin
 from headway.models.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
+_STD = 0.02
+"""Standard deviation of random adapters: what they add stays small beside what products are."""
+
 
 class Part(NamedTuple):
     """Rows of a product that belong to one of the modules it was made of."""
@@ -120,6 +123,13 @@ class AdapterBank:
             a, b = (flat.as_strided(view.shape[1:], view.stride()[1:], view.storage_offset()) for view in (product.a, product.b))
             _fill(product.origin, folder, a, b)
         return AdapterInMemory(folder.digest, flat)
+
+    @torch.inference_mode()
+    def drawn(self, seed: int) -> AdapterInMemory:
+        """Make an adapter of small random numbers in place of one that was read, for measurements."""
+        draw, pinned = torch.Generator().manual_seed(seed), self._device.type == "cuda"
+        flat = torch.empty(self._memory.shape[1], dtype=self._memory.dtype, pin_memory=pinned)
+        return AdapterInMemory(b"drawn %d" % seed, flat.normal_(0, _STD, generator=draw))
 
     def _of_this_model(self, folder: AdapterFolder) -> AdapterFolder:
         """The adapter with the model's own names of modules, where the one that wrote it had a part less or more before them."""
