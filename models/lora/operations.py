@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,7 @@ from headway.models.linear import Linear
 from headway.models.lora.bank import AdaptedProduct, AdapterBank
 from headway.models.lora.plain import PlainAdditions
 from headway.models.operations import Heads, Norm, Operations, Rope, add_one_by_one
+from headway.models.weights import shown_size
 
 if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
@@ -129,6 +131,8 @@ class AdaptedOperations:
         return add_one_by_one(self, residual, terms)
 
 
+log = logging.getLogger("headway")
+
 RANK_MULTIPLE = 16
 """Ranks that the matrix units of a GPU sum over at once."""
 
@@ -156,4 +160,7 @@ def adapted_operations(
             raise ModelError("enable_lora: needs Triton on a GPU, got none: pip install 'headway[triton]'") from None
         bank = AdapterBank(adaptable, slots, dtype, RANK_MULTIPLE)
         additions = FusedAdditions(adaptable[0].device, bank)
+    steps = "every step" if tile_rows is not None else "steps in which a row has one"
+    size = f"{slots.number} of rank {slots.max_rank}, {shown_size(slots.number * bank.slot_bytes)}"
+    log.info("adapters: slots for %s, beside %d products; %s compute norms and activations apart", size, len(bank.products), steps)
     return AdaptedOperations(inner, bank, additions, always=tile_rows is not None), bank
