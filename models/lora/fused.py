@@ -19,7 +19,7 @@ from headway.models.lora.kernels import expand_gated, expand_rows, shrink_rows
 
 _BLOCK_M = 64
 """Rows of a tile, whatever their number, so that a row's bits do not depend on it."""
-_MOST_SPLITS = 8
+_MOST_SPLITS = 16
 _FEWEST_COLUMNS = 512
 """Columns that a program of `shrink_rows` sums over at least: with few rows the slots and splits are all that fills the GPU."""
 _MOST_SHRUNK = 64
@@ -100,7 +100,8 @@ class FusedAdditions:
         launch = self._launchers.get(key)
         if launch is None:
             gated = activation is not None
-            rank, most = product.rank, product.rank * triton.next_power_of_2(num_slots)
+            rank, most = product.rank, 1 << (num_slots - 1).bit_length()
+            ranks = min(rank, _WIDE)
             sizes = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
@@ -108,7 +109,8 @@ class FusedAdditions:
                 "RANK": rank,
                 "SPLITS": splits,
                 "SLOTS": num_slots,
-                "WIDE": min(_WIDE, most),
+                "TOGETHER": min(_WIDE // ranks, most),
+                "RANKS": ranks,
                 "BLOCK_M": _BLOCK_M,
                 "BLOCK_N": block,
                 **({"ACTIVATION": activation} if gated else {}),
@@ -135,7 +137,7 @@ def _dot(dtype: torch.dtype) -> dict[str, object]:
 
 def _shrink_block(width: int) -> int:
     """Columns of A^T that a program of `shrink_rows` serves. width: modules * rank."""
-    return min(max(triton.next_power_of_2(width), 16), _MOST_SHRUNK)
+    return min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK)
 
 
 def _split_columns(in_features: int) -> int:

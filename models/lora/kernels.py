@@ -6,7 +6,8 @@ of rows by the slot's A, and only the rows of that slot are loaded and kept, whi
 program of `expand_rows` serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
 those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
 
-PDL: see models/fused/step_kernels.py.
+PDL: see models/fused/step_kernels.py. Slots and weights are no kernel's results, and a product is that of the kernel before
+`shrink_rows`, which has waited for it: the kernels that expand ask for all three before they wait for the sums.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def shrink_rows(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.program_id(1)
     split = tl.program_id(2) // TILES_N
+    mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
     if PDL:  # before anything ends: what the next kernel waits for is this one and all before it
         gdc_wait()
         gdc_launch_dependents()
-    mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
     if tl.max(mine.to(tl.int32), 0) == 0:
         return
     n = tl.program_id(2) % TILES_N * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -62,8 +63,57 @@ def shrink_rows(
 
 
 @triton.jit
+def wide_b(
+    b_ptr,
+    slots,
+    n,
+    first,
+    r,
+    SLOT_STRIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    LAST: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
+    column = tl.arange(0, TOGETHER * RANKS)
+    slot = first + column // RANKS
+    used = tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0
+    at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (r + column % RANKS)[:, None]
+    return tl.load(at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
+
+
+@triton.jit
+def low_sums(
+    sums_ptr,
+    slots,
+    m,
+    rows,
+    first,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """float32 [BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows."""
+    at = sums_ptr + m.to(tl.int64)[:, None] * WIDTH + first + tl.arange(0, RANKS)[None, :]
+    live = (slots >= 0)[:, None]
+    low = tl.load(at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(at + split * rows.to(tl.int64) * WIDTH, mask=live, other=0.0)
+    return low
+
+
+@triton.jit
+def in_own_columns(low, slots, first, TOGETHER: tl.constexpr, RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M, TOGETHER * RANKS]: the sums of each row in the columns of its slot, zeros in those of the others."""
+    own = slots[:, None] == (first + tl.arange(0, TOGETHER))[None, :]
+    return tl.reshape(tl.where(own[:, :, None], low[:, None, :], 0.0), [BLOCK_M, TOGETHER * RANKS])
+
+
+@triton.jit
 def expanded(
     b_ptr,
+    b,
     sums_ptr,
     slots,
     m,
@@ -75,28 +125,30 @@ def expanded(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module."""
+    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module.
+
+    b: of `wide_b` from slot and rank 0 on, which often is all.
+    """
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for first in range(0, SLOTS * RANK, WIDE):
-        column = first + tl.arange(0, WIDE)
-        slot = column // RANK
-        own = slots[:, None] == slot[None, :]
-        used = tl.max(own.to(tl.int32), 0) > 0
-        if tl.max(used.to(tl.int32), 0) > 0:
-            at = sums_ptr + m.to(tl.int64)[:, None] * (MODULES * RANK) + module * RANK + (column % RANK)[None, :]
-            low = tl.zeros([BLOCK_M, WIDE], dtype=tl.float32)
-            for split in range(SPLITS):
-                low += tl.load(at + split * rows.to(tl.int64) * (MODULES * RANK), mask=own, other=0.0)
-            b_at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (column % RANK)[:, None]
-            b = tl.load(b_at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
-            added = tl.dot(low.to(b_ptr.dtype.element_ty).to(DOT), b.to(DOT), added, input_precision=PRECISION)
+    for r in tl.static_range(0, RANK, RANKS):
+        low = low_sums(sums_ptr, slots, m, rows, module * RANK + r, MODULES * RANK, SPLITS, RANKS).to(b.dtype)
+        if r > 0:
+            b = wide_b(b_ptr, slots, n, 0, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+        wide = in_own_columns(low, slots, 0, TOGETHER, RANKS, BLOCK_M)
+        added = tl.dot(wide.to(DOT), b.to(DOT), added, input_precision=PRECISION)
+        for first in range(TOGETHER, SLOTS, TOGETHER):
+            if tl.max(((slots >= first) & (slots < first + TOGETHER)).to(tl.int32), 0) > 0:
+                more = wide_b(b_ptr, slots, n, first, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+                wide_more = in_own_columns(low, slots, first, TOGETHER, RANKS, BLOCK_M)
+                added = tl.dot(wide_more.to(DOT), more.to(DOT), added, input_precision=PRECISION)
     return added
 
 
@@ -114,7 +166,8 @@ def expand_rows(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,  # columns of all slots' sums that one product sums over
+    TOGETHER: tl.constexpr,  # slots of one product
+    RANKS: tl.constexpr,  # columns of a slot in one product: RANK, or a part of it
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,
@@ -125,20 +178,21 @@ def expand_rows(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     module = tl.load(modules_ptr + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    live = (slots >= 0)[:, None] & (n < N)[None, :]
+    y = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
     if tl.max(slots, 0) < 0:
         return
     added = expanded(
-        b_ptr, sums_ptr, slots, m, n, rows, module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, N,
+        b_ptr, b, sums_ptr, slots, m, n, rows, module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, N,
         BLOCK_M, BLOCK_N, DOT, PRECISION,
     )  # fmt: skip
-    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    live = (slots >= 0)[:, None] & (n < N)[None, :]
-    y = tl.load(at, mask=live, other=0.0).to(tl.float32) + added
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(at, (y + added).to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,7 +210,8 @@ def expand_gated(
     RANK: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -169,22 +224,24 @@ def expand_gated(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     gate_module = tl.load(modules_ptr + tl.program_id(0))
     up_module = tl.load(modules_ptr + tl.num_programs(0) + tl.program_id(0))
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
     live = (m < rows)[:, None] & (n < N)[None, :]
     at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
     gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
+    gate_b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    up_b = wide_b(b_ptr, slots, n + N, 0, 0, SLOT_STRIDE, RANK, 2 * N, TOGETHER, RANKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     if tl.max(slots, 0) >= 0:
         gate_added = expanded(
-            b_ptr, sums_ptr, slots, m, n, rows, gate_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, N,
-            BLOCK_M, BLOCK_N, DOT, PRECISION,
+            b_ptr, gate_b, sums_ptr, slots, m, n, rows, gate_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS,
+            N, BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         up_added = expanded(
-            b_ptr, sums_ptr, slots, m, n + N, rows, up_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, WIDE, 2 * N,
-            BLOCK_M, BLOCK_N, DOT, PRECISION,
+            b_ptr, up_b, sums_ptr, slots, m, n + N, rows, up_module, SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS,
+            2 * N, BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         adapted = (slots >= 0)[:, None]
         gate = tl.where(adapted, gate + gate_added, gate)
