@@ -1,9 +1,10 @@
-"""Launches of the kernels that add what adapters say to products: two for a product, whatever the number of adapters."""
+"""Launches of the kernels that add what adapters say to products: at most two for a product, whatever the number of adapters."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +16,9 @@ from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.lora.bank import AdaptedProduct, AdapterBank
-from headway.models.lora.kernels import expand_gated, expand_rows, shrink_rows
+from headway.models.lora.kernels import expand_gated, expand_rows, norm_and_shrink, shrink_rows
+from headway.models.lora.operations import Shrunk
+from headway.models.operations import Norm
 
 _BLOCK_M = 64
 """Rows of a tile, whatever their number, so that a row's bits do not depend on it."""
@@ -27,6 +30,8 @@ _WIDE = 128
 """Columns that one product of `expand_rows` sums over: the ranks of several slots, or a part of one's."""
 _BLOCK_N = 128
 _BLOCK_K = 128
+_LONGEST = 8192
+"""Elements of a row that one program norms."""
 _FEWEST = 16
 """Columns that a program serves at least."""
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -41,76 +46,90 @@ class FusedAdditions:
     def __init__(self, device: torch.device, bank: AdapterBank) -> None:
         """:raises ModelError: a product whose modules do not begin at multiples of what a kernel's program serves."""
         self._device = device
-        self._sums = Workspace(device)
+        self._sums, self._squares = Workspace(device), Workspace(device)
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._modules: dict[tuple[AdaptedProduct, int], Tensor] = {}
         self._blocks = {product: _block_n(product) for product in bank.products.values()}
 
-    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
-        """See Additions. Two launches."""
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """See Additions. One launch, for the norm and the first half of what adapters add."""
+        rows, in_features = x.shape
+        if not rows or norm.bias is not None or in_features > _LONGEST:
+            return None
+        cut = _cut(product)
+        squares = self._squares.floats(cut.splits * rows)
+        low = Shrunk(self._sums.floats(cut.splits * rows * cut.width), squares, in_features, norm.eps)
+        y = torch.empty_like(x)
+        key = "norm", cut, product.a.stride(0), x.dtype, norm.weight.dtype
+        launch = self._launchers.get(key)
+        if launch is None:
+            block = 1 << (in_features - 1).bit_length()
+            sizes = {**_shrink_sizes(product, cut), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
+            launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, **sizes)
+            self._launchers[key] = launch
+        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * cut.splits * cut.tiles
+        launch((programs, 1, 1), x, norm.weight, product.a, slots, y, low.sums, squares, norm.eps, rows)
+        return y, low
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
+        """See Additions. Two launches, or one after `normed`."""
         rows = x.shape[0]
         if rows:
-            sums, splits = self._shrink(x, product, slots)
+            low = low or self._shrink(x, product, slots)
             block = self._blocks[product][0]
-            launch = self._launcher("expand", product, splits, x.dtype, block, None)
+            launch = self._launcher("expand", product, low.normed, x.dtype, block, None)
             modules = self._modules_of(product, block, product.out_features)
             grid = triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1
-            launch(grid, sums, product.b, slots, modules, y, rows)
+            launch(grid, low.sums, low.squares, product.b, slots, modules, y, low.eps, rows)
         return y
 
-    def activated(self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """Return activation(gate) * up [rows, out_features / 2] of a product with what adapters add. Two launches.
-
-        both: [rows, out_features], gate before up. None: modules begin at odd places.
-        """
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """See Additions. As many launches as `add`. None: modules begin at odd places."""
         rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
         if block < _FEWEST:
             return None
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
-            sums, splits = self._shrink(x, product, slots)
-            launch = self._launcher("gated", product, splits, x.dtype, block, activation)
+            low = low or self._shrink(x, product, slots)
+            launch = self._launcher("gated", product, low.normed, x.dtype, block, activation)
             modules = self._modules_of(product, block, size)
-            launch((triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1), sums, product.b, slots, modules, both, y, rows)
+            grid = triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1
+            launch(grid, low.sums, low.squares, product.b, slots, modules, both, y, low.eps, rows)
         return y
 
-    def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, int]:
-        """float32 [splits, rows, modules * rank], and the number of splits."""
-        rows, in_features = x.shape
-        num_slots, width, _ = product.a.shape
-        split = _split_columns(in_features)
-        splits = triton.cdiv(in_features, split)
-        sums = self._sums.floats(splits * rows * width)
-        key = "shrink", width, in_features, product.a.stride(0), x.dtype
+    def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
+        rows, cut = x.shape[0], _cut(product)
+        sums = self._sums.floats(cut.splits * rows * cut.width)
+        key = "shrink", cut, product.a.stride(0), x.dtype
         launch = self._launchers.get(key)
         if launch is None:
-            sizes = {"SLOT_STRIDE": product.a.stride(0), "N": width, "K": in_features, "SPLIT_K": split}
-            tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _shrink_block(width), "BLOCK_K": min(_BLOCK_K, split)}
-            launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, **sizes, **tile, **_dot(x.dtype))
-        tiles = splits * triton.cdiv(width, _shrink_block(width))
-        launch((triton.cdiv(rows, _BLOCK_M), num_slots, tiles), x, product.a, slots, sums, rows)
-        return sums, splits
+            sizes = {**_shrink_sizes(product, cut), **_dot(x.dtype)}
+            launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, **sizes)
+        launch((triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles), x, product.a, slots, sums, rows)
+        return Shrunk(sums, sums, 0, 0.0)
 
     def _launcher(
-        self, kind: str, product: AdaptedProduct, splits: int, dtype: torch.dtype, block: int, activation: Activation | None
+        self, kind: str, product: AdaptedProduct, normed: int, dtype: torch.dtype, block: int, activation: Activation | None
     ) -> FixedLauncher:
         """The launcher of one of the two kernels that expand."""
-        num_slots, width, _ = product.a.shape
-        key = kind, product.out_features, width, product.rank, splits, product.b.stride(0), dtype, block, activation
+        cut = _cut(product)
+        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed
         launch = self._launchers.get(key)
         if launch is None:
-            gated = activation is not None
-            rank, most = product.rank, 1 << (num_slots - 1).bit_length()
+            gated, rank, num_slots = activation is not None, product.rank, len(product.b)
             ranks = min(rank, _WIDE)
             sizes = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
-                "MODULES": width // rank,
+                "MODULES": cut.width // rank,
                 "RANK": rank,
-                "SPLITS": splits,
+                "SPLITS": cut.splits,
                 "SLOTS": num_slots,
-                "TOGETHER": min(_WIDE // ranks, most),
+                "TOGETHER": min(_WIDE // ranks, 1 << (num_slots - 1).bit_length()),
                 "RANKS": ranks,
+                "NORMED": normed,
                 "BLOCK_M": _BLOCK_M,
                 "BLOCK_N": block,
                 **({"ACTIVATION": activation} if gated else {}),
@@ -135,17 +154,41 @@ def _dot(dtype: torch.dtype) -> dict[str, object]:
     return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
 
 
-def _shrink_block(width: int) -> int:
-    """Columns of A^T that a program of `shrink_rows` serves. width: modules * rank."""
-    return min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK)
+class _Cut(NamedTuple):
+    """How x A^T is cut into programs, by a product's shape alone."""
+
+    in_features: int
+    width: int
+    """Rows of A: modules * rank."""
+    split: int
+    """Columns that a program sums over."""
+    block: int
+    """Rows of A of a program."""
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a sum."""
+        return -(-self.in_features // self.split)
+
+    @property
+    def tiles(self) -> int:
+        """Programs that share the rows of A."""
+        return -(-self.width // self.block)
 
 
-def _split_columns(in_features: int) -> int:
-    """Columns of a split: a power of two times the block, so that at most `_MOST_SPLITS` programs share a sum."""
+def _cut(product: AdaptedProduct) -> _Cut:
+    _, width, in_features = product.a.shape
     columns = _FEWEST_COLUMNS
     while columns * _MOST_SPLITS < in_features:
         columns *= 2
-    return min(columns, max(1 << (in_features - 1).bit_length(), 16))
+    split = min(columns, max(1 << (in_features - 1).bit_length(), 16))
+    return _Cut(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
+
+
+def _shrink_sizes(product: AdaptedProduct, cut: _Cut) -> dict[str, object]:
+    """Compile-time constants of the kernels that shrink."""
+    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": cut.block, "BLOCK_K": min(_BLOCK_K, cut.split)}
+    return {"SLOT_STRIDE": product.a.stride(0), "N": cut.width, "K": cut.in_features, "SPLIT_K": cut.split, **tile}
 
 
 def _block_n(product: AdaptedProduct) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,17 +22,35 @@ if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
 
 
+class Shrunk(NamedTuple):
+    """x A^T of rows with an adapter, on its way to B."""
+
+    sums: Tensor
+    """float32, as the kernels lay them out; the next product overwrites them."""
+    squares: Tensor
+    """float32: sums of squares of x, where x was not normed yet."""
+    normed: int
+    """Elements of a row of x that the sums are still to be normed by; 0: they are of normed rows."""
+    eps: float
+
+
 class Additions(Protocol):
     """Adds what rows' adapters say to products."""
 
-    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
         """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
 
-        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows].
+        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
         """
 
-    def activated(self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """The same, and then activation of the first half times the second; None: that is left to the operations."""
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
+        operations, and nothing was added."""
 
 
 class AdaptedOperations:
@@ -73,13 +91,17 @@ class AdaptedOperations:
         assert len(slots) == len(x), "a row of a product inside of layers is a token's"
         return product, slots
 
-    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        return x.contiguous() if norm is None else self._inner.norm(x.contiguous(), norm)
+    def _normed(self, x: Tensor, norm: Norm | None, adapted: tuple[AdaptedProduct, Tensor]) -> tuple[Tensor, Shrunk | None]:
+        """A product's input, and what `Additions.normed` has made beside it."""
+        x = x.contiguous()
+        if norm is None:
+            return x, None
+        return self._additions.normed(x, norm, *adapted) or (self._inner.norm(x, norm), None)
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
         """The product of x, normed first if it is to be, with what adapters add."""
-        normed = self._normed(x, norm)
-        return self._additions.add(self._inner.product(normed, linear), normed, *adapted)
+        normed, low = self._normed(x, norm, adapted)
+        return self._additions.add(self._inner.product(normed, linear), normed, *adapted, low)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
@@ -102,10 +124,12 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
-        normed = self._normed(x, norm)
+        normed, low = self._normed(x, norm, adapted)
         both = self._inner.product(normed, linear)
-        y = self._additions.activated(both, normed, *adapted, activation)
-        return self._inner.activated(self._additions.add(both, normed, *adapted), activation, gated=True) if y is None else y
+        y = self._additions.activated(both, normed, *adapted, activation, low)
+        if y is not None:
+            return y
+        return self._inner.activated(self._additions.add(both, normed, *adapted, low), activation, gated=True)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from headway.core.contract.adapters import NO_ADAPTER
 from headway.models.config import Activation
 from headway.models.lora.bank import AdaptedProduct
+from headway.models.operations import Norm
 
 
 class PlainAdditions:
@@ -18,7 +19,11 @@ class PlainAdditions:
         """tile_rows: rows of every product, so that a row's bits depend on no other (see `InvariantOperations`); None: any."""
         self._tile_rows = tile_rows
 
-    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> None:
+        """See Additions: left to the operations."""
+        return
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
         """Return y with what each row's adapter adds, in place.
 
         y: [rows, out_features]; x: [rows, in_features], the product's input; slots: int32 [rows].
@@ -32,7 +37,9 @@ class PlainAdditions:
                 y[:, start:end].index_add_(0, rows, own)
         return y
 
-    def activated(self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> None:
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: object = None
+    ) -> None:
         """See Additions: left to the operations."""
         return
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.models.axes import Axis
@@ -13,6 +13,7 @@ from headway.models.linear import Linear, ProductOrigin
 from headway.models.lora.bank import AdaptedProduct, AdapterBank
 from headway.models.lora.operations import RANK_MULTIPLE
 from headway.models.lora.plain import PlainAdditions
+from headway.models.operations import Norm
 
 pytest.importorskip("triton")
 try:
@@ -97,6 +98,30 @@ def test_gate_and_up_are_activated_with_what_adapters_add(size: int) -> None:
     assert y is not None
     expected = silu(gate) * up
     assert (y.double() - expected).norm() / expected.norm() < 1.2e-2
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(96, torch.float32), (600, torch.bfloat16)])
+def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, dtype: torch.dtype) -> None:
+    bank, product = made_bank({"gate": 48, "up": 48}, columns, 3, 8, dtype)
+    draw = torch.Generator().manual_seed(8)
+    x, y = 3 * torch.randn(70, columns, generator=draw).to(dtype), torch.randn(70, 96, generator=draw).to(dtype)
+    norm = Norm((1 + 0.3 * torch.randn(columns, generator=draw)).to(dtype), 1e-5)
+    owners = torch.randint(-1, 3, (70,), generator=draw, dtype=torch.int32)
+    fused, before = FusedAdditions(CPU, bank), y.clone()
+    exactly = rms_norm(x.double(), (columns,), norm.weight.double(), norm.eps)
+    made = fused.normed(x, norm, product, owners)
+    assert made is not None
+    normed, low = made
+    assert (normed.double() - exactly).norm() / exactly.norm() < TOLERANCE[dtype]
+    expected = exact(before, exactly, product, owners)
+    gate, up = expected.chunk(2, dim=1)
+    activated = fused.activated(y, normed, product, owners, "silu", low)
+    assert activated is not None
+    assert torch.equal(y, before), "the product is left as it is"
+    assert (activated.double() - silu(gate) * up).norm() / (silu(gate) * up).norm() < 2 * TOLERANCE[dtype]
+    added = fused.add(y, normed, product, owners, low)
+    assert torch.equal(added[owners < 0], before[owners < 0])
+    assert (added.double() - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_in_any_slot() -> None:
