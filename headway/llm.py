@@ -227,9 +227,8 @@ class LLM(EngineAccess):
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
         messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
-        continue_final_message: continue the last
-        message instead of answering it. chat_template: replaces the model's. tools, chat_template_kwargs: for the template.
-        split_special_tokens: the names of control tokens in messages of users and tools are text.
+        continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
+        chat_template_kwargs: for the template. split_special_tokens: the names of control tokens in messages are text.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
@@ -242,9 +241,8 @@ class LLM(EngineAccess):
             "split_special_tokens": split_special_tokens,
         }
         check_keywords("LLM.chat", others, ("messages", "sampling_params", "use_tqdm", *template))
-        conversations = [messages] if isinstance(messages, str) else list_of_messages(messages)
-        if all(isinstance(each, Mapping) for each in conversations):
-            conversations = [conversations]
+        given = [messages] if isinstance(messages, str) else list_of_messages(messages)
+        conversations = [given] if all(isinstance(each, Mapping) for each in given) else given
         prompts = [self.driver.validator.chat_prompt(each, **template) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
@@ -370,8 +368,7 @@ class LLM(EngineAccess):
         """Check the requests of a call, all of them, and queue them, all or none."""
         check = self.driver.validator.check
         checked = check(prompts, sampling_params, priority, lora_request=lora_request, streamed=streamed)
-        requests: list[RequestState] = []
-        progress = Progress()
+        requests, progress = list[RequestState](), Progress()
         with self.driver.lock:
             try:
                 for request in checked:

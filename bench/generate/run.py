@@ -128,10 +128,13 @@ def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
     """
     made = [LoRARequest(f"drawn {number}", number, "no folder") for number in range(1, count + 1)]
     decoder = llm.model.decoder
-    if made and (not isinstance(decoder, Decoder) or decoder.adapters is None):
+    bank = decoder.adapters if isinstance(decoder, Decoder) else None
+    if not made:
+        return made
+    if bank is None:
         raise ConfigError("--lora", "an engine with enable_lora=True", "one without")
     for each in made:
-        llm.engine.adapter_table.add(each, decoder.adapters.drawn(each.lora_int_id))
+        llm.engine.adapter_table.add(each, bank.drawn(each.lora_int_id))
     return made
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.text import shown
 
 if TYPE_CHECKING:  # options need no torch
     from torch import Tensor
@@ -39,9 +38,9 @@ class LoRARequest:
     def __post_init__(self) -> None:
         """:raises ConfigError: no name, no number, no path, or tensors in another form."""
         if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ConfigError("lora_name", "a text that is not empty", shown(self.lora_name))
+            raise ConfigError("lora_name", "a text that is not empty", repr(self.lora_name))
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
-            raise ConfigError("lora_int_id", "a whole number of at least 1", shown(self.lora_int_id))
+            raise ConfigError("lora_int_id", "a whole number of at least 1", repr(self.lora_int_id))
         if not str(self.lora_path):
             raise ConfigError("lora_path", "the adapter's folder", "none")
         if self.tensorizer_config_dict:

@@ -21,7 +21,7 @@ _STD = 0.02
 """Standard deviation of random adapters: what they add stays small beside what products are."""
 
 
-class Part(NamedTuple):
+class ModuleRows(NamedTuple):
     """Rows of a product that belong to one of the modules it was made of."""
 
     start: int
@@ -40,13 +40,25 @@ class AdaptedProduct:
     """[slots, modules * rank, in_features], a view: slots do not follow one another closely."""
     b: Tensor
     """[slots, out_features, rank]; the adapter's scale is in it."""
-    parts: Sequence[Part]
+    parts: Sequence[ModuleRows]
     """Its rows, in their order."""
 
     @property
     def rank(self) -> int:
         """Rows of A for each module, those of smaller adapters being zeros."""
         return self.b.shape[2]
+
+
+class Shrunk(NamedTuple):
+    """x A^T of rows with an adapter, on its way to B."""
+
+    sums: Tensor
+    """float32, as the kernels lay them out; the next product overwrites them."""
+    squares: Tensor
+    """float32: sums of squares of x, where x was not normed yet."""
+    normed: int
+    """Elements of a row of x that the sums are still to be normed by; 0: they are of normed rows."""
+    eps: float
 
 
 class AdapterInMemory(NamedTuple):
@@ -155,13 +167,13 @@ def _rows(origin: ProductOrigin) -> list[int]:
     return [number for number, axis in enumerate(origin.modules.values()) for _ in range(axis.size)]
 
 
-def _parts(origin: ProductOrigin, out_features: int) -> list[Part]:
+def _parts(origin: ProductOrigin, out_features: int) -> list[ModuleRows]:
     modules = _rows(origin)
     if origin.order is not None:
         modules = [modules[row] for row in origin.order]
     assert len(modules) == out_features
     edges = [0, *(row for row in range(1, out_features) if modules[row] != modules[row - 1]), out_features]
-    return [Part(start, end, modules[start]) for start, end in pairwise(edges)]
+    return [ModuleRows(start, end, modules[start]) for start, end in pairwise(edges)]
 
 
 def _fill(origin: ProductOrigin, folder: AdapterFolder, a: Tensor, b: Tensor) -> None:

@@ -16,10 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headway.core.contract.adapters import LoRARequest
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
-from headway.models.locate import locate
 
 CONFIG: Final = "adapter_config.json"
 TENSORS: Final = "adapter_model.safetensors"
@@ -49,6 +48,7 @@ _REFUSED: Final = {
 """Options of peft's that make an adapter something else, unless they are off -> what it then is."""
 _CHANGED_BASES: Final = ("pissa", "olora", "corda", "lora_ga")
 """Beginnings of the kinds of init_lora_weights that change the base's own weights as well."""
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _MAX_RANK: Final = 4096
 
 
@@ -118,14 +118,26 @@ def _found(request: LoRARequest) -> Path:
             return path
         if path.exists():
             raise ConfigError(name, f"a folder with {CONFIG} and {TENSORS}", f"the file {path}")
-        return locate(request.lora_path)
+        return _fetched(request.lora_path)
     except ConfigError:
         raise
-    except (HeadwayError, OSError, RuntimeError, ValueError):  # no path of this system is so, nor is a hub's id
+    except (OSError, RuntimeError, ValueError):  # no path of this system is so, nor is a hub's id
         hint = "or the id of one on a Hugging Face hub that can be reached"
         raise ConfigError(
             name, "a folder that peft has written", f"{shown(request.lora_path)}, which is none here", hint
         ) from None
+
+
+def _fetched(hub_id: str) -> Path:
+    """An adapter of a hub.
+
+    :raises OSError, ValueError: it is no id, or the hub does not give it.
+    """
+    if not _HUB_ID.fullmatch(hub_id):
+        raise ValueError(hub_id)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(hub_id, allow_patterns=[CONFIG, TENSORS]))
 
 
 def _config(name: str, folder: Path) -> Mapping[str, Any]:

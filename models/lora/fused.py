@@ -15,9 +15,8 @@ from headway.backends.triton.launch import FixedLauncher, Workspace
 from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
-from headway.models.lora.bank import AdaptedProduct, AdapterBank
+from headway.models.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.models.lora.kernels import expand_gated, expand_rows, norm_and_shrink, shrink_rows
-from headway.models.lora.operations import Shrunk
 from headway.models.operations import Norm
 
 _BLOCK_M = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,25 +13,13 @@ from headway.core.contract.adapters import NO_ADAPTER, AdapterSlots
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.linear import Linear
-from headway.models.lora.bank import AdaptedProduct, AdapterBank
+from headway.models.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.models.lora.plain import PlainAdditions
 from headway.models.operations import Heads, Norm, Operations, Rope, add_one_by_one
 from headway.models.weights import shown_size
 
 if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
-
-
-class Shrunk(NamedTuple):
-    """x A^T of rows with an adapter, on its way to B."""
-
-    sums: Tensor
-    """float32, as the kernels lay them out; the next product overwrites them."""
-    squares: Tensor
-    """float32: sums of squares of x, where x was not normed yet."""
-    normed: int
-    """Elements of a row of x that the sums are still to be normed by; 0: they are of normed rows."""
-    eps: float
 
 
 class Additions(Protocol):
