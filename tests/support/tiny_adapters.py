@@ -1,4 +1,4 @@
-"""Folders of adapters (LoRA) as peft writes them, with random numbers, for tiny models."""
+"""Folders of adapters (LoRA) as peft writes them, with random numbers, for tiny models; and slots beside one product."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from headway.core.contract.adapters import AdapterSlots
+from headway.models.axes import Axis
+from headway.models.linear import Linear, ProductOrigin
+from headway.models.lora.bank import AdaptedProduct, AdapterBank
+from headway.models.lora.operations import RANK_MULTIPLE
 
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -63,3 +69,27 @@ def save_adapter(
     made = adapter_tensors(AutoConfig.from_pretrained(model), rank, targets, seed) if tensors is None else tensors
     save_file(made, folder / "adapter_model.safetensors")
     return folder
+
+
+def made_bank(
+    modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[AdapterBank, AdaptedProduct]:
+    """A bank beside one product, with random adapters in all of its slots."""
+    origin = ProductOrigin({name: Axis.all(rows) for name, rows in modules.items()}, Axis.all(columns), None, 1.0)
+    linear = Linear(torch.zeros(sum(modules.values()), columns, dtype=dtype, device=device), origin=origin)
+    bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE)
+    product = bank.products[linear]
+    product.a.normal_(generator=torch.Generator(device).manual_seed(1))
+    product.b.normal_(generator=torch.Generator(device).manual_seed(2))
+    return bank, product
+
+
+def exact(y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
+    """Row by row in float64."""
+    y = y.double()
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for start, end, module in product.parts:
+                a = product.a[slot, module * product.rank : (module + 1) * product.rank].double()
+                y[row, start:end] += product.b[slot, start:end].double() @ (a @ x[row].double())
+    return y

@@ -10,14 +10,17 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.adapters import AdapterSlots
 from headway.models.axes import Axis
 from headway.models.linear import Linear, ProductOrigin
-from headway.models.lora.bank import AdaptedProduct, AdapterBank
-from headway.models.lora.operations import RANK_MULTIPLE
+from headway.models.lora.bank import AdaptedProduct, AdapterBank, AdapterInMemory
+from headway.models.lora.operations import AdaptedOperations
 from headway.models.lora.plain import PlainAdditions
-from headway.models.operations import Norm
+from headway.models.operations import Embedding, Heads, Norm, TorchOperations
+from operation_inputs import ropes
+from tiny_adapters import exact, made_bank
 
 pytest.importorskip("triton")
 try:
     from headway.backends.triton.layer import INTERPRETED
+    from headway.models.fused.operations import Fused
     from headway.models.lora.fused import FusedAdditions
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
@@ -26,30 +29,6 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py run
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 CPU = torch.device("cpu")
-
-
-def made_bank(
-    modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype
-) -> tuple[AdapterBank, AdaptedProduct]:
-    """A bank beside one product, with random adapters in all of its slots."""
-    origin = ProductOrigin({name: Axis.all(rows) for name, rows in modules.items()}, Axis.all(columns), None, 1.0)
-    linear = Linear(torch.zeros(sum(modules.values()), columns, dtype=dtype), origin=origin)
-    bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE)
-    product = bank.products[linear]
-    product.a.normal_(generator=torch.Generator().manual_seed(1))
-    product.b.normal_(generator=torch.Generator().manual_seed(2))
-    return bank, product
-
-
-def exact(y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Tensor:
-    """Row by row in float64."""
-    y = y.double()
-    for row, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            for start, end, module in product.parts:
-                a = product.a[slot, module * product.rank : (module + 1) * product.rank].double()
-                y[row, start:end] += product.b[slot, start:end].double() @ (a @ x[row].double())
-    return y
 
 
 CASES = [
@@ -122,6 +101,46 @@ def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, 
     added = fused.add(y, normed, product, owners, low)
     assert torch.equal(added[owners < 0], before[owners < 0])
     assert (added.double() - expected).norm() / expected.norm() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool) -> None:
+    """Queries, keys and values, rotated; a gated MLP; and a last product: the kernels behind the fused operations."""
+    draw = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw) * 0.3
+
+    weights = {"qkv": ("q k v", (64, 32, 32), 48), "mlp": ("gate up", (80, 80), 48), "o": ("o", (48,), 64)}
+    matrices = {name: random(sum(rows), columns) for name, (_, rows, columns) in weights.items()}
+    norms, x, mixed = [1 + random(48), 1 + random(16), 1 + random(16)], random(20, 48), random(20, 64)
+    owners = torch.randint(-1, 3, (20,), generator=draw, dtype=torch.int32)
+    adapter, found = None, []
+    for kind, dtype in ((TorchOperations, torch.float64), (Fused, torch.float32)):
+        own = {
+            name: Linear(
+                matrices[name].to(dtype),
+                origin=ProductOrigin(dict(zip(names.split(), map(Axis.all, rows), strict=True)), Axis.all(columns), None, 1.0),
+            )
+            for name, (names, rows, columns) in weights.items()
+        }
+        bank = AdapterBank(own.values(), AdapterSlots(3, 16), dtype)
+        adapter = [bank.drawn(seed).flat.double() * 8 for seed in range(3)] if adapter is None else adapter
+        for slot, flat in enumerate(adapter):
+            bank.put(slot, AdapterInMemory(b"", flat.to(dtype)))
+        additions = PlainAdditions() if kind is TorchOperations else FusedAdditions(CPU, bank)
+        ops = AdaptedOperations(kind(*ropes(16, 1e4)), bank, additions)
+        norm, q_norm, k_norm = (Norm(weight.to(dtype), 1e-5) for weight in norms)
+        heads = Heads(4, 2, 16, q_norm, k_norm) if qk_norm else Heads(4, 2, 16)
+        table = Embedding(torch.zeros(4, 48, dtype=dtype))
+        bank.begin(owners)
+        _, (rope,) = ops.embed(torch.zeros(20, dtype=torch.int64), torch.arange(20), table)
+        inner = ops.norm_gated_product(x.to(dtype), norm, own["mlp"], "silu")
+        heads_of = ops.norm_qkv(x.to(dtype), norm, own["qkv"], heads, rope)
+        last = ops.add_product(x.to(dtype).clone(), mixed.to(dtype), own["o"])
+        found.append([each.double() for each in (inner, *heads_of, last)])
+    for expected, got in zip(*found, strict=True):
+        assert (got - expected).norm() / expected.norm() < 3e-6
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_in_any_slot() -> None:
