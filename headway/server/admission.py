@@ -19,7 +19,7 @@ class Admission:
     def __init__(self, names: Sequence[str], options: ServerOptions) -> None:
         self.names, self.options = list(names), options
         self.adapters: dict[str, LoRARequest] = {}
-        """By the names that requests give as their model."""
+        """Adapters by the names that requests give as their model."""
         self.num_queued = 0
         """Requests without a first token, or without an answer where that comes as a whole."""
         self._seconds = 1.0

@@ -41,7 +41,7 @@ class AdaptedProduct:
     b: Tensor
     """[slots, out_features, rank]; the adapter's scale is in it."""
     parts: Sequence[ModuleRows]
-    """Its rows, in their order."""
+    """The rows of the product, in their order."""
 
     @property
     def rank(self) -> int:

@@ -69,13 +69,13 @@ class AdapterFolder:
 
     name: str
     low_ranks: Mapping[str, LowRank]
-    """By the base's module, as its checkpoint names it."""
+    """Adapters by the base's module, as its checkpoint names it."""
     targets: Sequence[str]
     """Ends of the names of modules that the adapter says it has; none: it does not say."""
     all_layers: bool
     """Whether it has those of every layer."""
     digest: bytes
-    """Of the bytes of both files."""
+    """Hash of the bytes of both files."""
 
     @property
     def rank(self) -> int:

@@ -19,10 +19,11 @@ class AdapterStore:
     On rank 0 requests have them read before they run; another rank reads one when a step wants it in a slot.
     """
 
-    def __init__(self, adapters: ModelAdapters, most: int) -> None:
-        """most: adapters that stay when nobody wants them (max_cpu_loras)."""
+    def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
+        """most: adapters that stay when nobody wants them (max_cpu_loras). follows: the rank hears of adapters by steps alone."""
         self.slots, self._most = adapters, most
         self.num_slots = adapters.num_slots
+        self._follows = follows
         self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
         """The one that was used last stands last."""
 
@@ -57,3 +58,5 @@ class AdapterStore:
         """
         for slot, request, digest in loads:
             self.slots.put(slot, self.keep(request, digest=digest))
+        if self._follows:
+            self.trim()

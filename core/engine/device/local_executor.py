@@ -122,7 +122,9 @@ class LocalExecutor:
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
         slots_of_adapters = adapters_of(model)
-        self.adapters = None if slots_of_adapters is None else AdapterStore(slots_of_adapters, config.kept_adapters)
+        self.adapters = (
+            None if slots_of_adapters is None else AdapterStore(slots_of_adapters, config.kept_adapters, follows=ranks.rank > 0)
+        )
         """Adapters in the host's memory; None: the model has no slots for any."""
         self._runner = ModelRunner(
             model,

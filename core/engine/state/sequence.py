@@ -107,6 +107,8 @@ class Sequence:
     """What the model computes it with; None: the model alone."""
     adapter_slot: int
     """The slot of its adapter while it runs."""
+    prefix_root: bytes
+    """What stands before the first block in the names of its blocks: keys and values are those of one adapter."""
     num_passed: int
     """Sequences with other adapters that were admitted before it while no slot was free for its own."""
 
@@ -171,11 +173,7 @@ class Sequence:
         self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
         self.held_state = None
         self.adapter, self.adapter_slot, self.num_passed = adapter, NO_ADAPTER, 0
-
-    @property
-    def prefix_root(self) -> bytes:
-        """What stands before the first block in the names of its blocks: keys and values are those of one adapter."""
-        return b"" if self.adapter is None else self.adapter.digest
+        self.prefix_root = b"" if adapter is None else adapter.digest
 
     @property
     def num_tokens(self) -> int:

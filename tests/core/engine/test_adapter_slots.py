@@ -16,7 +16,7 @@ from headway.core.engine.device.adapter_store import AdapterStore
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
-from headway.core.engine.state.adapters import KnownAdapter
+from headway.core.engine.state.adapters import AdapterLoad, KnownAdapter
 from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 
@@ -93,6 +93,14 @@ def test_an_adapter_that_cannot_be_read_leaves_nothing_behind() -> None:
     assert table.claim(LoRARequest("y", 1, "path"), 1).request.lora_name == "y", "its number is free"
 
 
+def test_a_rank_that_follows_keeps_no_more_than_it_may() -> None:
+    device = Slots(1)
+    store = AdapterStore(device, 1, follows=True)
+    for number in (1, 2, 2, 1):
+        store.put([AdapterLoad(0, adapter(number), f"path{number}".encode())])
+    assert device.reads == ["path1", "path2", "path1"]
+
+
 def run(scheduler: Scheduler, table: AdapterTable, device: Slots, store: AdapterStore) -> list[list[str]]:
     """Schedule until nothing is left; returns the requests of each step, having looked at what the slots hold."""
     steps = []
@@ -124,7 +132,7 @@ def sequence(name: str, known: KnownAdapter | None, prompt: int, tokens: int) ->
     return Sequence(name, 0, [5] * prompt, params, frozenset(), 60, adapter=known)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     wanted=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=14),
     slots=st.integers(1, 3),

@@ -40,7 +40,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("modules", "columns", "slots", "rank", "rows", "dtype"), CASES, ids=str)
+EVERYDAY = (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("modules", "columns", "slots", "rank", "rows", "dtype"),
+    [pytest.param(*case, marks=() if number in EVERYDAY else pytest.mark.slow) for number, case in enumerate(CASES)],
+    ids=str,
+)
 def test_rows_get_what_their_own_adapter_adds(
     modules: dict[str, int], columns: int, slots: int, rank: int, rows: int, dtype: torch.dtype
 ) -> None:
@@ -66,7 +73,7 @@ def in_double(product: AdaptedProduct) -> AdaptedProduct:
     return AdaptedProduct(product.origin, product.out_features, product.a.double(), product.b.double(), product.parts)
 
 
-@pytest.mark.parametrize("size", [48, 80])
+@pytest.mark.parametrize("size", [48, pytest.param(80, marks=pytest.mark.slow)])
 def test_gate_and_up_are_activated_with_what_adapters_add(size: int) -> None:
     bank, product = made_bank({"gate": size, "up": size}, 64, 4, 8, torch.bfloat16)
     draw = torch.Generator().manual_seed(5)
@@ -79,7 +86,7 @@ def test_gate_and_up_are_activated_with_what_adapters_add(size: int) -> None:
     assert (y.double() - expected).norm() / expected.norm() < 1.2e-2
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(96, torch.float32), (600, torch.bfloat16)])
+@pytest.mark.parametrize(("columns", "dtype"), [(96, torch.float32), pytest.param(600, torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, dtype: torch.dtype) -> None:
     bank, product = made_bank({"gate": 48, "up": 48}, columns, 3, 8, dtype)
     draw = torch.Generator().manual_seed(8)
@@ -103,7 +110,7 @@ def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, 
     assert (added.double() - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool) -> None:
     """Queries, keys and values, rotated; a gated MLP; and a last product: the kernels behind the fused operations."""
     draw = torch.Generator().manual_seed(11)
