@@ -53,7 +53,7 @@ class FusedAdditions:
     def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
         """See Additions. One launch, for the norm and the first half of what adapters add."""
         rows, in_features = x.shape
-        if not rows or norm.bias is not None or in_features > _LONGEST:
+        if not rows or norm.bias is not None or norm.share is not None or in_features > _LONGEST:
             return None
         cut = _cut(product)
         squares = self._squares.floats(cut.splits * rows)

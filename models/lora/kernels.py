@@ -6,8 +6,9 @@ of rows by the slot's A, and only the rows of that slot are loaded and kept, whi
 program of `expand_rows` serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
 those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
 
-PDL: see models/fused/step_kernels.py. Slots and weights are no kernel's results, and a product is that of the kernel before
-`shrink_rows`, which has waited for it: the kernels that expand ask for all three before they wait for the sums.
+PDL: see models/fused/step_kernels.py. Slots and weights are no kernel's results: the kernels that expand ask for them before they
+wait. So does `expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where
+`norm_and_shrink` came before the product (NORMED), it is the product that must be waited for.
 """
 
 from __future__ import annotations
@@ -293,18 +294,21 @@ def expand_rows(
     slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
     at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     live = (slots >= 0)[:, None] & (n < N)[None, :]
-    y = tl.load(at, mask=live, other=0.0).to(tl.float32)
     b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    if NORMED == 0:
+        y = tl.load(at, mask=live, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if NORMED > 0:
+        y = tl.load(at, mask=live, other=0.0)
     if tl.max(slots, 0) < 0:
         return
     added = expanded(
         b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
         SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
     )  # fmt: skip
-    tl.store(at, (y + added).to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(at, (y.to(tl.float32) + added).to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -342,13 +346,13 @@ def expand_gated(
     slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
     live = (m < rows)[:, None] & (n < N)[None, :]
     at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
-    gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
     gate_b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
     up_b = wide_b(b_ptr, slots, n + N, 0, 0, SLOT_STRIDE, RANK, 2 * N, TOGETHER, RANKS)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
     if tl.max(slots, 0) >= 0:
         gate_added = expanded(
             b_ptr, gate_b, sums_ptr, squares_ptr, eps, slots, m, n, rows, gate_module,

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
 
 
+log = logging.getLogger("headway")
+
+RANK_MULTIPLE = 16
+"""Ranks that the matrix units of a GPU sum over at once."""
+
+
 class Additions(Protocol):
     """Adds what rows' adapters say to products."""
 
@@ -141,12 +147,6 @@ class AdaptedOperations:
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)
-
-
-log = logging.getLogger("headway")
-
-RANK_MULTIPLE = 16
-"""Ranks that the matrix units of a GPU sum over at once."""
 
 
 def adapted_operations(
