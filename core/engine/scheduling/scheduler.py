@@ -19,6 +19,8 @@ from headway.core.engine.state.sequence import Sequence, Status
 from headway.core.engine.state.stats import EngineStats
 
 _turn = attrgetter("turn")
+_FARTHEST = 1024
+"""Waiting sequences that are looked at, where those before them find no slot for their adapters."""
 
 
 @dataclass(slots=True)
@@ -222,7 +224,7 @@ class Scheduler:
         Those that find no slot for their adapter are passed over.
         """
         took_pages, place, passed = False, 0, None
-        while place < len(self.waiting) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
+        while place < min(len(self.waiting), _FARTHEST) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[place]
             if seq.adapter is not None and not self._has_slot(seq, passed):
                 place, passed = place + 1, passed or seq
