@@ -27,7 +27,7 @@ _FEWEST_COLUMNS = 512
 _MOST_SHRUNK = 64
 _WIDE = 128
 """Columns that one product of `expand_rows` sums over: the ranks of several slots, or a part of one's."""
-_BLOCK_N = 128
+_BLOCK_N = 64
 _BLOCK_K = 128
 _LONGEST = 8192
 """Elements of a row that one program norms."""
@@ -200,4 +200,4 @@ def _block_n(product: AdaptedProduct) -> tuple[int, int]:
     if block < _FEWEST:
         names = ", ".join(product.origin.modules)
         raise ModelError(f"enable_lora: needs modules whose rows are multiples of 16 on a GPU, got {names} with parts at {edges}")
-    return block, math.gcd(_BLOCK_N // 2, *edges, product.out_features // 2)
+    return block, math.gcd(_BLOCK_N, *edges, product.out_features // 2)
