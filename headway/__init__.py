@@ -14,6 +14,7 @@ __all__ = [
     "EngineDeadError",
     "EngineSnapshot",
     "HeadwayError",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "RequestOutput",
@@ -31,6 +32,7 @@ __all__ = [
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.beam_search import BeamSearchParams
+    from headway.core.contract.adapters import LoRARequest
     from headway.core.contract.errors import HeadwayError
     from headway.core.engine.state.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
@@ -57,6 +59,7 @@ _HOME = {
     "EngineDeadError": "headway.hosting.host",
     "EngineSnapshot": "headway.core.engine.state.stats",
     "HeadwayError": "headway.core.contract.errors",
+    "LoRARequest": "headway.core.contract.adapters",
     "Logprob": "headway.core.sampling.logprobs",
     "PoolingParams": "headway.outputs",
     "RequestOutput": "headway.outputs",

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.request_limits import CheckedRequest
@@ -17,6 +18,7 @@ from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.engine_access import AsyncModelAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
+from headway.hosting.adapters import AsyncAdapters
 from headway.hosting.driver import EngineDriver, driver_of
 from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
 from headway.hosting.process_host import EngineProcess
@@ -38,7 +40,7 @@ _TOKENISERS = 2
 """Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
 
 
-class AsyncLLM(AsyncModelAccess):
+class AsyncLLM(AsyncModelAccess, AsyncAdapters):
     """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
 
     Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
@@ -92,14 +94,15 @@ class AsyncLLM(AsyncModelAccess):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **others: object,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete a prompt; each item is the output so far, or what SamplingParams.output_kind says.
 
-        The request ends with the iterator, and with the task that reads it: a caller who stops reading need not abort it. prompt
-        and sampling_params: see LLM.generate. request_id: a text that no unfinished request has; None: one is made. priority: see
-        scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
+        The request ends with the iterator, and with the task that reads it: a caller who stops reading need not abort it. prompt,
+        sampling_params, lora_request: see LLM.generate. request_id: a text that no unfinished request has; None: one is made.
+        priority: see scheduling_policy. others: keywords of vLLM's; those that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt, before the first item.
         :raises ConfigError: a parameter that cannot work, likewise.
@@ -107,7 +110,7 @@ class AsyncLLM(AsyncModelAccess):
         """
         if others:
             check_keywords("AsyncLLM.generate", others, ("prompt", "sampling_params", "request_id", "priority"))
-        (request,) = await self.check(list_of_one(prompt), sampling_params, priority=priority)
+        (request,) = await self.check(list_of_one(prompt), sampling_params, priority=priority, lora_request=lora_request)
         stream = self.submit(request, request_id)
         try:
             async for output in stream:
@@ -121,12 +124,14 @@ class AsyncLLM(AsyncModelAccess):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation in the model's chat template, as `generate` completes a prompt. template: see `chat_prompt`."""
         prompt = await self.chat_prompt(messages, **template)
-        async with aclosing(self.generate(prompt, sampling_params, request_id, priority=priority)) as outputs:
+        asked = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, priority=priority)
+        async with aclosing(asked) as outputs:
             async for output in outputs:
                 yield output
 
@@ -181,6 +186,7 @@ class AsyncLLM(AsyncModelAccess):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | None = None,
     ) -> list[CheckedRequest]:
         """Tokenise and check prompts in a thread, without queueing any: `submit` takes what is returned, and checks no more.
 
@@ -188,7 +194,8 @@ class AsyncLLM(AsyncModelAccess):
 
         :raises HeadwayError: as `generate`.
         """
-        check = partial(self.host.validator.check, prompts, sampling_params, priority, streamed=True)
+        asked = partial(self.host.validator.check, lora_request=lora_request, streamed=True)
+        check = partial(asked, prompts, sampling_params, priority)
         return check() if quickly_checked(prompts) else await self.in_thread(check)
 
     def submit(self, request: CheckedRequest, request_id: str | None = None) -> RequestStream:

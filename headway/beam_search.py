@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, knows_its_fields
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
@@ -54,8 +55,8 @@ class BeamSearchSequence:
     """"stop" or "length"."""
     stop_reason: int | str | None = None
     """The end-of-text token."""
-    lora_request: None = None
-    """Always None; for programs of vLLM's that read this field."""
+    lora_request: LoRARequest | None = None
+    """The adapter that the search ran with."""
 
 
 @dataclass
@@ -100,14 +101,15 @@ class BeamSearch:
                     longer.append(made)
         self.beams = sorted(longer, key=self._score, reverse=True)[: self.params.beam_width]
 
-    def best(self, tokenizer: Any) -> BeamSearchOutput:
-        """The likeliest continuations, with their texts."""
+    def best(self, tokenizer: Any, lora_request: LoRARequest | None = None) -> BeamSearchOutput:
+        """The likeliest continuations, with their texts and the adapter that they were found with."""
         for beam in self.beams:
             beam.finish_reason = "length"
         kept = sorted([*self.complete, *self.beams], key=self._score, reverse=True)[: self.params.beam_width]
         for beam in kept:
             if beam.finish_reason == "stop" and not self.params.include_stop_str_in_output:
                 beam.tokens = beam.tokens[:-1]
+            beam.lora_request = lora_request
             beam.text = None if tokenizer is None else tokenizer.decode(beam.tokens)
         return BeamSearchOutput(kept)
 

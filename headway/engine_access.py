@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
@@ -108,6 +109,26 @@ class EngineAccess(ABC):
         """Call a function with the worker's model; see `collective_rpc`."""
         with self.driver.lock:
             return live_model.apply_model(self.driver, func)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter now, before requests name it; True, as vLLM's returns.
+
+        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
+        """
+        adapter = self.engine.adapter_table.reader.read(lora_request)
+        with self.driver.lock:
+            self.engine.adapter_table.add(lora_request, adapter)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it go on with it. False: none has this number."""
+        with self.driver.lock:
+            return self.engine.adapter_table.remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the adapters that have been read."""
+        with self.driver.lock:
+            return {each.lora_int_id for each in self.engine.adapter_table.known}
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Begin to trace steps, at most a thousand; `stop_profile` writes the trace.

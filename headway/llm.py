@@ -12,6 +12,7 @@ from typing import Any, Self, overload
 from tqdm import tqdm
 
 from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
@@ -114,6 +115,7 @@ class LLM(EngineAccess):
         use_tqdm: bool | Callable[..., Any] = True,
         priority: int | Sequence[int] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **others: object,
     ) -> list[RequestOutput]:
@@ -121,20 +123,21 @@ class LLM(EngineAccess):
 
         prompts: a text, token ids (also an array), {"prompt": text}, {"prompt_token_ids": ids}, a tokenizer's output, or a list
         of these. sampling_params: one for all, or one for each; None: `get_default_sampling_params`. priority: one for
-        all, or one for each; see scheduling_policy. prompt_token_ids: prompts, in vLLM's older words. others:
-        keywords of vLLM's; those that ask for something are refused.
+        all, or one for each; see scheduling_policy. lora_request: the adapter, one for all or one for each, None being the model
+        alone; see docs/lora.md. prompt_token_ids: prompts, in vLLM's older words. others: keywords of vLLM's; those that ask for
+        something are refused.
 
         A request whose schema cannot be compiled, or whose logits processor raises, ends alone, with finish_reason "error".
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs, so nothing is lost.
-        :raises ConfigError: a keyword or a parameter that cannot work, likewise.
+        :raises ConfigError: a keyword, a parameter or an adapter that cannot work, likewise.
         """
         if others:
             check_keywords("LLM.generate", others, ("prompts", "sampling_params", "use_tqdm", "priority"))
         given = prompts if prompt_token_ids is None else prompt_token_ids
         if given is None:
             raise PromptError("prompt", FORMS, "None")
-        requests, progress = self._add(given, sampling_params, priority)
+        requests, progress = self._add(given, sampling_params, priority, lora_request)
         with (
             self._ended(requests),
             tqdm(total=progress.num_completions, desc="Processed prompts", disable=not use_tqdm) as bar,
@@ -149,7 +152,11 @@ class LLM(EngineAccess):
 
     @overload
     def stream(  # type: ignore[overload-overlap]  # a text is a sequence of texts
-        self, prompts: Prompt, sampling_params: SamplingParams | None = None, priority: int = 0
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[tuple[str, RequestOutput]]: ...
 
     @overload
@@ -158,6 +165,7 @@ class LLM(EngineAccess):
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]: ...
 
     def stream(
@@ -165,6 +173,7 @@ class LLM(EngineAccess):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int | Sequence[int] = 0,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> Iterator[tuple[str | int, RequestOutput]]:
         """Complete one prompt, or several at once, and yield an output of each whenever a step has added tokens.
 
@@ -174,7 +183,7 @@ class LLM(EngineAccess):
 
         :raises ConfigError: best_of is larger than n, so that only the end shows which completions are returned.
         """
-        requests, progress = self._add(prompts, sampling_params, priority, streamed=True)
+        requests, progress = self._add(prompts, sampling_params, priority, lora_request, streamed=True)
         one, shown = len(requests) == 1 and is_one(prompts), 0
         with self._ended(requests):
             unread = dict(enumerate(requests))
@@ -207,6 +216,7 @@ class LLM(EngineAccess):
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -216,9 +226,9 @@ class LLM(EngineAccess):
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, in the model's own chat template; the outputs come in their order.
 
-        messages: a list of {"role": ..., "content": ...}, or a list of such lists. continue_final_message: continue the last
-        message instead of answering it. chat_template: replaces the model's. tools, chat_template_kwargs: for the template.
-        split_special_tokens: the names of control tokens in messages of users and tools are text.
+        messages: a list of {"role": ..., "content": ...}, or a list of such lists. lora_request: see `generate`.
+        continue_final_message: continue the last message instead of answering it. chat_template: replaces the model's. tools,
+        chat_template_kwargs: for the template. split_special_tokens: the names of control tokens in messages are text.
 
         :raises HeadwayError: the model has no chat template, or a message has another form.
         """
@@ -231,11 +241,10 @@ class LLM(EngineAccess):
             "split_special_tokens": split_special_tokens,
         }
         check_keywords("LLM.chat", others, ("messages", "sampling_params", "use_tqdm", *template))
-        conversations = [messages] if isinstance(messages, str) else list_of_messages(messages)
-        if all(isinstance(each, Mapping) for each in conversations):
-            conversations = [conversations]
+        given = [messages] if isinstance(messages, str) else list_of_messages(messages)
+        conversations = [given] if all(isinstance(each, Mapping) for each in given) else given
         prompts = [self.driver.validator.chat_prompt(each, **template) for each in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(
         self,
@@ -251,8 +260,7 @@ class LLM(EngineAccess):
 
         prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
         truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused.
-        pooling_params: brings both of these in place of the keywords. others: keywords of vLLM's; those
-        that ask for something are refused.
+        pooling_params: brings both of these in place of the keywords. others: see `generate`.
 
         :raises PromptError: an empty or too long prompt; it is found before anything runs.
         :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
@@ -283,22 +291,28 @@ class LLM(EngineAccess):
         return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False, **others: object
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | None = None,
+        use_tqdm: bool = False,
+        **others: object,
     ) -> list[BeamSearchOutput]:
         """Find the likeliest continuations of prompts; the outputs come in their order.
 
-        prompts: as in `generate`. others: keywords of vLLM's; those that ask for something are refused.
+        prompts, lora_request, others: as in `generate`, one adapter for all.
 
         :raises PromptError: an empty or too long prompt.
         :raises ConfigError: a keyword that cannot work, or twice the beam_width is more than max_logprobs.
         """
         check_keywords("LLM.beam_search", others, ("prompts", "params", "use_tqdm", "concurrency_limit"))
         driver, limits = self.driver, self.driver.validator.limits
-        checked = driver.validator.check(prompts, SamplingParams(max_tokens=1, logprobs=2 * params.beam_width))
+        wanted = SamplingParams(max_tokens=1, logprobs=2 * params.beam_width)
+        checked = driver.validator.check(prompts, wanted, lora_request=lora_request)
         ids = [request.prompt_token_ids for request in checked]
         searches = [BeamSearch(each, params, self.model.eos_token_ids, limits.max_model_len - len(each)) for each in ids]
-        search(searches, partial(self.generate, use_tqdm=use_tqdm))
-        return [each.best(self.tokenizer) for each in searches]
+        search(searches, partial(self.generate, use_tqdm=use_tqdm, lora_request=lora_request))
+        return [each.best(self.tokenizer, lora_request) for each in searches]
 
     def encode(
         self,
@@ -348,32 +362,28 @@ class LLM(EngineAccess):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> tuple[list[RequestState], Progress]:
         """Check the requests of a call, all of them, and queue them, all or none."""
-        checked = self.driver.validator.check(prompts, sampling_params, priority, streamed=streamed)
-        requests: list[RequestState] = []
-        progress = Progress()
-        with self.driver.lock, self._ended_if_refused(requests):
-            for request in checked:
-                request_id = self.driver.names.claim().request_id
-                requests.append(self._processor.add(request_id, request, progress))
-                self.driver.engine.add_request(request_id, request)
+        check = self.driver.validator.check
+        checked = check(prompts, sampling_params, priority, lora_request=lora_request, streamed=streamed)
+        requests, progress = list[RequestState](), Progress()
+        with self.driver.lock:
+            try:
+                for request in checked:
+                    request_id = self.driver.names.claim().request_id
+                    requests.append(self._processor.add(request_id, request, progress))
+                    self.driver.engine.add_request(request_id, request)
+            except BaseException:  # a refusal of the engine, an interrupt, too little memory
+                self._end(requests)
+                raise
         return requests, progress
 
     def _step(self, progress: Progress) -> None:
         """Run one step, for the requests of all calls, unless the steps of another call have finished those of this one."""
         if not progress.finished:
             self.driver.step()
-
-    @contextmanager
-    def _ended_if_refused(self, requests: list[RequestState]) -> Iterator[None]:
-        """End the requests of a call that are queued already where the engine refuses a later one."""
-        try:
-            yield
-        except BaseException:  # a refusal of the engine, an interrupt, too little memory
-            self._end(requests)
-            raise
 
     @contextmanager
     def _ended(self, requests: Sequence[RequestState]) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Self
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.engine_access import EngineAccess
@@ -61,6 +62,7 @@ class LLMEngine(EngineAccess):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *positional: object,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         arrival_time: float | None = None,
         prompt_text: str | None = None,
@@ -68,19 +70,21 @@ class LLMEngine(EngineAccess):
     ) -> str:
         """Queue a request; `step` returns its outputs. Returns the id.
 
-        prompt, params: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request arrives now.
-        others, positional: arguments of vLLM's; those that ask for something are refused.
+        prompt, params, lora_request: see LLM.generate. priority: see scheduling_policy. arrival_time is not read: a request
+        arrives now. others, positional: arguments of vLLM's; those that ask for something are refused.
 
         :raises PromptError: an empty or too long prompt.
         :raises ConfigError: the id is taken, or a parameter or a keyword cannot work.
         """
-        if any(each is not None and not isinstance(each, float) for each in positional):
+        adapters = [each for each in positional if isinstance(each, LoRARequest)]  # vLLM has it after arrival_time
+        lora_request = lora_request or next(iter(adapters), None)
+        if any(each is not None and not isinstance(each, float | LoRARequest) for each in positional):
             raise ConfigError(
                 "LLMEngine.add_request", "keywords after request_id, prompt and params", f"{len(positional)} arguments more"
             )
         check_keywords("LLMEngine.add_request", others, ("request_id", "prompt", "params", "priority", "arrival_time"))
         driver = self.driver
-        (request,) = driver.validator.check(list_of_one(prompt), params, priority, streamed=True)
+        (request,) = driver.validator.check(list_of_one(prompt), params, priority, lora_request=lora_request, streamed=True)
         name = driver.names.claim(request_id)
         state = self._processor.add(request_id, request, Progress(), name.key)
         self._requests[request_id] = (name.key, state)

@@ -10,6 +10,8 @@ from headway.core.sampling.logprobs import Logprob
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headway.core.contract.adapters import LoRARequest
+
 LogprobsByToken = dict[int, Logprob]
 """Log-probabilities at one position, by token id: first the token that stands there, then the most likely ones."""
 
@@ -81,8 +83,8 @@ class RequestOutput:
     """Prompt tokens whose keys and values were already in the cache."""
     prompt_logprobs: list[LogprobsByToken | None] | None = None
     """One for each token of the prompt, None for the first; None as a whole where none were asked for."""
-    lora_request: None = None
-    """Always None; for scripts of vLLM's that read this field."""
+    lora_request: LoRARequest | None = None
+    """The adapter that the completions were written with."""
 
 
 @dataclass

@@ -43,8 +43,8 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
     if (folder / "adapter_config.json").is_file():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         raise ModelError(
-            f"model {folder}: needs a whole model, got an adapter (LoRA) for {base} by its adapter_config.json; merge the two "
-            "with peft's merge_and_unload() and load the folder that save_pretrained() writes"
+            f"model {folder}: needs a whole model, got an adapter (LoRA) for {base} by its adapter_config.json; load that "
+            "model with enable_lora=True, and name the adapter in lora_request; or merge the two with peft's merge_and_unload()"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {folder}: needs a config.json in the folder, got none")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.native.library import functions, native_support
+from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
@@ -19,7 +20,7 @@ from headway.models.config import DecoderConfig
 from headway.models.cpu.operations import NativeOperations
 from headway.models.cpu.recorded_layers import RecordedLayers
 from headway.models.cut import ModelCut
-from headway.models.invariant import invariant_operations
+from headway.models.invariant import TILE_ROWS, invariant_operations
 from headway.models.layers.gated_delta import GatedDelta
 from headway.models.layers.kda import KimiDelta
 from headway.models.layers.latent_attention import LatentAttention
@@ -32,6 +33,8 @@ from headway.models.layers.short_convolution import ShortConvolution
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
 from headway.models.linear import Linear
+from headway.models.lora.bank import AdapterBank
+from headway.models.lora.operations import adapted_operations
 from headway.models.operations import Embedding, Norm, Operations, Rope, TorchOperations
 from headway.models.ranked import SumsInOrder, over_ranks
 from headway.models.rope import rope_tables
@@ -70,12 +73,17 @@ class Decoder:
     """A decoder over the packed tokens of all sequences of a step, one row per token; rows meet in attention alone."""
 
     def __init__(
-        self, config: DecoderConfig, weights: WeightSource, batch_invariant: bool = False, ranks: Ranks = ONE_RANK
+        self,
+        config: DecoderConfig,
+        weights: WeightSource,
+        batch_invariant: bool = False,
+        ranks: Ranks = ONE_RANK,
+        slots: AdapterSlots | None = None,
     ) -> None:
         """Take the layers' tensors from `weights`: of several ranks, each its part (`ModelCut`).
 
         batch_invariant: a row's bits do not depend on the other rows; slower. ranks: all of them call the decoder alike; its
-        layers' specs are those of this rank's own heads, and its logits those of its own tokens.
+        layers' specs are those of this rank's own heads, and its logits those of its own tokens. slots: for adapters; None: none.
 
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
@@ -111,12 +119,17 @@ class Decoder:
         self.operations = operations_for(*ropes)
         if batch_invariant:
             self.operations = invariant_operations(self.operations, linears, weights.device)
+        own = self.operations if isinstance(self.operations, NativeOperations) and ranks.size == 1 else None
+        self.recorded = None if own is None else RecordedLayers(self._run_layers, own.functions)
+        """What runs the layers where our C computes them; None: they are run one after the other."""
+        self.adapters: AdapterBank | None = None
+        """Slots of adapters; None: rows have none."""
+        if slots is not None:
+            rows = TILE_ROWS[weights.device.type] if batch_invariant else None
+            self.operations, self.adapters = adapted_operations(self.operations, linears, slots, weights.dtype, rows)
         self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
-        own = self.operations if isinstance(self.operations, NativeOperations) else None
-        self.recorded = None if own is None else RecordedLayers(self._run_layers, own.functions)
-        """What runs the layers where our C computes them; None: they are run one after the other."""
         parts = [layer.attention for layer in self.layers if layer.attention is not None]
         self.latent_layers = {
             index: part.layer for index, part in enumerate(parts) if isinstance(part, LatentAttention) and part.layer
@@ -185,8 +198,9 @@ class Decoder:
             x[own] = rows.to(x.dtype)
             if self.embed.positions is not None:
                 x[own] += self.embed.positions[positions[own]]
-        x = self._run_layers(x, ropes, attention) if self.recorded is None else self.recorded(x, ropes, attention)
-        return self.operations.norm(x, self.norm)
+        adapted = self.adapters is not None and self.adapters.slots is not None
+        run = self._run_layers if self.recorded is None or adapted else self.recorded
+        return self.operations.norm(run(x, ropes, attention), self.norm)
 
     def _run_layers(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
         for layer in self.layers:

@@ -67,11 +67,17 @@ class InvariantOperations:
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """See Operations."""
         y = self.product(self._normed(x, norm), linear)
-        return y if activation is None else self._activate[activation](y)
+        return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """See Operations."""
-        gate, up = self.product(self._normed(x, norm), linear).chunk(2, dim=1)
+        return self.activated(self.product(self._normed(x, norm), linear), activation, gated=True)
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """See Operations."""
+        if not gated:
+            return self._activate[activation](y)
+        gate, up = y.chunk(2, dim=1)
         return self._activate[activation](gate) * up
 
     def norm_qkv(
@@ -81,6 +87,13 @@ class InvariantOperations:
         tiles = zip(*map(self._tiles, (x, *(rope or ()))), strict=True)
         parts = [self._inner.norm_qkv(rows, norm, linear, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
         q, k, v = (torch.cat(tensors)[: x.shape[0]] for tensors in zip(*parts, strict=True))
+        return q, k, v
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        tiles = zip(*map(self._tiles, (qkv, *(rope or ()))), strict=True)
+        parts = [self._inner.turn_heads(rows, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
+        q, k, v = (torch.cat(tensors)[: qkv.shape[0]] for tensors in zip(*parts, strict=True))
         return q, k, v
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,10 +12,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from headway.backends.native.library import functions
+from headway.models.axes import Axis
 from headway.models.cpu.panels import Panels, coded_panels, dense_panels, multiply
 from headway.models.quantization.forms import QuantizedWeight, device_of, num_bytes
 from headway.models.quantization.gguf_weight import GgufWeight
 from headway.models.quantization.products import Product, packed_product, packs
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOrigin:
+    """Which modules of a checkpoint a product was made of, and how, for what is added to it later (adapters)."""
+
+    modules: Mapping[str, Axis]
+    """Full name of each module -> the rows of its weight, and which of them the rank holds, one module after the other."""
+    in_features: Axis
+    """The columns of all of them."""
+    order: Sequence[int] | None
+    """The product's rows by their number among those that are held; None: in that order."""
+    scale: float | Sequence[float]
+    """What multiplies the rows of the product: one factor, or one for each."""
 
 
 class Linear:
@@ -39,14 +55,16 @@ class Linear:
         summed: bool = False,
         dtype: torch.dtype | None = None,
         kept: bool = False,
+        origin: ProductOrigin | None = None,
     ) -> None:
         """weight: [out_features, in_features]; bias: [out_features].
 
         summed: the weight is some columns of the whole one, and what all ranks get is to be summed: by `RankedOperations`.
         dtype: of x, for a quantised weight; None: the bias's, else float32 on a CPU and bfloat16 on a GPU.
-        kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves.
+        kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves. origin: what the weight
+        was made of; None: nobody asks.
         """
-        self.summed = summed
+        self.summed, self.origin = summed, origin
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.expanded_bytes = 0

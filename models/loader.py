@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.backends.native.library import functions
+from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
@@ -81,6 +82,7 @@ def load_model(
     keep_quantized: bool = True,
     tokenizer: str | None = None,
     origin: ModelOrigin = AS_IT_IS,
+    slots: AdapterSlots | None = None,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -92,7 +94,7 @@ def load_model(
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
     quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
     keep_quantized: False: quantised weights are expanded, whatever the device's products read.
-    origin: which files the model has.
+    origin: which files the model has. slots: for adapters; None: none.
     tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
 
     :raises ModelError: unknown, unreadable or unsupported model.
@@ -112,7 +114,7 @@ def load_model(
     if native is not None:
         weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized)
         with torch.inference_mode():
-            decoder = Decoder(native, weights, batch_invariant, ranks)
+            decoder = Decoder(native, weights, batch_invariant, ranks, slots)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
             again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True)
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
@@ -128,6 +130,9 @@ def load_model(
     elif quantization is not None:
         hint = "model_impl='headway' says what Headway's decoder lacks"
         raise ConfigError("quantization", "none, or a model that Headway's decoder computes", f"{quantization} with {name}", hint)
+    elif slots is not None:
+        hint = "transformers' code has no slots for adapters; model_impl='headway' says what Headway's decoder lacks"
+        raise ConfigError("enable_lora", "a model that Headway's decoder computes", name, hint)
     elif stored is not None:
         raise ModelError(
             f"model {name}: needs plain weights where transformers computes it, got {stored.label} ({stored.place}), "

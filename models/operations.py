@@ -151,6 +151,12 @@ class Operations(Protocol):
         Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
         """
 
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of `norm_qkv` after its product. qkv: [num_tokens, all heads' elements], contiguous, used up."""
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """The part of `norm_product`, or (gated) of `norm_gated_product`, after its product y, contiguous and used up."""
+
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
@@ -291,20 +297,29 @@ class TorchOperations:
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """See Operations."""
         y = linear(x if norm is None else self.norm(x, norm))
-        return y if activation is None else ACTIVATE[activation](y)
+        return y if activation is None else self.activated(y, activation, gated=False)
 
     def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
         """See Operations."""
-        gate, up = linear(x if norm is None else self.norm(x, norm)).chunk(2, dim=1)
+        return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """See Operations."""
+        if not gated:
+            return ACTIVATE[activation](y)
+        gate, up = y.chunk(2, dim=1)
         return ACTIVATE[activation](gate) * up
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """RoPE (Su et al. 2021) in transformers' half-split order."""
         num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
-        qkv = linear(x if norm is None else self.norm(x, norm))
-        qkv = qkv.view(len(qkv), linear.out_features // heads.head_dim, heads.head_dim)
+        qkv = qkv.view(len(qkv), qkv.shape[1] // heads.head_dim, heads.head_dim)
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if heads.q_norm is not None and heads.k_norm is not None:
             q, k = qk[:, :num_heads], qk[:, num_heads:]

@@ -29,6 +29,7 @@ class RankedOperations:
         self.norm_product, self.norm_gated_product = inner.norm_product, inner.norm_gated_product
         self.norm_qkv, self.gate, self.product_kinds = inner.norm_qkv, inner.gate, inner.product_kinds
         self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
+        self.turn_heads, self.activated = inner.turn_heads, inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """See Operations. Every token's row is one rank's, and zeros on the others."""

@@ -158,5 +158,5 @@ def _octets(dummy: DummyWeights, *shape: int) -> Tensor:
     """Draw uint8, each of the 256 values as often as any other. (torch.randint takes four times as long.)"""
     count = math.prod(shape)
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=dummy.device)
-    words.random_(-(2**63), None, generator=dummy.generator)  # type: ignore[call-overload]
+    words.random_(-(2**63), None, generator=dummy.generator)
     return words.view(torch.uint8)[:count].view(shape)

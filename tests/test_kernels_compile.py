@@ -24,6 +24,7 @@ import headway.backends.states.triton
 import headway.backends.triton
 import headway.models.experts
 import headway.models.fused
+import headway.models.lora
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
 from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
 from headway.backends.triton.layer import INTERPRETED
@@ -43,6 +44,7 @@ from launched_kernels import (
     family,
     gate_outputs,
     multiply_quantized,
+    run_adapted,
     run_model,
     run_states,
     shipped,
@@ -62,6 +64,7 @@ PACKAGES = (
     headway.backends.triton,
     headway.models.experts,
     headway.models.fused,
+    headway.models.lora,
 )
 
 
@@ -94,6 +97,7 @@ def launch_every_kernel(
     multiply_quantized((1024, 1024), BF16, (1,))
     compute_quantized_experts(BF16, (1, 300), every=5)
     run_model(shipped("qwen3-0.6b"), FP16, (1, 16, 40))
+    run_adapted(shipped("qwen3-0.6b"), BF16, 3, 16)
     run_model(with_experts(), BF16, (2, 600), every=7)
     run_model(with_latents(), BF16, (2,))
     for name in attention:
@@ -116,7 +120,7 @@ def test_every_kernel_passes_the_compilers_front_end() -> None:
         launch_every_kernel(("head 128", "int8 cache", "576/512"))
     check(found)
     assert found.kernels == launched_kernels()
-    assert len(found.kernels) == 54, "the number of kernels when this was written"
+    assert len(found.kernels) == 58, "the number of kernels when this was written"
 
 
 OF_TWO = [pytest.param(ADA, marks=pytest.mark.soak), HOPPER]
@@ -147,6 +151,19 @@ def test_the_choice_of_tokens_compiles(vocab_size: int) -> None:
     with absent_gpu(HOPPER) as found:
         for dtype in (BF16, FP16, FP32):
             choose_tokens(vocab_size, dtype)
+    check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slots", "rank", "dtype"),
+    [(8, 16, BF16), (1, 64, FP16), (64, 512, BF16), pytest.param(2, 8, FP32, marks=pytest.mark.soak)],
+    ids=str,
+)
+@pytest.mark.parametrize("capability", OF_TWO, ids="{0[0]}.{0[1]}".format)
+def test_what_adapters_add_compiles(capability: Capability, slots: int, rank: int, dtype: torch.dtype) -> None:
+    with absent_gpu(capability) as found:
+        run_adapted(shipped("llama-3-8b"), dtype, slots, rank)
     check(found)
 
 

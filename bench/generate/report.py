@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -48,6 +50,12 @@ def print_offline(report: OfflineReport, console: Console) -> None:
         console.print(note, highlight=False)
 
 
+def _beside_the_base(cell: OfflineCell, base: OfflineCell) -> str:
+    """What a cell with adapters is beside the one without, which comes before it."""
+    share = cell.tokens_per_second / base.tokens_per_second
+    return f"{cell.label}: {share:.3f} of the tokens/s without adapters"
+
+
 def row(cell: OfflineCell) -> tuple[str, ...]:
     """A cell's figures, in the order of COLUMNS."""
     per_token, idle = cell.time_per_output_token_ms, cell.gpu_idle_share
@@ -73,6 +81,7 @@ def notes(report: OfflineReport) -> list[str]:
         for cell in report.cells
         if cell.fastest > (1 + MOST_DRIFT / 2) * cell.slowest
     ]
+    lines += [_beside_the_base(cell, before) for before, cell in pairwise(report.cells) if cell.num_adapters]
     for cell in report.cells:
         if cell.host_ms_by_part:
             told = ", ".join(f"{part} {ms:.3f}" for part, ms in cell.host_ms_by_part.items())

@@ -17,6 +17,8 @@ class OfflineCell(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     label: str
+    num_adapters: int = 0
+    """Adapters of random numbers that the requests had in turn; 0: none, as in files of before 2026-11-26."""
     batch_size: int
     """Requests, all sent at once."""
     input_len: int | None

@@ -13,7 +13,8 @@ from headway.bench.generate.profile import Window
 from headway.bench.generate.results import OfflineCell, OfflineReport
 from headway.bench.generate.roofline import ElementBytes, Rates, Roofline, measure_read_gbps
 from headway.bench.generate.workloads import Requests, RequestSet
-from headway.core.contract.errors import HeadwayError
+from headway.core.contract.adapters import LoRARequest
+from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
@@ -32,6 +33,8 @@ class OfflineOptions:
     """Timed passes of each; the one of the median rate counts."""
     warmup: int = 1
     """Passes before them."""
+    adapters: int = 0
+    """Adapters that requests have in turn, in passes beside those without; 0: there are none."""
     trace: Path | None = None
     """Where a trace of the steps in the middle of the last workload goes."""
     ranks: int = 1
@@ -69,16 +72,18 @@ def run_offline(
     spec = llm.model.decoder.attention_specs[0]
     device = describe_device(llm.device, spec.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
-    cells, busy = [], crowding()
+    cells, busy, adapters = [], crowding(), _drawn_adapters(llm, options.adapters)
     for workload in workloads:
         requests = workload.requests(llm.model.decoder.vocab_size)
-        passes = []
-        for number in range(options.warmup + options.repeat):
-            done = _run(llm, requests, workload.temperature)
-            passes += [done] if number >= options.warmup else []
-            advance(workload.label)
-        idle = _look_inside(llm, requests, workload.temperature, options.trace if workload is workloads[-1] else None)
-        cells.append(_summary(llm, workload, requests, passes, idle, rates, options.ranks))
+        for own in [(), adapters] if adapters else [()]:
+            passes = []
+            for number in range(options.warmup + options.repeat):
+                done = _run(llm, requests, workload.temperature, own)
+                passes += [done] if number >= options.warmup else []
+                advance(workload.label)
+            trace = options.trace if workload is workloads[-1] else None
+            idle = None if own else _look_inside(llm, requests, workload.temperature, trace)
+            cells.append(_summary(llm, workload, requests, passes, idle, rates, options.ranks, len(own)))
     return OfflineReport(
         command=command,
         origin=Origin.here(),
@@ -118,13 +123,31 @@ def settings(llm: LLM) -> dict[str, str]:
     }
 
 
-def _run(llm: LLM, requests: Requests, temperature: float) -> _Pass:
+def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
+    """Adapters of random numbers that the engine takes for read ones.
+
+    :raises ConfigError: the engine has no slots for adapters.
+    """
+    made = [LoRARequest(f"drawn {number}", number, "no folder") for number in range(1, count + 1)]
+    decoder = llm.model.decoder
+    bank = decoder.adapters if isinstance(decoder, Decoder) else None
+    if not made:
+        return made
+    if bank is None:
+        raise ConfigError("--lora", "an engine with enable_lora=True", "one without")
+    for each in made:
+        llm.engine.adapter_table.add(each, bank.drawn(each.lora_int_id))
+    return made
+
+
+def _run(llm: LLM, requests: Requests, temperature: float, adapters: Sequence[LoRARequest] = ()) -> _Pass:
     # Every pass would find the last one's prompts in the prefix cache.
     llm.engine.blocks.forget_prefixes()
     params = [SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True) for size in requests.output_lens]
     before = llm.engine.stats.snapshot()
     start = time.perf_counter()
-    outputs = llm.generate(requests.prompts, params, use_tqdm=False)
+    own = [adapters[number % len(adapters)] for number in range(len(params))] if adapters else None
+    outputs = llm.generate(requests.prompts, params, use_tqdm=False, lora_request=own)
     seconds = time.perf_counter() - start
     first, later = [], []
     for number, (output, wanted) in enumerate(zip(outputs, requests.output_lens, strict=True)):
@@ -154,7 +177,14 @@ def _look_inside(llm: LLM, requests: Requests, temperature: float, trace: Path |
 
 
 def _summary(
-    llm: LLM, workload: RequestSet, requests: Requests, passes: Sequence[_Pass], idle: float | None, rates: Rates, ranks: int
+    llm: LLM,
+    workload: RequestSet,
+    requests: Requests,
+    passes: Sequence[_Pass],
+    idle: float | None,
+    rates: Rates,
+    ranks: int,
+    num_adapters: int,
 ) -> OfflineCell:
     ordered = sorted(passes, key=lambda each: each.seconds)
     chosen = ordered[len(ordered) // 2]
@@ -162,7 +192,8 @@ def _summary(
     seconds = _floor(llm, requests, stats, rates, ranks)
     input_len, output_len = workload.lengths or (None, None)
     return OfflineCell(
-        label=workload.label,
+        label=f"{workload.label} + {num_adapters} adapters" if num_adapters else workload.label,
+        num_adapters=num_adapters,
         batch_size=workload.batch_size,
         input_len=input_len,
         output_len=output_len,

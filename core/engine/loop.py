@@ -21,6 +21,7 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
 from headway.core.engine.offload.offloader import offloader_of
+from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.admission_queue import AdmissionQueue
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
@@ -87,6 +88,8 @@ class EngineLoop:
             smallest_chunk=pool.smallest_chunk,
             checkpoints=None if states is None else Checkpoints(states, interval, self.stats),
         )
+        self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
+        """Adapters that requests may name; None: the model has no slots for any."""
         self._offloader = offloader_of(self.blocks, executor.mover, pages.page_bytes, config, self.stats, now)
         self.scheduler = scheduler(
             self.blocks,
@@ -96,6 +99,7 @@ class EngineLoop:
             by_priority=limits.by_priority,
             offloader=self._offloader,
             stats=self.stats,
+            adapters=self.adapters,
         )
         self._admission = AdmissionQueue(self.scheduler, config.enable_prefix_caching)
         self._results = StepResults(self.scheduler, drafting, self.stats)
@@ -126,8 +130,8 @@ class EngineLoop:
     def add_request(self, request_id: str, request: CheckedRequest) -> None:
         """Queue a request, whose n completions come as deltas of `step`. request: from `limits.checked`, not checked again.
 
-        :raises ConfigError: the engine sleeps, a request of this id is unfinished, or the parameters name a plugin that this
-            process has not.
+        :raises ConfigError: the engine sleeps, a request of this id is unfinished, the parameters name a plugin that this process
+            has not, or the request's adapter cannot be served.
         """
         if self.asleep:
             raise ConfigError("the engine", "to be awake", f"one whose {' and '.join(self.asleep)} sleep", "wake_up() wakes it")
@@ -136,6 +140,8 @@ class EngineLoop:
         params = request.params
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
         ready = self.executor.prepare(params)
+        wanted = request.lora_request
+        adapter = None if wanted is None else self.adapter_table.claim(wanted, params.num_drawn)
         seqs, turn = [], (request.priority, next(self._arrivals))
         for index in range(params.num_drawn):
             seq = Sequence(
@@ -147,12 +153,23 @@ class EngineLoop:
                 max_model_len=self.capacity.max_model_len,
                 seed=int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else params.seed + index,
                 turn=turn,
+                adapter=adapter,
             )
             seqs.append(seq)
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # those of the first completion serve all
         self._live[request_id] = seqs
         self._admission.add(list(seqs), ready)
+
+    @property
+    def adapter_table(self) -> AdapterTable:
+        """The adapters that requests may name.
+
+        :raises ConfigError: the model has no slots for any.
+        """
+        if self.adapters is None:
+            raise ConfigError("an adapter", "an engine that was started with enable_lora=True", "one without")
+        return self.adapters
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its completions, and free the pages; no delta tells of it.
@@ -246,7 +263,7 @@ class EngineLoop:
 
     def _launch(self, scheduled: ScheduledStep) -> Exception | None:
         """Give the executor a step; returns what the launch has failed for."""
-        step = prepare(scheduled, self.blocks.groups, states=self.blocks.checkpoints is not None)
+        step = prepare(scheduled, self.blocks.groups, states=self.blocks.checkpoints is not None, adapters=self.adapters)
         began = self.clock.enter("launch")
         try:
             handle = self.executor.launch(step)
@@ -332,6 +349,8 @@ class EngineLoop:
         for seq in ended:
             if self._drafting is not None:
                 self._drafting.finish(seq)
+            if seq.adapter is not None and self.adapters is not None:
+                self.adapters.release(seq.adapter)
             live = self._live[seq.request_id]
             live.remove(seq)
             if not live:

@@ -50,6 +50,11 @@ def throughput(
     temperature: Annotated[
         float | None, typer.Option(help="For random prompts; 0 is greedy. Default: 0, and 0.6 for nano.")
     ] = None,
+    lora: Annotated[
+        int,
+        typer.Option(min=0, help="Random adapters that the requests have in turn, beside passes without any (random prompts)."),
+    ] = 0,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Their rank.")] = 16,
     repeat: Annotated[int, typer.Option(min=1, help="Timed passes after the warm-up; the median counts.")] = 3,
     warmup: Annotated[int, typer.Option(min=0, help="Passes of random prompts before the timed ones.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Write a Chrome trace of steps in the middle (random prompts).")] = None,
@@ -66,8 +71,10 @@ def throughput(
     model = engine.pop("model")
     workloads = _workloads(workload, batch_size, input_len, output_len, temperature)
     _check(compare, engine["load_format"], profile, temperature, workloads)
+    if lora:
+        _take_adapters(engine, lora, lora_rank, workloads)
     if workloads:
-        options = OfflineOptions(repeat, warmup, profile, engine["tensor_parallel_size"])
+        options = OfflineOptions(repeat, warmup, lora, profile, engine["tensor_parallel_size"])
         _run_offline(model, engine, workloads, options, output)
     else:
         (size,) = parse_sizes("--output-len", output_len or str(TEXT_OUTPUT_LEN))[:1]
@@ -112,6 +119,14 @@ def _check(
         raise ConfigError("--temperature", "random prompts", "texts, which are greedy", "add --batch-size and --input-len")
 
 
+def _take_adapters(engine: dict[str, Any], count: int, rank: int, workloads: Sequence[RequestSet]) -> None:
+    """Set the engine's options for so many adapters of a rank."""
+    if not workloads:
+        raise ConfigError("--lora", "random prompts", "texts", "add --batch-size and --input-len")
+    slots = max(engine["max_loras"], count)
+    engine.update(enable_lora=True, max_loras=slots, max_lora_rank=rank, max_cpu_loras=max(engine["max_cpu_loras"] or 0, slots))
+
+
 def _run_offline(
     model: str, engine: dict[str, Any], workloads: Sequence[RequestSet], options: OfflineOptions, output: Path | None
 ) -> None:
@@ -126,7 +141,7 @@ def _run_offline(
     with err.status(f"loading {model}"):
         llm = LLM(model, skip_tokenizer_init=True, **engine)
     ready = time.perf_counter() - started
-    with _progress(err, len(workloads) * (options.warmup + options.repeat)) as advance:
+    with _progress(err, len(workloads) * (options.warmup + options.repeat) * (2 if options.adapters else 1)) as advance:
         report = run_offline(
             llm,
             workloads,

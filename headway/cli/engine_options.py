@@ -70,6 +70,7 @@ _USES: Mapping[str, Sequence[str]] = {
         "speculative_model",
         "num_speculative_tokens",
     ),
+    "Adapters": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
     "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
     "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "worker_extension_cls", "log_stats_interval"),
 }

@@ -14,18 +14,18 @@ from rich.text import Text
 
 from headway.cli.engine_options import takes_engine_options
 from headway.cli.sampling_options import takes_sampling_options
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.terminal import Terminal, for_standard_output
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from headway.core.engine.cache.usage import CacheUsage
     from headway.llm import LLM
     from headway.outputs import RequestOutput
-    from headway.requests.prompts import Prompt
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
@@ -34,6 +34,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
     engine: dict[str, Any],
     sampling: dict[str, Any],
+    lora: Annotated[str | None, typer.Option(help="Folder of an adapter (LoRA) to write with; turns --enable-lora on.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what the engine does while it runs, and all of it at the end.")
@@ -45,6 +46,8 @@ def generate(
 ) -> None:
     """Continue PROMPT, token by token; then say how fast."""
     params = SamplingParams(**sampling)
+    adapter = None if lora is None else LoRARequest(lora, 1, lora)
+    engine["enable_lora"] = engine["enable_lora"] or adapter is not None
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
     err = Terminal(stderr=True)
@@ -72,7 +75,7 @@ def generate(
             if show_cache:
                 keep_usage()
 
-        output = _write(llm, request, params, not as_json, after_step)
+        output = _write(llm.stream(request, params, lora_request=adapter), params, not as_json, after_step)
     if usages:
         from headway.cli.engine_view import picture
 
@@ -92,13 +95,15 @@ def generate(
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _write(llm: LLM, request: Prompt, params: SamplingParams, shown: bool, after_step: Callable[[], None]) -> RequestOutput:
+def _write(
+    stream: Iterable[tuple[str, RequestOutput]], params: SamplingParams, shown: bool, after_step: Callable[[], None]
+) -> RequestOutput:
     """Generate, and show the text while it is written; several texts when all of them are complete, one after the other.
 
     :raises BackendError: a backend raised in the middle of a step.
     """
     begun, last, streamed = False, None, shown and params.n == 1
-    for text, output in llm.stream(request, params):
+    for text, output in stream:
         last = output
         after_step()
         text = text if begun else text.lstrip()  # a completion starts with the space after the prompt

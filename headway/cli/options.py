@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
+from headway.core.system.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +40,33 @@ def requests_of(text: str | None) -> list[str] | None:
         joins = "=" in name and "=" in before and key not in {part.partition("=")[0] for part in before.split(",")}
         requests[-1:] = [f"{before},{name}"] if joins else [*requests[-1:], name]
     return requests or None
+
+
+def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
+    """The adapters that --lora-modules names, in vLLM's two forms, numbered from 1. enabled: whether the engine takes any.
+
+    :raises ConfigError: a text of another form, a name twice, or an engine without slots for adapters.
+    """
+    found: list[LoRARequest] = []
+    for text in texts:
+        name, equals, path = text.partition("=")
+        given: Any = {"name": name, "path": path}
+        if text.lstrip().startswith("{"):
+            try:
+                given = json.loads(text)
+            except ValueError as error:
+                raise ConfigError("--lora-modules", "NAME=FOLDER or a JSON object", f"{shown(text)} ({error})") from None
+        elif not (name and equals and path):
+            raise ConfigError("--lora-modules", "NAME=FOLDER or a JSON object with name and path", shown(text))
+        unknown = set(given) - {"name", "path", "base_model_name", "is_3d_lora_weight"}
+        if unknown or not all(isinstance(given.get(key), str) for key in ("name", "path")):
+            raise ConfigError("--lora-modules", "an object with name, path and perhaps base_model_name", shown(text))
+        if any(each.lora_name == given["name"] for each in found):
+            raise ConfigError("--lora-modules", "a name for each adapter", f"{given['name']} twice")
+        found.append(LoRARequest(given["name"], len(found) + 1, given["path"], base_model_name=given.get("base_model_name")))
+    if found and not enabled:
+        raise ConfigError("--lora-modules", "--enable-lora beside it", "none")
+    return found
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:

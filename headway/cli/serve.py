@@ -17,6 +17,7 @@ from rich.console import Console
 
 from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
 
@@ -54,6 +55,13 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(help="Name by which requests call the model. Repeatable; default: MODEL.", rich_help_panel=SERVER),
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Adapter that requests call as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
+            rich_help_panel=SERVER,
+        ),
     ] = None,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
@@ -171,6 +179,7 @@ def serve(
     model = model_option or model
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
+        lora_modules=adapters_of(lora_modules or (), engine["enable_lora"]),
         api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,  # typer takes an empty variable for none
         max_queue=max_queue,
         max_body_bytes=max_body,
@@ -289,6 +298,7 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
     Returns it, and in words the choice of its backends and how its chats are read.
     """
     from headway.async_llm import AsyncLLM
+    from headway.hosting.adapters import add_adapter
     from headway.hosting.driver import driver_of
     from headway.hosting.process_host import EngineProcess
     from headway.hosting.restarting_host import RestartingEngine
@@ -297,6 +307,8 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
 
     make = partial(driver_of, args)
     host = EngineThread(make()) if spawned is None else RestartingEngine(EngineProcess(make, spawned), make, restarts)
+    for adapter in options.lora_modules:
+        add_adapter(host, adapter)
     llm = AsyncLLM.over(host)
     chats = chat_format_of(llm, options)
     return llm, f"{llm.facts.selection}\nchats: {chats.why}" if chats.template else llm.facts.selection

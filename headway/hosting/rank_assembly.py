@@ -154,4 +154,5 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         model_impl=args.model_impl,
         torch_compile=args.compiles_on(device.type),
         ranks=ranks,
+        slots=args.adapter_slots,
     )

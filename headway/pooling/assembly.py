@@ -34,6 +34,7 @@ log = logging.getLogger("headway")
 
 _GENERATING = {
     "deterministic": False,
+    "enable_lora": False,
     "logits_processors": ((),),
     "kv_cache_dtype": "auto",
     "kv_offload_size": None,

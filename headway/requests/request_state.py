@@ -119,7 +119,7 @@ class RequestState:
     def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
         """progress: of the call that the request belongs to."""
         self.request_id = request_id
-        self.prompt = request.prompt
+        self.prompt, self.lora_request = request.prompt, request.lora_request
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
@@ -224,6 +224,7 @@ class RequestState:
             RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time, self.scheduled_time),
             self.num_cached_tokens,
             None if self.params.prompt_logprobs is None else list(self._prompt_logprobs),
+            self.lora_request,
         )
 
 

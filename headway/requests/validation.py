@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
@@ -55,6 +56,7 @@ class RequestValidator:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         streamed: bool = False,
     ) -> list[CheckedRequest]:
         """Parse, tokenise and check every prompt of a call: all of them, before any of them runs. See `LLM.generate`.
@@ -62,15 +64,16 @@ class RequestValidator:
         streamed: outputs are shown as they grow.
 
         :raises PromptError: an empty or too long prompt.
-        :raises ConfigError: a parameter or a priority that cannot work.
+        :raises ConfigError: a parameter, a priority or an adapter that cannot work.
         """
         parsed = parse_prompts(prompts)
         params = params_of_each(sampling_params, len(parsed), self._default_params)
         priorities = _priority_of_each(priority, len(parsed))
+        adapters = _adapter_of_each(lora_request, len(parsed))
         resolved = {id(own): self._resolve(own, streamed) for own in params}  # most calls share one
         return [
-            self._checked(prompt, number, resolved[id(own)], first)
-            for number, (prompt, own, first) in enumerate(zip(parsed, params, priorities, strict=True))
+            self._checked(prompt, number, resolved[id(own)], first, adapter)
+            for number, (prompt, own, first, adapter) in enumerate(zip(parsed, params, priorities, adapters, strict=True))
         ]
 
     def chat_prompt(self, messages: str | Sequence[Message], *, split_special_tokens: bool = False, **options: Any) -> Prompt:
@@ -128,14 +131,16 @@ class RequestValidator:
         own = self._rules.apply(params) if self._rules.processors else params
         return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
-    def _checked(self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int) -> CheckedRequest:
+    def _checked(
+        self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int, adapter: LoRARequest | None
+    ) -> CheckedRequest:
         """Tokenise and check one prompt of a call. params: resolved."""
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
             if params.truncate_prompt_tokens:
                 most = params.truncate_prompt_tokens
                 ids = EmbeddedPrompt.of(ids.rows[-most:]) if isinstance(ids, EmbeddedPrompt) else ids[-most:]
-            return self.limits.checked(ids, params, priority, prompt.text)
+            return self.limits.checked(ids, params, priority, prompt.text, adapter)
         except PromptError as error:
             raise PromptError(f"prompt {number}", *error.reason[1:]) from None
 
@@ -172,6 +177,17 @@ def _priority_of_each(given: int | Sequence[int] | None, count: int) -> list[int
     listed = list(given) if isinstance(given, Sequence) else [0 if given is None else given] * count
     if len(listed) != count:
         raise ConfigError("priority", f"one, or one for each of the {count} prompts", len(listed))
+    return listed
+
+
+def _adapter_of_each(given: object, count: int) -> list[Any]:
+    """The adapter of each of `count` prompts, as it was given.
+
+    :raises ConfigError: another number of them.
+    """
+    listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    if len(listed) != count:
+        raise ConfigError("lora_request", f"one, or one for each of the {count} prompts", len(listed))
     return listed
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
+from headway.core.contract.adapters import LoRARequest
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
 
@@ -17,6 +18,8 @@ class Admission:
 
     def __init__(self, names: Sequence[str], options: ServerOptions) -> None:
         self.names, self.options = list(names), options
+        self.adapters: dict[str, LoRARequest] = {}
+        """Adapters by the names that requests give as their model."""
         self.num_queued = 0
         """Requests without a first token, or without an answer where that comes as a whole."""
         self._seconds = 1.0
@@ -27,9 +30,22 @@ class Admission:
 
         :raises ApiError: this server has no such model.
         """
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join([*self.names, *self.adapters])
             raise ApiError(404, f"model: this server has {known}, not {name[:100]!r}", "model", "model_not_found")
+
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model; None: it names the model itself. Raises as `check_model`."""
+        self.check_model(name)
+        return None if name is None or name in self.names else self.adapters[name]
+
+    def check_operator(self) -> None:
+        """Check that requests may change what all clients feel.
+
+        :raises ApiError: they may not.
+        """
+        if not self.options.operator_paths:
+            raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
     def check_room(self) -> None:
         """Check that one more request may wait.

@@ -22,6 +22,7 @@ from headway.core.engine.state.request_limits import CheckedRequest
 from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.requests.tool_use import ToolUse
+from headway.server.adapter_routes import AdapterRoutes, models_of
 from headway.server.anthropic.routes import MessagesRoutes
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.routes import BatchRoutes
@@ -60,7 +61,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
     batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
     app.state.batches, app.state.line_answers = batches, answers
-    operated = OperatorRoutes(service), PageRoutes(service), ProfileRoutes(service)
+    operated = OperatorRoutes(service), AdapterRoutes(service), PageRoutes(service), ProfileRoutes(service)
     app.state.routes = routes, native, messages, responses, batches, *operated
     for each in app.state.routes:
         each.add_to(app)
@@ -155,13 +156,16 @@ class Routes:
         return _json({"prompt": await self._llm.in_thread(decode)})
 
     async def models(self) -> Response:
-        """List the names of the model."""
-        return _json({"object": "list", "data": [self._model(name) for name in self._service.names]})
+        """List the names of the model, and its adapters."""
+        service = self._service
+        adapters = models_of([*service.adapters.values()], service.names[0], self._model)
+        return _json({"object": "list", "data": [*map(self._model, service.names), *adapters]})
 
     async def model(self, name: str) -> Response:
-        """Describe the model, by one of its names."""
-        self._service.check_model(name)
-        return _json(self._model(name))
+        """Describe the model, by one of its names, or an adapter."""
+        adapter = self._service.adapter_of(name)
+        found = [self._model(name)] if adapter is None else models_of([adapter], self._service.names[0], self._model)
+        return _json(found[0])
 
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
@@ -184,7 +188,7 @@ class Routes:
             return await self._prepare_infills(body, params, prompts, body.suffix)
         if body.split_special_tokens:
             prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
-        return await self._llm.check(prompts, params, priority=body.priority)
+        return await self._check(body, prompts, params)
 
     async def _prepare_infills(
         self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
@@ -200,7 +204,11 @@ class Routes:
         if not body.ignore_eos:
             ends = self._llm.host.validator.infill.stop_token_ids
             params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
-        return await self._llm.check(made, params, priority=body.priority)
+        return await self._check(body, made, params)
+
+    async def _check(self, body: CompletionRequest, prompts: Sequence[Any], params: SamplingParams) -> list[CheckedRequest]:
+        adapter = self._service.adapter_of(body.model)
+        return await self._llm.check(prompts, params, priority=body.priority, lora_request=adapter)
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")

@@ -54,6 +54,7 @@ class Chats:
             answer.is_structured, answer.form_field = True, "tools"
         answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
         try:
-            return await self._service.llm.check([prompt], formed, priority=body.priority)
+            adapter = self._service.adapter_of(body.model)
+            return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)
         except PromptError as error:  # which the client knows by another name
             raise PromptError("messages", *error.reason[1:]) from None

@@ -14,7 +14,6 @@ from headway.core.sampling.params import SamplingParams
 from headway.server.errors import ApiError
 from headway.server.generate_answers import DemoAnswer, NativeAnswer, TokensAnswer
 from headway.server.generate_requests import DemoRequest, NativeRequest, TokensRequest
-from headway.server.options import ServerOptions
 from headway.server.params import completion_params, prompts_of
 from headway.server.reply import Reply
 from headway.server.requests import CompletionRequest
@@ -141,14 +140,9 @@ class GenerateRoutes:
 
     async def flush_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
-        _check_operator(self._service.options)
+        self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return PlainTextResponse("Cache flushed.\n")
-
-
-def _check_operator(options: ServerOptions) -> None:
-    if not options.operator_paths:
-        raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
 
 def _json(data: object) -> Response:

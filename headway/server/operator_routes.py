@@ -78,7 +78,7 @@ class OperatorRoutes:
 
         mode: "abort" ends those that run; "wait" answers when they have ended. clear_cache: forget all prompts.
         """
-        self._check()
+        self._service.check_operator()
         await self._end_all(mode)
         if clear_cache and self._service.is_paused:
             await self._llm.reset_prefix_cache()
@@ -98,7 +98,7 @@ class OperatorRoutes:
 
         mode: as /pause has it.
         """
-        self._check()
+        self._service.check_operator()
         await self._end_all(mode)
         try:
             self._service.is_asleep = True
@@ -112,7 +112,7 @@ class OperatorRoutes:
 
     async def wake_up(self, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Take the memory back: of weights, kv_cache or both."""
-        self._check()
+        self._service.check_operator()
         await self._llm.wake_up(tags)
         self._service.is_asleep = await self._llm.is_sleeping()
         return Response()
@@ -123,7 +123,7 @@ class OperatorRoutes:
 
     async def collective_rpc(self, request: Request) -> Response:
         """Call a method of the engine's worker, by its name; the results are texts where JSON has nothing for them."""
-        self._check()
+        self._service.check_operator()
         asked = await read_body(request, WorkerCall, self._service.options)
         if asked.method.startswith("_"):
             raise ApiError(400, f"method: needs a public name, got {asked.method[:60]!r}", "method")
@@ -132,26 +132,22 @@ class OperatorRoutes:
 
     async def resume(self) -> Response:
         """Let requests begin again, those first that have waited."""
-        self._check()
+        self._service.check_operator()
         self._service.resume()
         return _json({"status": "resumed"})
 
     async def reset_prefix_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
-        self._check()
+        self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return Response()
 
     async def abort_requests(self, request: Request) -> Response:
         """End requests by the ids of their answers; an unknown one is left alone."""
-        self._check()
+        self._service.check_operator()
         asked = await read_body(request, AbortRequest, self._service.options)
         await self._llm.abort(each for name in asked.request_ids for each in self._service.running.get(name, ()))
         return Response()
-
-    def _check(self) -> None:
-        if not self._service.options.operator_paths:
-            raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
@@ -25,6 +26,8 @@ class ServerOptions:
 
     served_model_names: Sequence[str] = ()
     """Names by which requests may call the model; none: the name that it was loaded by."""
+    lora_modules: Sequence[LoRARequest] = ()
+    """Adapters that the engine has read, which requests may name as their model."""
     api_key: str | None = None
     """Key that requests must bring; None: none."""
     max_queue: int = 1024

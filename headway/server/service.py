@@ -50,6 +50,7 @@ class Service(Admission):
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         super().__init__([*options.served_model_names] or [llm.model.name], options)
         self.llm = llm
+        self.adapters.update({each.lora_name: each for each in options.lora_modules})
         self.metrics = Metrics(self.names[0], llm.facts.block_size)
         endpoint = options.otlp_traces_endpoint
         self.tracing: Tracing | None = None if endpoint is None else tracing_to(endpoint, self.names[0])

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from headway.core.contract.errors import refuse_unknown
-from headway.vllm_api.reasons import NO_ADAPTERS, TEXT_ALONE, of_each
+from headway.vllm_api.reasons import TEXT_ALONE, of_each
 
 CALL_KEYWORDS: Final = {
-    **of_each("lora_request prompt_adapter_request", NO_ADAPTERS),
+    "prompt_adapter_request": "not supported: adapters are of low rank (LoRA), by lora_request",
+    "lora_request": "not supported here: adapters are for models that generate text",
     "tokenization_kwargs": "tokenise by hand with get_tokenizer() and pass the ids",
     "mm_processor_kwargs": TEXT_ALONE,
     "guided_options_request": "SamplingParams(structured_outputs=...) says the form of a completion",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from headway.vllm_api.reasons import NO_ADAPTERS, NO_TRANSFER, TEXT_ALONE, of_each
+from headway.vllm_api.reasons import NO_TRANSFER, TEXT_ALONE, of_each
 
 _BATCH: Final = "headway.core.sampling.batch_processors"
 _BEAMS: Final = "headway.beam_search"
@@ -44,6 +44,7 @@ HOMES: Final = {
     "Histogram": f"{_METRICS}.EngineHistogram",
     "LLM": "headway.llm.LLM",
     "LLMEngine": "headway.llm_engine.LLMEngine",
+    "LoRARequest": "headway.core.contract.adapters.LoRARequest",
     "Logprob": "headway.core.sampling.logprobs.Logprob",
     "LogitsProcessor": f"{_BATCH}.BatchLogitsProcessor",
     "Metric": f"{_METRICS}.EngineMetric",
@@ -79,7 +80,7 @@ HOMES: Final = {
 """vLLM's name -> where it is here, as MODULE.NAME."""
 
 LACKING: Final = {
-    **of_each("LoRARequest LoRAConfig", NO_ADAPTERS),
+    **of_each("LoRAConfig", "not supported as an object: enable_lora, max_loras and max_lora_rank are options"),
     **of_each(
         "ImageAsset VideoAsset AudioAsset fetch_image fetch_audio fetch_video encode_image_base64 encode_audio_base64 "
         "MultiModalDataDict MultiModalDataBuiltins convert_image_mode rescale_image_size ExplicitEncoderDecoderPrompt",
@@ -157,7 +158,7 @@ MODULES: Final = {
 LACKING_MODULES: Final = {
     "assets": TEXT_ALONE,
     "multimodal": TEXT_ALONE,
-    "lora": NO_ADAPTERS,
+    "lora": "not supported: lora.request has LoRARequest, and docs/lora.md says what adapters may be",
     "distributed": NO_TRANSFER,
     "model_executor": "not supported: docs/models.md says which models run; model_impl='transformers' runs those of transformers",
     "envs": "not supported: docs/options.md has the options; Headway reads no variables of vLLM's but VLLM_TORCH_PROFILER_DIR",

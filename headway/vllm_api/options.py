@@ -10,7 +10,7 @@ from typing import Any, Final
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
 from headway.core.system.text import shown
-from headway.vllm_api.reasons import NO_ADAPTERS, NO_TRANSFER, TEXT_ALONE, of_each
+from headway.vllm_api.reasons import NO_TRANSFER, TEXT_ALONE, of_each
 
 log = logging.getLogger("headway")
 
@@ -24,7 +24,7 @@ LLM_OPTIONS: Final = {
     "tokenizer_mode": "the tokenizer is transformers' own; skip_tokenizer_init=True loads none",
     "code_revision": "not supported: Headway runs no code that a model brings",
     "tokenizer_revision": "not supported yet: tokenizer names the folder that huggingface-cli download --revision writes",
-    **of_each("enable_lora enable_lora_bias", NO_ADAPTERS),
+    "enable_lora_bias": "not supported: adapters have no biases; docs/lora.md says what they may be",
     **of_each("limit_mm_per_prompt mm_processor_kwargs enable_mm_embeds", TEXT_ALONE),
     "calculate_kv_scales": "not supported yet: fp8 has the checkpoint's scales; see kv_cache_dtype, int8_per_token_head",
     "cpu_offload_gb": "not supported yet, because weights and cache live on one device; a smaller kv_cache_memory makes room",
@@ -78,8 +78,8 @@ FLAGS: Final = {
 NEUTRAL_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"), (1,)),
     **dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), (1,)),
-    **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_expert_parallel", "enable_eplb"), (False,)),
-    **dict.fromkeys(("enable_mm_embeds", "calculate_kv_scales", "disable_sliding_window"), (False,)),
+    **dict.fromkeys(("enable_lora_bias", "enable_expert_parallel", "enable_eplb", "enable_mm_embeds"), (False,)),
+    **dict.fromkeys(("calculate_kv_scales", "disable_sliding_window"), (False,)),
     **dict.fromkeys(("override_generation_config", "rope_scaling", "model_loader_extra_config"), ({},)),
     **dict.fromkeys(("mm_processor_kwargs", "additional_config", "structured_outputs_config", "attention_config"), ({},)),
     **dict.fromkeys(("worker_cls", "config_format"), ("auto", "hf")),
@@ -105,8 +105,8 @@ enable_mfu_metrics enable_sleep_mode enable_server_load_tracking enable_tower_co
 fail_on_environ_validation fully_sharded_loras guided_decoding_backend guided_decoding_disable_fallback hf_token
 ignore_patterns interleave_mm_strings io_processor_plugin kv_cache_metrics kv_sharing_fast_prefill language_model_only
 linear_backend long_lora_scaling_factors long_prefill_token_threshold lora_dtype lora_extra_vocab_size lora_target_modules
-mamba_block_size mamba_cache_mode master_addr master_port max_context_len_to_capture max_cpu_loras max_log_len
-max_long_partial_prefills max_lora_rank max_loras max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
+mamba_block_size mamba_cache_mode master_addr master_port max_context_len_to_capture max_log_len
+max_long_partial_prefills max_num_partial_prefills max_parallel_loading_workers max_seq_len_to_capture
 media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
 mm_shm_cache_max_object_size_mb moe_backend multi_step_stream_outputs node_rank num_lookahead_slots num_redundant_experts
 num_scheduler_steps offload_backend optimization_level otlp_traces_endpoint performance_mode prefix_caching_hash_algo

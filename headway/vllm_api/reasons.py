@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-NO_ADAPTERS: Final = "not supported yet: merge the adapter into its model with peft's merge_and_unload()"
 TEXT_ALONE: Final = "not supported yet, because models read text alone"
 NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine; docs/offload.md has what outlives a request"
 

@@ -65,7 +65,7 @@ class RecordedLayers:
         for recorded, rope in zip(step.ropes, ropes, strict=True):
             recorded[0].copy_(rope[0])
             recorded[1].copy_(rope[1])
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             with record_function("headway.layers"):  # no operation of torch's would be seen
                 step.calls.repeat()
         else:

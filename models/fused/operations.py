@@ -177,11 +177,22 @@ class Fused:
             qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
         else:
             qkv, turned = self._product(x, norm, linear, way), rope is None
+        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
+        return self._turned(qkv, heads, None if turned else rope, scaled_by, alone)
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch, in place; four more where heads are normed without a rotation, or all as one."""
+        return self._turned(qkv, heads, rope, None, heads.q_norm is not None and (rope is None or heads.whole_norm))
+
+    def _turned(
+        self, qkv: Tensor, heads: Heads, rope: Rope | None, scaled_by: _RowScale | None, alone: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches before."""
         if alone:
             heads = self._norm_heads(qkv, heads)
-        if rope is not None and not turned:
-            self._rotate(qkv, heads, rope, (x, norm.eps) if norm is not None and norm.absorbed else None)
-        qkv = qkv.view(x.shape[0], linear.out_features // heads.head_dim, heads.head_dim)
+        if rope is not None:
+            self._rotate(qkv, heads, rope, scaled_by)
+        qkv = qkv.view(qkv.shape[0], qkv.shape[1] // heads.head_dim, heads.head_dim)
         rotated = heads.num_heads + heads.num_kv_heads
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
 
@@ -244,19 +255,27 @@ class Fused:
             return kernel(x, linear, norm, gated=True, activation=activation)
         if self._tiles.takes(x, linear, gated=True):
             return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
-        absorbed = norm is not None and norm.absorbed
-        both = self._product(x, norm, linear, way)
+        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
+        return self._gated(self._product(x, norm, linear, way), activation, scaled_by)
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """One launch where gated, else torch's."""
+        return self._gated(y, activation, None) if gated else ACTIVATE[activation](y)
+
+    def _gated(self, both: Tensor, activation: Activation, scaled_by: _RowScale | None) -> Tensor:
+        """One launch. scaled_by: the rows whose norm is still to be multiplied by, and epsilon."""
         rows, size = both.shape[0], both.shape[1] // 2
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
-            scaled_by, row_size, eps = (x, x.shape[1], norm.eps) if norm is not None and absorbed else (both, 0, 0.0)
+            x, eps = (both, 0.0) if scaled_by is None else scaled_by
+            row_size = 0 if scaled_by is None else x.shape[1]
 
             def make() -> FixedLauncher:
                 sizes = {"SIZE": size, "BLOCK": _GATED, **_row_sizes(row_size)}
                 return FixedLauncher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
 
             launch = self._launcher(("gated", activation, size, row_size), make)
-            launch((rows, triton.cdiv(size, _GATED), 1), both, y, scaled_by, eps)
+            launch((rows, triton.cdiv(size, _GATED), 1), both, y, x, eps)
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:

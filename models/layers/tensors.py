@@ -14,7 +14,7 @@ from headway.core.contract.ranks import Ranks
 from headway.models.axes import Axis, held_sizes
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.linear import Linear
+from headway.models.linear import Linear, ProductOrigin
 from headway.models.operations import Norm
 from headway.models.weights import WeightSource
 
@@ -86,6 +86,8 @@ class LayerTensors:
         scale: multiplies weight and bias, as one factor or as one for each row of the result.
         """
         summed = not Axis.of(in_features).is_whole
+        rows_of = {self.prefix + module: Axis.of(size) for module, size in sizes.items()}
+        origin = ProductOrigin(rows_of, Axis.of(in_features), order, scale)
         if self._config.names.transposed:
             parts = [self.take(f"{module}.weight", in_features, size).t() for module, size in sizes.items()]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
@@ -93,7 +95,7 @@ class LayerTensors:
             names = {f"{self.prefix}{module}.weight": size for module, size in sizes.items()}
             if order is None and scale == 1.0:
                 kept = self.weights.take_product(names, in_features)
-                return Linear(kept, self._biases(sizes, bias, summed), summed, dtype=self.weights.dtype)
+                return Linear(kept, self._biases(sizes, bias, summed), summed, dtype=self.weights.dtype, origin=origin)
             weight = self.weights.take_merged(names, in_features)
         biases = self._biases(sizes, bias, summed)
         if order is not None:
@@ -105,7 +107,7 @@ class LayerTensors:
             biases = None if biases is None else (biases * factors).to(weight.dtype)
         elif scale != 1.0:
             weight, biases = weight * scale, None if biases is None else biases * scale
-        return Linear(weight, biases, summed)
+        return Linear(weight, biases, summed, origin=origin)
 
     def _biases(self, sizes: Mapping[str, int | Axis], bias: bool, summed: bool) -> Tensor | None:
         """The biases of products of one input, as one; where results are summed over ranks, the first rank's alone."""

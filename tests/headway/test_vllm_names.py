@@ -37,7 +37,7 @@ def test_the_tables_have_no_name_that_no_module_lends() -> None:
     ("module", "words"),
     [
         ("headway.model_executor.layers", "docs/models.md says which models run"),
-        ("headway.lora.layers", "merge the adapter"),
+        ("headway.lora.layers", "docs/lora.md"),
         ("headway.v1.attention.backend", "docs/backends.md"),
     ],
 )
@@ -54,7 +54,7 @@ def test_none_and_neutral_values_ask_for_nothing() -> None:
     for name, values in NEUTRAL_VALUES.items():
         for value in values:
             assert EngineArgs("model", **{name: value}) == plain, (name, value)
-    assert EngineArgs("model", tokenizer="model", seed=None, max_num_seqs=None, swap_space=4, max_loras=4) == plain
+    assert EngineArgs("model", tokenizer="model", seed=None, max_num_seqs=None, swap_space=4, lora_dtype="auto") == plain
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_option_is_translated(options: dict[str, object], own: dict[str, object]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"enable_lora": True}, "enable_lora: needs .*merge the adapter"),
+        ({"enable_lora_bias": True}, "enable_lora_bias: needs .*adapters have no biases"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: needs .*tensor_parallel_size cuts"),
         (
             {"speculative_config": {"method": "eagle"}},

@@ -11,6 +11,7 @@ import pytest
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError
 from sandbox import save_tiny_model
+from tiny_adapters import save_adapter
 from tiny_encoders import SCORERS, save
 from vllm_programs import FOLDER, PAGE, header, page
 
@@ -25,6 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the programs' models are: those that generate are the tiny one."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "tiny", positions=512, chat=True)
+    save_adapter(folder / "adapter", folder / "tiny", rank=8)
     for name in MODELS:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "tiny")
@@ -90,7 +92,8 @@ def llm(models: Path) -> LLM:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"lora_request": "adapter"}, "lora_request: needs an option of LLM.generate.*merge the adapter"),
+        ({"lora_request": "adapter"}, "lora_request: needs a LoRARequest"),
+        ({"prompt_adapter_request": "x"}, "prompt_adapter_request: needs an option of LLM.generate.*by lora_request"),
         ({"priority": [1]}, "priority: needs 0, because .*first come, first served.*scheduling_policy"),
         ({"params": SamplingParams()}, "params: needs .*it is called sampling_params"),
         ({"use_tqmd": True}, "use_tqmd: needs .*did you mean use_tqdm?"),

@@ -101,6 +101,7 @@ class FakeDevice:
     interrupts: float = 0.0
     """Share of steps whose first wait is interrupted."""
     mover: Moving | None = field(default=None, init=False)
+    adapters: None = field(default=None, init=False)
     faulty: bool = field(default=False, init=False)
     num_steps: int = field(default=0, init=False)
     num_faults: int = field(default=0, init=False)

@@ -15,6 +15,7 @@ from headway.backends.sampling.part import FusedPart
 from headway.backends.sampling.top_k_top_p import TopKTopPSampler
 from headway.backends.states.triton.backend import TritonStates
 from headway.backends.triton.backend import TritonAttention
+from headway.core.contract.adapters import AdapterSlots, rows_with
 from headway.core.contract.backend import Lengths, StepLimits
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -115,6 +116,16 @@ def run_model(config: DecoderConfig, dtype: torch.dtype, rows: Sequence[int] = R
             for way in list(kind.methods.values())[::every]:
                 if way.takes(count, dtype):
                     way.add(hidden, way.route(hidden, model.norm, kind.example), kind.example)
+
+
+def run_adapted(config: DecoderConfig, dtype: torch.dtype, slots: int, rank: int, rows: Sequence[int] = (3, 300)) -> None:
+    """What adapters add to the products between a model's attentions."""
+    model = Decoder(config, EmptyWeights(dtype), slots=AdapterSlots(slots, rank))
+    attention = AttentionFunctions(lambda layer, q, k, v: q.new_empty((*q.shape[:2], v.shape[2])))
+    for count in rows:
+        ids, positions = (torch.zeros(count, dtype=torch.int64, device=GPU) for _ in range(2))
+        with rows_with(model.adapters, torch.zeros(count, dtype=torch.int32, device=GPU)):
+            model(ids, positions.int(), attention)
 
 
 def gate_outputs(dtype: torch.dtype) -> None:

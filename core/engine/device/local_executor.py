@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import adapters_of
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
@@ -24,6 +25,7 @@ from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.contract.support import YES
+from headway.core.engine.device.adapter_store import AdapterStore
 from headway.core.engine.device.compilation import CompilationWatch
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.launched import Launched
@@ -126,6 +128,11 @@ class LocalExecutor:
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
+        slots_of_adapters = adapters_of(model)
+        self.adapters = (
+            None if slots_of_adapters is None else AdapterStore(slots_of_adapters, config.kept_adapters, follows=ranks.rank > 0)
+        )
+        """Adapters in the host's memory; None: the model has no slots for any."""
         self._runner = ModelRunner(
             model,
             self.attention,
@@ -222,6 +229,8 @@ class LocalExecutor:
         """Start a step. On a CPU it has run when this returns."""
         if self.mover is not None:
             self.mover.before(step)
+        if step.adapter_loads and self.adapters is not None:
+            self.adapters.put(step.adapter_loads)
         return self._runner.launch(step)
 
     def failed(self, error: Exception) -> None:

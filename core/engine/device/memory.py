@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.model import AttentionFunctions, Model, latent_layers, state_layers
@@ -88,7 +89,10 @@ def run_trial(model: Model, layers: LayerSpecs, num_tokens: int, num_seqs: int) 
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device) % model.max_position_embeddings
     count = min(num_seqs, num_tokens)
-    logits = model.compute_logits(model(ids, positions, AttentionFunctions(attention, state))[:count])
+    slots = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # where there are any, rows with adapters take the most
+    with rows_with(adapters_of(model), slots):
+        hidden = model(ids, positions, AttentionFunctions(attention, state))
+    logits = model.compute_logits(hidden[:count])
     if logits.shape[1] < model.vocab_size:  # those of one rank, which may have to gather all
         logits = logits.new_zeros(count, model.vocab_size)
     likely = keep_top(logits.float(), torch.zeros(count, device=device), torch.full((count,), 0.9, device=device))

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
@@ -97,7 +98,11 @@ class ModelRunner:
         self._prompt_scorer = PromptScorer(model, self._vocabulary, self._device)
         self._results = HostResults(max_num_seqs, self._device)
         self._graphs: GraphSet | None = None
+        self._adapters = adapters_of(model)
         self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
+        self._adapted_graphs: GraphSet | None = None
+        """Graphs of steps in which a sequence has an adapter; the others hold nothing of adapters."""
+        self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
         self._compilations: CompilationWatch | None = None
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Function that every step calls with the rows that sample and their logits, which the next step overwrites. On several
@@ -111,6 +116,8 @@ class ModelRunner:
         max_decode_len: query tokens of a decode, drafts included. See GraphSet for what may be refused.
         """
         self._piecewise.capture(token_counts, recorder)
+        if self._adapters is not None:
+            self._adapted_pieces.capture(token_counts, recorder)
         step = ModelStep(
             model=self._model,
             attention=self._attention,
@@ -123,12 +130,16 @@ class ModelRunner:
         )
         graphs = GraphSet(step, self._selector)
         graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
+        if self._adapters is not None:
+            self._adapted_graphs = GraphSet(replace(step, adapters=self._adapters), self._selector)
+            self._adapted_graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
         self._graphs = graphs
 
     def release_graphs(self) -> None:
         """Drop all graphs, and the memory that they hold; `capture` makes them again."""
-        self._graphs = None
+        self._graphs = self._adapted_graphs = None
         self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
+        self._adapted_pieces = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
 
     def forget_tokens(self) -> None:
         """Start every row anew, after the steps of a warm-up."""
@@ -192,7 +203,8 @@ class ModelRunner:
             positions = context_lens + 1
             draws = self._draws(graph, rows, positions)
             states = self._state_slots(step, order)
-            logits, best = graph.replay(rows, context_lens, self._tables, draws, states)
+            adapters = None if step.adapters is None else step.adapters[order]
+            logits, best = graph.replay(rows, context_lens, self._tables, draws, states, adapters)
         self._show(step, rows, logits)
         chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
         if chosen.tokens is not best:  # those are in their rows already
@@ -268,11 +280,12 @@ class ModelRunner:
 
     def _graph(self, step: StepInput) -> tuple[CapturedStep | None, str]:
         """The graph that runs a step, or None and the reason; no reason before graphs are captured."""
-        if self._graphs is None:
+        graphs = self._graphs if step.adapters is None else self._adapted_graphs
+        if graphs is None:
             return None, ""
         if step.embedded:
             return None, "prompt_embeds"
-        return self._graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
+        return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
 
     def _run(self, step: StepInput) -> tuple[Tensor, bool]:
         """The model over a step, piecewise or as single launches: hidden states of all its tokens; whether piecewise."""
@@ -291,13 +304,19 @@ class ModelRunner:
         self._attention.begin(metadata, prefill, decode)
         if self._attention.states is not None:
             self._attention.states.begin(self._attention.states.metadata(step, first))
+        slots = None
+        if step.adapters is not None and self._adapters is not None:
+            slots = upload(torch.from_numpy(numpy.repeat(step.adapters, step.query_lens)), self._device)
         if step.embedded:
             rows = [(first, upload(given, self._device)) for first, given in step.embedded]
-            return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
-        hidden = self._piecewise.run(input_ids, positions)
+            with rows_with(self._adapters, slots):
+                return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
+        pieces = self._piecewise if slots is None else self._adapted_pieces
+        hidden = pieces.run(input_ids, positions, slots)
         if hidden is not None:
             return hidden, True
-        return self._model(input_ids, positions, self._attention), False
+        with rows_with(self._adapters, slots):
+            return self._model(input_ids, positions, self._attention), False
 
     def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
         """The backends that serve a part of the step; `phase` is that of a part without sequences."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.adapters import adapters_of
 from headway.core.contract.backend import Backends, Lengths, StepLimits, fits, powers
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import AttentionFunctions, Model
@@ -62,6 +64,7 @@ class WarmUp:
         self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
         self._device, self._ranks = attention.specs[0].device, ranks
         self._num_pages = size.num_pages
+        self._adapters = adapters_of(model)
         self._failed: set[str] = set()
         self._in_flight: Launched | None = None
         """The step that was launched last."""
@@ -72,6 +75,8 @@ class WarmUp:
         self._in_flight = None
         for step in self._steps():
             self._launch(step)
+            if self._adapters is not None:  # in a slot of zeros
+                self._launch(replace(step, adapters=numpy.zeros(step.num_seqs, dtype=numpy.int32)))
         for spec in self._attention.layers.distinct:
             self._attend(spec)
         if self._attention.states is not None:

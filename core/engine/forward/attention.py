@@ -171,7 +171,7 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
-        seen = torch.compiler.is_compiling() or torch.autograd._profiler_enabled()
+        seen = torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled()
         if type(q) is Tensor and q.device.type == "cpu" and not seen:
             self.run(layer, q, k, v, out)  # what the op does, sooner
             return out

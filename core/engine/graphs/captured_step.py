@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import NO_ADAPTER, rows_with
 from headway.core.contract.backend import AttentionBackend, Backends
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.state import StateMetadata
@@ -115,7 +116,9 @@ class CapturedStep(ABC):
         if self._states is not None and step.attention.states is not None:
             step.attention.states.resume(self._states)
         out = self._logits_memory()
-        self._logits = step.model.compute_logits(self._hidden(), out)
+        with rows_with(step.adapters, None if step.adapters is None else self._fields.adapters.view(-1)):
+            hidden = self._hidden()
+        self._logits = step.model.compute_logits(hidden, out)
         if out is None:
             step.logits = self._logits
         assert out is None or self._logits.data_ptr() == out.data_ptr()
@@ -167,12 +170,13 @@ class DecodeGraph(CapturedStep):
         tables: HostBlockTables,
         draws: Draws | None = None,
         states: NDArray[numpy.int32] | None = None,
+        adapters: NDArray[numpy.int32] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run a step, see DecodeInputs.fill. Returns its logits [num_seqs, vocab_size] and tokens [num_seqs].
 
         draws: how the tokens are chosen; None: greedily. The next replay overwrites logits and tokens.
         """
-        sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states)
+        sent = self._inputs.fill(self._shapes, rows, positions, tables, draws, states, adapters)
         tokens = self._launch(draws, sent.seq_lens, sent.tables)
         return self._logits[: len(rows)], tokens[: len(rows)]
 
@@ -201,7 +205,7 @@ class PrefillGraph(CapturedStep):
 
     def replay(self, step: StepInput, tables: HostBlockTables, draws: Draws | None) -> tuple[Tensor, Tensor]:
         """Run a prompt. Returns its logits [1, vocab_size] and token [1], which the next replay overwrites."""
-        sent = self._inputs.fill(self._shapes, step.token_ids, int(step.rows[0]), tables, draws)
+        sent = self._inputs.fill(self._shapes, step, tables, draws)
         return self._logits, self._launch(draws, sent.seq_lens, sent.tables)
 
 
@@ -279,6 +283,7 @@ class VerifyGraph(CapturedStep):
         inputs.buffer.zero_()
         fields.slots.fill_(-1)
         fields.states.fill_(-1)
+        fields.adapters.fill_(NO_ADAPTER)
         fields.rows.fill_(step.padding_row)
         fields.seq_lens.fill_(PADDING_CONTEXT + width)
         fields.context_lens.fill_(PADDING_CONTEXT)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.core.contract.adapters import ModelAdapters, rows_with
 from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.forward.attention import PagedAttention
@@ -87,7 +88,18 @@ class _PiecewiseGraph:
 class PiecewiseGraphs:
     """Piecewise graphs by number of tokens; a step takes the smallest that holds it."""
 
-    def __init__(self, model: Model, attention: PagedAttention, device: torch.device, ranks: Ranks = ONE_RANK) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        device: torch.device,
+        ranks: Ranks = ONE_RANK,
+        adapters: ModelAdapters | None = None,
+    ) -> None:
+        """adapters: the model's, where the graphs are of steps in which rows have some; None: none has any."""
+        self._adapters = adapters
+        self._slots = torch.zeros(0, dtype=torch.int32, device=device)
+        """Slots of the rows' adapters; those of padding are left from other steps."""
         self._model, self._attention, self._device, self._ranks = model, attention, device, ranks
         self._by_size: list[_PiecewiseGraph] = []
         """The smallest first."""
@@ -106,10 +118,12 @@ class PiecewiseGraphs:
         """Record the model at these numbers of tokens, the largest first, so that the others find their memory in its pool."""
         started = time.perf_counter()
         self._inputs = torch.zeros(2, max(sizes), dtype=torch.int64, device=self._device)
+        self._slots = torch.zeros(max(sizes), dtype=torch.int32, device=self._device)
         too_large: list[int] = []
         for size in sorted(set(sizes), reverse=True):
             try:
-                self._by_size.insert(0, self._record(size, recorder))
+                with rows_with(self._adapters, self._slots[:size]):
+                    self._by_size.insert(0, self._record(size, recorder))
             except torch.OutOfMemoryError:
                 if self._ranks.size > 1:  # the others have the graph, and wait in it for this one
                     raise
@@ -173,13 +187,15 @@ class PiecewiseGraphs:
             room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=like.dtype, device=like.device)
         return room[: like.shape[0]]
 
-    def run(self, ids: Tensor, positions: Tensor) -> Tensor | None:
+    def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:
         """Hidden states [num_tokens, hidden_size] of the step that attention was begun for, valid until the next step; None: no
-        graph has so many tokens. ids, positions: int64 [num_tokens]."""
+        graph has so many tokens. ids, positions: int64 [num_tokens]; slots: of the rows' adapters, int32 [num_tokens]."""
         count = len(ids)
         graph = next((each for each in self._by_size if each.size >= count), None)
         if graph is None:
             return None
         self._inputs[0, :count].copy_(ids)
         self._inputs[1, :count].copy_(positions)
+        if slots is not None:
+            self._slots[:count].copy_(slots)
         return graph.run(self._attention, count)

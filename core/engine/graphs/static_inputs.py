@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import NO_ADAPTER, ModelAdapters
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.forward.attention import PagedAttention
@@ -38,6 +39,8 @@ class ModelStep:
     num_blocks: Sequence[int]
     """Blocks of the pool, for each cache group."""
     ranks: Ranks = ONE_RANK
+    adapters: ModelAdapters | None = None
+    """The model's, where the graphs are of steps in which sequences have some; None: none has any."""
     logits: Tensor | None = None
     """[largest batch, vocab_size]: every graph computes its own logits into its first rows."""
 
@@ -109,13 +112,15 @@ class StepFields(NamedTuple, Generic[Field]):
     """int32 [g, n, blocks]"""
     states: Field
     """int32 [n], decode or verification of a model whose layers keep states: the slot of each sequence's; -1: padding"""
+    adapters: Field
+    """int32 [n], [n, w] or [t], where sequences may have adapters: the slot of each row's; NO_ADAPTER: none, and padding"""
     out_states: Field
     """int32 [n, w], verification of such a model: `StateMetadata.out_slots`; a decode moves each state on in its slot."""
 
 
 Shapes = StepFields[tuple[int, ...]]
 _INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
-_DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 5])
+_DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 6])
 _PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
 """Fields whose first dimension is one of planes."""
 _EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
@@ -200,6 +205,11 @@ class StaticInputs:
         return host.fields
 
 
+def _empty_unless(adapters: ModelAdapters | None, *shape: int) -> tuple[int, ...]:
+    """The shape of the field `adapters`, which is empty where no sequence has any."""
+    return (0,) if adapters is None else shape
+
+
 def _table_blocks(step: ModelStep) -> int:
     return _aligned(-(-step.max_model_len // step.block_size))
 
@@ -217,6 +227,7 @@ def decode_shapes(step: ModelStep, size: int) -> Shapes:
         seq_lens=(size,),
         tables=(groups, size, _table_blocks(step)),
         states=(size,) if step.attention.states is not None else (0,),
+        adapters=_empty_unless(step.adapters, size),
     )
 
 
@@ -231,11 +242,12 @@ class DecodeInputs(StaticInputs):
         tables: HostBlockTables,
         draws: Draws | None = None,
         states: _Ints | None = None,
+        adapters: _Ints | None = None,
     ) -> StepFields[Tensor]:
         """Send a step to the device. Returns what is sent, in host memory.
 
-        rows, positions, states: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are padding:
-        they have length 0, their slots are -1, and their token goes to the padding row.
+        rows, positions, states, adapters: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are
+        padding: they have length 0, their slots are -1, and their token goes to the padding row.
         """
         host, count = self._next(shapes), len(rows)
         to = host.arrays
@@ -254,6 +266,8 @@ class DecodeInputs(StaticInputs):
             slots[:count], slots[count:] = tables.slots(rows, positions, self._step.block_size, group), -1
         if states is not None:
             to.states[:count], to.states[count:] = states, -1
+        if adapters is not None:
+            to.adapters[:count], to.adapters[count:] = adapters, NO_ADAPTER
         host.mirrored.fill(to.rows, tables)
         return self._send(host)
 
@@ -270,19 +284,20 @@ def prefill_shapes(step: ModelStep, size: int) -> Shapes:
         scales=(1,),
         filters=(len(NO_FILTER), 1),
         tables=(groups, 1, -(-size // step.block_size)),
+        adapters=_empty_unless(step.adapters, size),
     )
 
 
 class PrefillInputs(StaticInputs):
     """Inputs of single prompts."""
 
-    def fill(
-        self, shapes: Shapes, token_ids: NDArray[numpy.int64], row: int, tables: HostBlockTables, draws: Draws | None
-    ) -> StepFields[Tensor]:
+    def fill(self, shapes: Shapes, step: StepInput, tables: HostBlockTables, draws: Draws | None) -> StepFields[Tensor]:
         """Send a prompt to the device. Padding has token 0, and slot -1. Returns what is sent, in host memory."""
-        host, count = self._next(shapes), len(token_ids)
+        host, count, row = self._next(shapes), step.num_tokens, int(step.rows[0])
         to = host.arrays
-        to.ids[:count], to.ids[count:] = token_ids, 0
+        to.ids[:count], to.ids[count:] = step.token_ids, 0
+        if step.adapters is not None:
+            to.adapters[:] = step.adapters[0]
         to.rows[0], to.last[0], to.keys[0], to.scales[0] = row, count - 1, 0, 0  # a scale of 0 is greedy
         if draws is not None:
             to.keys[:], to.scales[:] = draws.keys, draws.scales
@@ -311,6 +326,7 @@ def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
         context_lens=(size,),
         tables=(groups, size, _table_blocks(step)),
         states=(size,) if stateful else (0,),
+        adapters=_empty_unless(step.adapters, size, width),
         out_states=(size, width) if stateful else (0,),
     )
 
@@ -349,6 +365,8 @@ class VerifyInputs(StaticInputs):
         put(to.ids, step.token_ids)
         to.rows[:count], to.rows[count:] = step.rows, self._step.padding_row
         to.recomputed[:count], to.recomputed[count:] = width - step.query_lens, 0
+        if step.adapters is not None:
+            to.adapters[:count], to.adapters[count:] = step.adapters[:, None], NO_ADAPTER
         to.seq_lens[:count], to.seq_lens[count:] = step.context_lens + step.query_lens, PADDING_CONTEXT + width
         numpy.subtract(to.seq_lens, width, out=to.context_lens)
         numpy.add(to.context_lens[:, None], numpy.arange(width, dtype=numpy.int32), out=to.positions)

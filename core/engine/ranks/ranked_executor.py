@@ -35,6 +35,7 @@ class RankedExecutor:
         self._local, self._processes = local, processes
         self._shows_logits = False
         self.capacity, self.selector, self.selection = local.capacity, local.selector, local.selection
+        self.adapters = local.adapters
 
     @property
     def pids(self) -> list[int]:

@@ -20,8 +20,8 @@ _ELSEWHERE: Final = "rank 0 has it"
 
 def encode(step: StepInput) -> bytes:
     """Turn a step's input into bytes. 64 sequences that decode take about 600."""
-    others = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.shows_logits
-    if not step.goes_on or others or step.embedded:
+    rows = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.embedded
+    if not step.goes_on or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
         return bytes((_PICKLED,)) + pickle.dumps(_portable(step), pickle.HIGHEST_PROTOCOL)
     states = step.state_indices is not None
     pages: list[int] = []

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from headway.core.contract.adapters import NO_ADAPTER
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
+from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.state.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.state.sequence import Sequence, Status
 from headway.core.engine.state.stats import EngineStats
 
 _turn = attrgetter("turn")
+_FARTHEST = 1024
+"""Waiting sequences that are looked at, where those before them find no slot for their adapters."""
 
 
 @dataclass(slots=True)
@@ -68,16 +72,18 @@ class Scheduler:
         by_priority: bool = False,
         offloader: Offloader | None = None,
         stats: EngineStats | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """by_priority: both queues are kept in the order of `Sequence.turn`, else in that of arrival.
 
-        offloader: keeps pages beyond their time in the pool. stats: where admitted tokens and preemptions are counted.
+        offloader: keeps pages beyond their time in the pool. stats: where admitted tokens and preemptions are counted. adapters:
+        those that sequences may run with; None: there are none.
         """
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.offloader = offloader
+        self.offloader, self.adapters = offloader, adapters
         self.stats = EngineStats() if stats is None else stats
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -213,17 +219,25 @@ class Scheduler:
         return ScheduledSequence(seq, count + drafts, seq.num_computed, count == seq.num_to_compute, drafts)
 
     def _admit_waiting(self, plan: _StepPlan) -> None:
-        """Admit waiting sequences in their order, as long as there are tokens, rows and pages for the next one."""
-        took_pages = False
-        while self.waiting and plan.budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
+        """Admit waiting sequences in their order, as long as there are tokens, rows and pages for the next one.
+
+        Those that find no slot for their adapter are passed over.
+        """
+        took_pages, place, passed = False, 0, None
+        while place < min(len(self.waiting), _FARTHEST) and plan.budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[place]
+            if seq.adapter is not None and not self._has_slot(seq, passed):
+                place, passed = place + 1, passed or seq
+                continue
             if self.offloader is not None and not took_pages and self.offloader.restore(seq):
-                self.waiting.popleft()
+                del self.waiting[place]
                 continue
             self._fit_uncut_prompt(plan, seq)
             count = self._admit(seq, plan.budget)
             if count:
-                self._start(seq)
+                if passed is not None and seq.adapter is not None:
+                    passed.num_passed += 1
+                self._start(seq, place)
                 plan.add(ScheduledSequence(seq, count, seq.num_computed, count == seq.num_to_compute))
             elif self.running or self.restoring or not self._take_pages_of_waiting():
                 return
@@ -251,9 +265,23 @@ class Scheduler:
                 break
         return 0
 
-    def _start(self, seq: Sequence) -> None:
-        """Give the first waiting sequence a row, and move it to the running ones."""
-        self.waiting.popleft()
+    def _has_slot(self, seq: Sequence, passed: Sequence | None) -> bool:
+        """Whether a sequence's adapter has a slot or finds one.
+
+        passed: the first sequence in the queue that has found none. A batch of others may go before it; from then on only those
+        without an adapter may, so that a slot becomes free.
+        """
+        assert self.adapters is not None
+        assert seq.adapter is not None
+        return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
+
+    def _start(self, seq: Sequence, place: int) -> None:
+        """Give the waiting sequence at this place a row, and its adapter a slot, and move it to the running ones."""
+        del self.waiting[place]
+        if seq.adapter is not None and self.adapters is not None:
+            slot = self.adapters.occupy(seq.adapter)
+            assert slot is not None, "`_has_slot` has found one"
+            seq.adapter_slot = slot
         if self.offloader is not None:
             self.offloader.started(seq)
         self._insert(self.running, seq)
@@ -308,6 +336,9 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq)
+        if seq.adapter_slot != NO_ADAPTER and seq.adapter is not None and self.adapters is not None:
+            self.adapters.vacate(seq.adapter)
+            seq.adapter_slot = NO_ADAPTER
         if seq.row is not None:
             heappush(self._free_rows, seq.row)
             seq.row = None

@@ -10,6 +10,8 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import NO_ADAPTER
+from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.state.groups import CacheGroup
 from headway.core.engine.state.schedule import ScheduledStep
 from headway.core.engine.state.sequence import Sequence as Completion
@@ -17,12 +19,18 @@ from headway.core.engine.state.step import NEWEST, NewPages, PageCopy, StartedRo
 from headway.core.sampling.row_needs import OF_TOKENS, need_of
 
 
-def prepare(step: ScheduledStep, groups: Sequence[CacheGroup], states: bool = False) -> StepInput:
+def prepare(
+    step: ScheduledStep, groups: Sequence[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
+) -> StepInput:
     """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched.
 
-    states: whether layers of the model keep states.
+    states: whether layers of the model keep states. adapters: of the engine; None: there are none.
     """
     found = _without_states(step, groups)
+    if adapters is not None:
+        slots = _joined([each.seq.adapter_slot for each in step.individual], step.adapter_slots)
+        used = slots if (slots != NO_ADAPTER).any() else None
+        found = replace(found, adapters=used, adapter_loads=adapters.take_loads())
     if not states:
         return found
     if not step.individual:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SEED_RANGE, is_seed
 from headway.core.system.text import shown
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 
 _MOST_SEQS = 2**20
 """Most sequences of a step: buffers of the host and the device have a row for each."""
+_MOST_RANK = 512
+"""The largest rank of an adapter, as in vLLM."""
+_AT_LEAST_ONE: Final = (
+    "block_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "max_loras",
+    "max_lora_rank",
+)
 BLOCK_MULTIPLE = 8
 """Every block size is a multiple of this: no kernel reads smaller steps."""
 
@@ -86,6 +98,12 @@ class EngineConfig:
         str | None, "Guess tokens and verify several in a step, where that is faster: ngram, suffix, or a plugin's. Default: no."
     ] = None
     num_speculative_tokens: Annotated[int, "Most guesses that a step verifies for a sequence, 1 to 7."] = 7
+    enable_lora: Annotated[bool, "Let requests name adapters of low rank (LoRA), several in one batch."] = False
+    max_loras: Annotated[int, "Most adapters that a step may use at a time; their memory is taken at the start."] = 1
+    max_lora_rank: Annotated[int, "The largest rank of an adapter."] = 16
+    max_cpu_loras: Annotated[
+        int | None, "Adapters kept in the host's memory when no request wants them. Default: as many as max_loras."
+    ] = None
     deterministic: Annotated[bool, "Give a request the same bits alone and in any batch; slower."] = False
     max_logprobs: Annotated[int, "Most log-probabilities of a token that a request may ask for; -1: of the whole vocabulary."] = (
         20
@@ -110,7 +128,7 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             self._set("kv_cache_memory", parse_bytes("kv_cache_memory", self.kv_cache_memory))
         self._check_offload()
-        for name in ("block_size", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(name, "a whole number of at least 1", repr(value))
@@ -122,6 +140,7 @@ class EngineConfig:
             raise ConfigError("max_logprobs", "a whole number of at least -1", repr(self.max_logprobs))
         self._check_capture_sizes()
         self._check_ranks()
+        self._check_adapters()
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError("scheduling_policy", "fcfs or priority", repr(self.scheduling_policy))
         Workload.parse(self.workload)
@@ -165,6 +184,12 @@ class EngineConfig:
             option, need = f"tensor_parallel_size={self.tensor_parallel_size}", "a cache in the ranks' own memory"
             raise ConfigError(option, need, "kv_offload_size, which copies blocks of one rank", "leave one of them out")
 
+    def _check_adapters(self) -> None:
+        if self.max_lora_rank > _MOST_RANK:
+            raise ConfigError("max_lora_rank", f"a whole number of at most {_MOST_RANK}", self.max_lora_rank)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError("max_cpu_loras", f"a whole number of at least max_loras={self.max_loras}", self.max_cpu_loras)
+
     def _check_capture_sizes(self) -> None:
         sizes = self.cudagraph_capture_sizes
         if sizes is None:
@@ -189,6 +214,16 @@ class EngineConfig:
         """The option `state_backend`, parsed."""
         assert not isinstance(self.state_backend, str)
         return self.state_backend
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """Room for adapters; None: there is none."""
+        return AdapterSlots(self.max_loras, self.max_lora_rank) if self.enable_lora else None
+
+    @property
+    def kept_adapters(self) -> int:
+        """`max_cpu_loras` as a number."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
     def offload_bytes(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.engine.state.adapters import AdapterReader
 from headway.core.engine.state.page_mover import PageMover
 from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.state_slots import StateSlots
@@ -99,6 +100,10 @@ class Executor(Protocol):
     @property
     def mover(self) -> PageMover | None:
         """Copies pages to memory beyond the pool and back; None: there is no such memory."""
+
+    @property
+    def adapters(self) -> AdapterReader | None:
+        """Reads adapters and keeps them in host memory; None: the model has no slots for any."""
 
     @property
     def selector(self) -> Selector:

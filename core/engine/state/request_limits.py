@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
@@ -25,6 +26,8 @@ class CheckedRequest(NamedTuple):
     """Lower ones are served first."""
     prompt: str | None = None
     """The prompt's text, for outputs; the engine reads the token ids alone."""
+    lora_request: LoRARequest | None = None
+    """The adapter; None: the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class RequestLimits:
     """Whether requests have priorities."""
     embedding_size: int | None = None
     """Elements of a row of a prompt that is given as embeddings; None: no prompt is."""
+    takes_adapters: bool = False
+    """Whether the engine has slots for adapters."""
 
     @classmethod
     def of(
@@ -60,16 +65,23 @@ class RequestLimits:
         elif not config.enable_chunked_prefill and max_model_len >= config.step_tokens:
             advice = "shorten it, raise max_num_batched_tokens, or turn chunked prefill on"
         size, by_priority = embedding_size if config.enable_prompt_embeds else None, config.scheduling_policy == "priority"
-        return cls(max_model_len, vocab_size, advice, config.max_logprobs, by_priority, embedding_size=size)
+        return cls(max_model_len, vocab_size, advice, config.max_logprobs, by_priority, size, config.enable_lora)
 
     def checked(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int = 0, prompt: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        prompt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> CheckedRequest:
-        """Check a request, once.
+        """Check a request, once; its adapter's files are checked where the engine runs.
 
         :raises PromptError: the prompt is empty, leaves no room for one token, or has ids outside the vocabulary.
-        :raises ConfigError: parameters or a priority that this engine or its model does not take.
+        :raises ConfigError: parameters, a priority or an adapter that this engine or its model does not take.
         """
+        if lora_request is not None:
+            self.check_adapter(lora_request)
         self.check_prompt(prompt_token_ids)
         self.check_params(params)
         if isinstance(prompt_token_ids, EmbeddedPrompt) and (
@@ -78,7 +90,17 @@ class RequestLimits:
             need = "no prompt_logprobs and no repetition_penalty, which read the prompt's token ids"
             raise ConfigError("prompt_embeds", need, "one of them")
         self.check_priority(priority)
-        return CheckedRequest(prompt_token_ids, params, priority, prompt)
+        return CheckedRequest(prompt_token_ids, params, priority, prompt, lora_request)
+
+    def check_adapter(self, lora_request: object) -> None:
+        """Check that a request may name an adapter.
+
+        :raises ConfigError: the engine has no slots for adapters, or it is none.
+        """
+        if not isinstance(lora_request, LoRARequest):
+            raise ConfigError("lora_request", "a LoRARequest(name, id, path)", shown(lora_request))
+        if not self.takes_adapters:
+            raise ConfigError("lora_request", "an engine that was started with enable_lora=True", lora_request.lora_name)
 
     def check_prompt(self, prompt_token_ids: Sequence[int]) -> None:
         """Check a prompt.

@@ -38,6 +38,8 @@ class DecodeBatch:
         """[members]: steps after which a page of the member may be named or given back."""
         self.state_indices: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
         """[members]: `Sequence.state_index` of each, which stays while a sequence decodes without drafts."""
+        self.adapter_slots: NDArray[numpy.int32] = numpy.zeros(0, dtype=numpy.int32)
+        """[members]: `Sequence.adapter_slot` of each, which stays while a sequence runs."""
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
@@ -95,6 +97,8 @@ class DecodeBatch:
         self._boundaries = numpy.concatenate([self._boundaries, boundaries])
         indices = numpy.array([seq.state_index for seq in seqs], dtype=numpy.int32)
         self.state_indices = numpy.concatenate([self.state_indices, indices])
+        slots = numpy.array([seq.adapter_slot for seq in seqs], dtype=numpy.int32)
+        self.adapter_slots = numpy.concatenate([self.adapter_slots, slots])
 
     def remove(self, leaving: Iterable[Sequence]) -> None:
         """Take members out; others are left alone."""
@@ -105,6 +109,7 @@ class DecodeBatch:
         self.members = [seq for seq in self.members if seq not in gone]
         self.rows, self._offsets = self.rows[kept], self._offsets[kept]
         self._due, self._boundaries, self.state_indices = self._due[kept], self._boundaries[kept], self.state_indices[kept]
+        self.adapter_slots = self.adapter_slots[kept]
         self._changed = [seq for seq in self._changed if seq not in gone]
         for seq in gone:
             seq.leave()
@@ -146,6 +151,8 @@ class ScheduledStep:
         """int32 [members]: tokens that the cache holds before the step."""
         self.state_indices: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.state_indices
         """int32 [members]: which slot of its row holds each member's state."""
+        self.adapter_slots: NDArray[numpy.int32] = _NO_MEMBERS if batch is None else batch.adapter_slots
+        """int32 [members]: the slot of each member's adapter."""
         self.changed: list[Sequence] = [] if batch is None else batch.take_changed()
         """Members whose tables have changed since the step before."""
 

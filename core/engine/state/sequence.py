@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from headway.core.contract.adapters import NO_ADAPTER
+from headway.core.engine.state.adapters import KnownAdapter
 from headway.core.engine.state.config import MAX_DRAFT_TOKENS
 from headway.core.engine.state.embedded_prompt import EmbeddedPrompt
 from headway.core.engine.state.state_slots import Checkpoint
@@ -104,6 +106,14 @@ class Sequence:
 
     embedded: EmbeddedPrompt | None
     """The prompt's rows of embeddings, where its tokens have no ids."""
+    adapter: KnownAdapter | None
+    """What the model computes it with; None: the model alone."""
+    adapter_slot: int
+    """The slot of its adapter while it runs."""
+    prefix_root: bytes
+    """What stands before the first block in the names of its blocks: what tells equal token ids with other keys apart."""
+    num_passed: int
+    """Sequences with other adapters that were admitted before it while no slot was free for its own."""
 
     # Kept by the block manager:
     tables: list[PageTable]
@@ -141,6 +151,7 @@ class Sequence:
         max_model_len: int,
         seed: int = 0,
         turn: tuple[int, int] = (0, 0),
+        adapter: KnownAdapter | None = None,
     ) -> None:
         self.request_id, self.index = request_id, index
         self.params, self.stop_token_ids = params, stop_token_ids
@@ -165,11 +176,8 @@ class Sequence:
         self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
         self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
         self.held_state = None
-
-    @property
-    def prefix_root(self) -> bytes:
-        """What stands before the first block in the names of its blocks: what tells equal token ids with other keys apart."""
-        return b"" if self.embedded is None else self.embedded.digest
+        self.adapter, self.adapter_slot, self.num_passed = adapter, NO_ADAPTER, 0
+        self.prefix_root = b"".join(each.digest for each in (adapter, self.embedded) if each is not None)
 
     @property
     def num_tokens(self) -> int:

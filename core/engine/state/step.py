@@ -10,6 +10,7 @@ import numpy
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.engine.state.adapters import AdapterLoad
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 
@@ -83,6 +84,10 @@ class StepInput:
     """[num_checkpoints, 3]: see `StateMetadata.checkpoints`."""
     embedded: tuple[tuple[int, Tensor], ...] = ()
     """(index of a new token, rows): rows of embeddings on the host that this token and the next ones have in place of ids."""
+    adapters: NDArray[numpy.int32] | None = None
+    """[num_seqs]: the slot of each sequence's adapter, NO_ADAPTER for one without; None: no sequence has any."""
+    adapter_loads: tuple[AdapterLoad, ...] = ()
+    """Adapters that slots are to hold before the step runs."""
     shows_logits: bool = False
     """Whether somebody looks at the step's logits, so that all ranks put them together."""
 

@@ -55,6 +55,17 @@ def test_a_grid_of_random_work_is_one_command(folder: Path, tmp_path: Path) -> N
     assert "traceEvents" in trace.read_text()
 
 
+def test_adapters_are_measured_by_one_option(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    small = ("--model", folder, "--load-format", "dummy", "--repeat", 1, "--warmup", 0, "--no-autotune")
+    answer = call(*small, "--batch-size", 3, "--input-len", 5, "--output-len", 2, "--lora", 2, "--lora-rank", 4, "--output", path)
+    assert answer.exit_code == 0, answer.output
+    assert [cell.num_adapters for cell in OfflineReport.read(path).cells] == [0, 2]
+    refused = call(*small, "--lora", 2)
+    assert isinstance(refused.exception, ConfigError)
+    assert "--lora: needs random prompts, got texts" in str(refused.exception)
+
+
 def test_texts_are_the_default(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headway.bench.generate.throughput.take_prompts", lambda count: ["lazy dog", "k"][:count])
     path = tmp_path / "x.json"

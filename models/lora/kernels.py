@@ -1,0 +1,369 @@
+"""What adapters add to a product on a GPU, for rows of all adapters at once: x A^T (shrink), and the result times B^T (expand).
+
+The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the matrix units multiply a tile
+of rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
+(the scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with the matrix units in place of a vector product for each row). A
+program of `expand_rows` serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
+those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
+
+PDL: see models/fused/step_kernels.py. Slots and weights are no kernel's results: the kernels that expand ask for them before they
+wait. So does `expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where
+`norm_and_shrink` came before the product (NORMED), it is the product that must be waited for.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.models.fused.step_kernels import activate
+
+
+@triton.jit
+def shrunk(
+    x_ptr,
+    norm_ptr,
+    a_ptr,
+    sums_ptr,
+    squares_ptr,
+    mine,
+    m,
+    slot,
+    split,
+    tile_n,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write a split's sums over the rows m that are `mine`, those of one slot; of rows that are not normed yet (NORM) x times the
+    norm's weight is summed, and the squares beside it, by which `low_sums` divides."""
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = split * SPLIT_K + tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
+    a_at = a_ptr + slot.to(tl.int64) * SLOT_STRIDE + n[None, :] * K + k[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_M], dtype=tl.float32)
+    for first in range(0, SPLIT_K, BLOCK_K):
+        inside = k + first < K
+        x = tl.load(x_at + first, mask=mine[:, None] & inside[None, :], other=0.0)
+        a = tl.load(a_at + first, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if NORM:
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, 1)
+            weight = tl.load(norm_ptr + k + first, mask=inside, other=0.0).to(tl.float32)
+            x = (exact * weight[None, :]).to(x_ptr.dtype.element_ty)
+        sums = tl.dot(x.to(DOT), a.to(DOT), sums, input_precision=PRECISION)
+    row = split.to(tl.int64) * rows + m
+    tl.store(sums_ptr + row[:, None] * N + n[None, :], sums, mask=mine[:, None] & (n < N)[None, :])
+    if NORM:  # noqa: SIM102  (one is known to the compiler)
+        if tile_n == 0:
+            tl.store(squares_ptr + row, squares, mask=mine)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def shrink_rows(
+    x_ptr,  # [rows, K]
+    a_ptr,  # [slots, N, K]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter
+    rows,
+    SLOT_STRIDE: tl.constexpr,  # elements between the A of two slots
+    N: tl.constexpr,  # modules * rank
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,  # columns that a program sums over, a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (tiles of rows, slots, splits of K times tiles of N)."""
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.program_id(1)
+    mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
+    if PDL:  # before anything ends: what the next kernel waits for is this one and all before it
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        split, tile_n = tl.program_id(2) // TILES_N, tl.program_id(2) % TILES_N
+        shrunk(
+            x_ptr, x_ptr, a_ptr, sums_ptr, sums_ptr, mine, m, slot, split, tile_n, rows,
+            SLOT_STRIDE, N, K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, False, DOT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_and_shrink(
+    x_ptr,  # [rows, K]
+    norm_ptr,  # [K]
+    a_ptr,  # [slots, N, K]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    y_ptr,  # [rows, K], written: RMSNorm of x
+    sums_ptr,  # float32 [SPLITS, rows, N], written for rows with an adapter, not yet divided
+    squares_ptr,  # float32 [SPLITS, rows], written likewise: sums of squares of x
+    eps,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK: tl.constexpr,  # K rounded up to a power of two
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The norm before a product, and beside it `shrink_rows` of what is normed: two kernels' programs in one launch.
+
+    Grid (rows + tiles of rows * slots * splits of K * tiles of N): the first programs norm a row each.
+    """
+    TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    SPLITS: tl.constexpr = (K + SPLIT_K - 1) // SPLIT_K
+    program = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if program < rows:
+        at = tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + program.to(tl.int64) * K + at, mask=at < K, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+        y = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * weight
+        tl.store(y_ptr + program.to(tl.int64) * K + at, y.to(y_ptr.dtype.element_ty), mask=at < K)
+    else:
+        number = program - rows
+        tile_n, number = number % TILES_N, number // TILES_N
+        split, number = number % SPLITS, number // SPLITS
+        slot, tile_m = number % SLOTS, number // SLOTS
+        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        mine = tl.load(slots_ptr + m, mask=m < rows, other=-1) == slot
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            shrunk(
+                x_ptr, norm_ptr, a_ptr, sums_ptr, squares_ptr, mine, m, slot, split, tile_n, rows,
+                SLOT_STRIDE, N, K, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_K, True, DOT, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def wide_b(
+    b_ptr,
+    slots,
+    n,
+    first,
+    r,
+    SLOT_STRIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    LAST: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
+    column = tl.arange(0, TOGETHER * RANKS)
+    slot = first + column // RANKS
+    used = tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0
+    at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (r + column % RANKS)[:, None]
+    return tl.load(at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
+
+
+@triton.jit
+def low_sums(
+    sums_ptr,
+    squares_ptr,
+    eps,
+    slots,
+    m,
+    rows,
+    first,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    """float32 [BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows.
+
+    NORMED: they are of rows of so many elements, times the factor of the rows' RMSNorm; 0: they are what they are.
+    """
+    at = sums_ptr + m.to(tl.int64)[:, None] * WIDTH + first + tl.arange(0, RANKS)[None, :]
+    live = (slots >= 0)[:, None]
+    low = tl.load(at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(at + split * rows.to(tl.int64) * WIDTH, mask=live, other=0.0)
+    if NORMED > 0:
+        squares = tl.load(squares_ptr + m, mask=slots >= 0, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            squares += tl.load(squares_ptr + split * rows.to(tl.int64) + m, mask=slots >= 0, other=0.0)
+        low *= tl.rsqrt(squares / NORMED + eps)[:, None]
+    return low
+
+
+@triton.jit
+def in_own_columns(low, slots, first, TOGETHER: tl.constexpr, RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M, TOGETHER * RANKS]: the sums of each row in the columns of its slot, zeros in those of the others."""
+    own = slots[:, None] == (first + tl.arange(0, TOGETHER))[None, :]
+    return tl.reshape(tl.where(own[:, :, None], low[:, None, :], 0.0), [BLOCK_M, TOGETHER * RANKS])
+
+
+@triton.jit
+def expanded(
+    b_ptr,
+    b,
+    sums_ptr,
+    squares_ptr,
+    eps,
+    slots,
+    m,
+    n,
+    rows,
+    module,
+    SLOT_STRIDE: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module.
+
+    b: of `wide_b` from slot and rank 0 on, which often is all.
+    """
+    added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for r in tl.static_range(0, RANK, RANKS):
+        column = module * RANK + r
+        low = low_sums(sums_ptr, squares_ptr, eps, slots, m, rows, column, MODULES * RANK, SPLITS, RANKS, NORMED).to(b.dtype)
+        if r > 0:
+            b = wide_b(b_ptr, slots, n, 0, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+        wide = in_own_columns(low, slots, 0, TOGETHER, RANKS, BLOCK_M)
+        added = tl.dot(wide.to(DOT), b.to(DOT), added, input_precision=PRECISION)
+        for first in range(TOGETHER, SLOTS, TOGETHER):
+            if tl.max(((slots >= first) & (slots < first + TOGETHER)).to(tl.int32), 0) > 0:
+                more = wide_b(b_ptr, slots, n, first, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+                wide_more = in_own_columns(low, slots, first, TOGETHER, RANKS, BLOCK_M)
+                added = tl.dot(wide_more.to(DOT), more.to(DOT), added, input_precision=PRECISION)
+    return added
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_rows(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    squares_ptr,  # float32 [SPLITS, rows] (NORMED)
+    b_ptr,  # [slots, N, RANK]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    y_ptr,  # [rows, N], added to in rows with an adapter
+    eps,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,  # slots of one product
+    RANKS: tl.constexpr,  # columns of a slot in one product: RANK, or a part of it
+    NORMED: tl.constexpr,  # elements of the rows whose norm `norm_and_shrink` has left to be divided by; 0: of no rows
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(N, BLOCK_N), tiles of rows)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    module = tl.load(modules_ptr + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    live = (slots >= 0)[:, None] & (n < N)[None, :]
+    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    if NORMED == 0:
+        y = tl.load(at, mask=live, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if NORMED > 0:
+        y = tl.load(at, mask=live, other=0.0)
+    if tl.max(slots, 0) < 0:
+        return
+    added = expanded(
+        b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
+        SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+    )  # fmt: skip
+    tl.store(at, (y.to(tl.float32) + added).to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_gated(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    squares_ptr,  # float32 [SPLITS, rows] (NORMED)
+    b_ptr,  # [slots, 2 N, RANK], gate over up
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: whose columns those of each program are, of the gate and then of up
+    both_ptr,  # [rows, 2 N], the product
+    y_ptr,  # [rows, N], written
+    eps,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = activation(gate) * up of a product with what adapters add to it, in all rows. Grid as `expand_rows`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    gate_module = tl.load(modules_ptr + tl.program_id(0))
+    up_module = tl.load(modules_ptr + tl.num_programs(0) + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    live = (m < rows)[:, None] & (n < N)[None, :]
+    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
+    gate_b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    up_b = wide_b(b_ptr, slots, n + N, 0, 0, SLOT_STRIDE, RANK, 2 * N, TOGETHER, RANKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
+    if tl.max(slots, 0) >= 0:
+        gate_added = expanded(
+            b_ptr, gate_b, sums_ptr, squares_ptr, eps, slots, m, n, rows, gate_module,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        up_added = expanded(
+            b_ptr, up_b, sums_ptr, squares_ptr, eps, slots, m, n + N, rows, up_module,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, 2 * N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        adapted = (slots >= 0)[:, None]
+        gate = tl.where(adapted, gate + gate_added, gate)
+        up = tl.where(adapted, up + up_added, up)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)
