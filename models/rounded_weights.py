@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from headway.models.axes import Axis, Shape, axes_of, held_part
@@ -135,10 +137,17 @@ class DummyInFormat(QuantizeOnLoading):
         stacked = weight.view(experts.size, each.size, columns.size)
         return stacked.mT if transposed else stacked
 
+    def _octets(self, *shape: int) -> Tensor:
+        """uint8, each of the 256 values as often as any other: 8 of one number of the generator."""
+        count = math.prod(shape)
+        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
+        words.random_(-(2**63), None, generator=self._dummy.generator)
+        return words.view(torch.uint8)[:count].view(shape)
+
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
         """What is held of a weight; None: the format has no form for it."""
         dummy = self._dummy
-        whole = self._form.drawn(dummy.draw_octets, rows.whole, columns.whole, STD, dummy.dtype)
+        whole = self._form.drawn(self._octets, rows.whole, columns.whole, STD, dummy.dtype)
         if whole is None:
             return None
         cut = whole if rows.is_whole else merged([rows_of(whole, each) for each in rows.held or (range(0),)])

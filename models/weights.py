@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -368,7 +367,7 @@ class DummyWeights(PlainSource):
         self.dtype, self.device = dtype, device
         self._unit = unit
         # On torch's device `meta` tensors have shapes and no elements.
-        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def __contains__(self, name: str) -> bool:
         return False  # nothing beyond what the configuration implies, so tied embeddings stay tied
@@ -378,14 +377,7 @@ class DummyWeights(PlainSource):
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         is_norm = len(shape) == 1 and name.endswith(".weight")
         std = 1.0 if name in self._unit else STD
-        return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self._generator)
-
-    def draw_octets(self, *shape: int) -> Tensor:
-        """Draw uint8, each of the 256 values as often as any other."""
-        count = math.prod(shape)
-        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
-        words.random_(-(2**63), None, generator=self._generator)  # type: ignore[call-overload]
-        return words.view(torch.uint8)[:count].view(shape)
+        return tensor.fill_(1) if is_norm else tensor.normal_(0, std, generator=self.generator)
 
     def take(self, name: str, shape: Shape) -> Tensor:
         """Draw one tensor whole, so that all ranks draw alike, and cut it."""
