@@ -137,10 +137,17 @@ class DummyInFormat(QuantizeOnLoading):
         stacked = weight.view(experts.size, each.size, columns.size)
         return stacked.mT if transposed else stacked
 
+    def _octets(self, *shape: int) -> Tensor:
+        """uint8, each of the 256 values as often as any other: 8 of one number of the generator."""
+        count = math.prod(shape)
+        words = torch.empty(-(-count // 8), dtype=torch.int64, device=self.device)
+        words.random_(-(2**63), None, generator=self._dummy.generator)
+        return words.view(torch.uint8)[:count].view(shape)
+
     def _drawn(self, rows: Axis, columns: Axis) -> Tensor | QuantizedWeight | None:
         """What is held of a weight; None: the format has no form for it."""
         dummy = self._dummy
-        whole = self._form.drawn(functools.partial(_octets, dummy), rows.whole, columns.whole, STD, dummy.dtype)
+        whole = self._form.drawn(self._octets, rows.whole, columns.whole, STD, dummy.dtype)
         if whole is None:
             return None
         cut = whole if rows.is_whole else merged([rows_of(whole, each) for each in rows.held or (range(0),)])
@@ -152,11 +159,3 @@ class DummyInFormat(QuantizeOnLoading):
 
 def _rows_of(sizes: Mapping[str, int | Axis]) -> Axis:
     return functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
-
-
-def _octets(dummy: DummyWeights, *shape: int) -> Tensor:
-    """Draw uint8, each of the 256 values as often as any other. (torch.randint takes four times as long.)"""
-    count = math.prod(shape)
-    words = torch.empty(-(-count // 8), dtype=torch.int64, device=dummy.device)
-    words.random_(-(2**63), None, generator=dummy.generator)
-    return words.view(torch.uint8)[:count].view(shape)

@@ -29,10 +29,21 @@ class Attention(Protocol):
         """
 
 
+class WatchedAttention(Attention, Protocol):
+    """An attention whose steps may repeat each other, and which can be watched while it computes one."""
+
+    @property
+    def step_kind(self) -> Hashable | None:
+        """See the function of this name."""
+
+    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend as a call does, by torch's operations that a dispatch mode sees one by one."""
+
+
 def step_kind(attention: Attention) -> Hashable | None:
     """Return what is equal for steps in which an attention does the same, but for what it finds in memory; None: nothing is.
 
-    An attention need not have the attribute `step_kind`.
+    An attention need not have the attribute `step_kind`; one that has it is a `WatchedAttention`.
     """
     found: Hashable | None = getattr(attention, "step_kind", None)
     return found

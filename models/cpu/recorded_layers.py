@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.backends.native.library import Functions, Recording
-from headway.core.contract.model import Attention, step_kind
+from headway.core.contract.model import Attention, WatchedAttention, step_kind
 from headway.models.operations import Rope
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
@@ -79,7 +79,7 @@ class RecordedLayers:
         first = x.clone()
         turns = tuple((cos.clone(), sin.clone()) for cos, sin in ropes)
         with self._functions.recording() as calls, _Watch() as watch:
-            watched = _WatchedAttention(attention, calls)
+            watched = _CountedAttention(cast(WatchedAttention, attention), calls)
             out = self._layers(first, turns, watched)
         whole = watch.only_views and watched.one_call_each
         self._steps[key] = _RecordedStep(calls, first, turns, out, watch.held) if whole else None
@@ -112,17 +112,17 @@ def _is_view(func: Any, result: Any, args: Any) -> bool:
     return all(isinstance(each, Tensor) and each.untyped_storage().data_ptr() == place for each in results)
 
 
-class _WatchedAttention:
+class _CountedAttention:
     """Sees whether each layer's attention is one call of our C."""
 
-    def __init__(self, attention: Attention, calls: Recording) -> None:
+    def __init__(self, attention: WatchedAttention, calls: Recording) -> None:
         self._attention, self._calls = attention, calls
         self.one_call_each = True
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attention`."""
         before = len(self._calls)
-        out = self._attention(layer, q, k, v)
+        out = self._attention.compute(layer, q, k, v)
         self.one_call_each &= len(self._calls) == before + 1
         return out
 

@@ -85,9 +85,9 @@ class ExpertsMLP:
         )
         routed = (self._weights.gate_up, self._weights.down)
         self.num_elements = sum(math.prod(each.shape) for each in routed)
-        """Of the experts' weights."""
+        """How many numbers the routed experts' weights are."""
         self.held_bytes = sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in routed)
-        """Bytes of the same, scales included."""
+        """Bytes that they take, scales included."""
         self.compute: Experts | None = None
         """What computes the layer, once `absorb_norms` has told."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,6 +150,25 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
     assert not reads_as_it_is(blocks, torch.float32, CPU)
     assert coded_panels(blocks.coded()) is None
     assert Linear(blocks).expanded_bytes == 4 * 32 * 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of compilers for x86")
+@pytest.mark.parametrize("without", ["avx512vnni", "avx512f"])
+def test_other_instructions_of_the_cpu_are_right_too(without: str, tmp_path: Path) -> None:
+    """The products above by C that is compiled as for a CPU without them: x is not rounded there."""
+    found, _ = compiler.find_compiler()
+    assert found is not None
+    script = tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\nexec {found.path} "$@" -mno-{without}\n')
+    script.chmod(0o755)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, "-k"]
+    chosen = "products or blocks or types or steps"
+    environment = {**os.environ, compiler.VARIABLE: str(script)}
+    ran = subprocess.run([*command, chosen], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout
 
 
 def test_c_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

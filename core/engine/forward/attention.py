@@ -171,11 +171,13 @@ class PagedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write k, v [num_tokens, num_kv_heads, head_dim] to the layer's cache; attend with q of num_heads."""
         out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
-        seen = torch.compiler.is_compiling() or torch._C._autograd._profiler_enabled()
-        if type(q) is Tensor and q.device.type == "cpu" and not seen:
-            self.run(layer, q, k, v, out)  # what the op does, sooner
-            return out
         torch.ops.headway.attention(q, k, v, out, self._handle, layer)
+        return out
+
+    def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same without the op, so that who watches torch's operations sees those of the backend."""
+        out = q.new_empty((*q.shape[:2], self.value_head_dims[layer]))
+        self.run(layer, q, k, v, out)
         return out
 
     def state(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
