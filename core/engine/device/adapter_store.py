@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from headway.core.contract.adapters import HostAdapter, LoRARequest, ModelAdapters
+from headway.core.contract.adapters import HostAdapter, LoRARequest, ModelAdapters, adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.adapters import AdapterLoad
 
@@ -26,6 +26,12 @@ class AdapterStore:
         self._follows = follows
         self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
         """The one that was used last stands last."""
+
+    @classmethod
+    def of(cls, model: object, most: int, follows: bool) -> AdapterStore | None:
+        """Of a model's slots; None: it has none. most, follows: see the class."""
+        slots = adapters_of(model)
+        return None if slots is None else cls(slots, most, follows)
 
     def read(self, request: LoRARequest) -> HostAdapter:
         """See `ModelAdapters.read`; any thread may call it."""

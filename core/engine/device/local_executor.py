@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.adapters import adapters_of
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
@@ -128,10 +127,7 @@ class LocalExecutor:
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
         self._hosts = hosts or HostRows(None, {})
-        slots_of_adapters = adapters_of(model)
-        self.adapters = (
-            None if slots_of_adapters is None else AdapterStore(slots_of_adapters, config.kept_adapters, follows=ranks.rank > 0)
-        )
+        self.adapters = AdapterStore.of(model, config.kept_adapters, follows=ranks.rank > 0)
         """Adapters in the host's memory; None: the model has no slots for any."""
         self._runner = ModelRunner(
             model,
