@@ -153,7 +153,11 @@ class Decoder:
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """input_ids, positions: int32 or int64 [num_tokens]. Returns the last hidden states [num_tokens, hidden_size], normed."""
         x, ropes = self.operations.embed(input_ids, positions, self.embed)
-        x = self._run_layers(x, ropes, attention) if self.recorded is None else self.recorded(x, ropes, attention)
+        kind = None if self.recorded is None else getattr(attention, "step_kind", None)
+        if self.recorded is None or kind is None:
+            x = self._run_layers(x, ropes, attention)
+        else:
+            x = self.recorded(kind, x, ropes, attention)
         return self.operations.norm(x, self.norm)
 
     def _run_layers(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.backends.native.library import Functions, Recording
-from headway.core.contract.model import Attention, WatchedAttention, step_kind
+from headway.core.contract.model import Attention, WatchedAttention
 from headway.models.operations import Rope
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
@@ -49,10 +49,9 @@ class RecordedLayers:
         self.repeated = 0
         """Steps that were not run in Python."""
 
-    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """See `Layers`. The result is overwritten by the next step."""
-        kind = step_kind(attention) if len(x) <= _MOST_ROWS else None
-        if kind is None:
+    def __call__(self, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
+        """See `Layers`. The result is overwritten by the next step. kind: `WatchedAttention.step_kind`."""
+        if len(x) > _MOST_ROWS:
             return self._layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)
         if key not in self._steps:
