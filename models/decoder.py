@@ -120,7 +120,7 @@ class Decoder:
         if batch_invariant:
             self.operations = invariant_operations(self.operations, linears, weights.device)
         own = self.operations if isinstance(self.operations, NativeOperations) and ranks.size == 1 else None
-        self.recorded = None if own is None else RecordedLayers(self._run_layers, own.functions)
+        self.recorded = None if own is None else RecordedLayers(own.functions)
         """What runs the layers where our C computes them; None: they are run one after the other."""
         self.adapters: AdapterBank | None = None
         """Slots of adapters; None: rows have none."""
@@ -199,8 +199,12 @@ class Decoder:
             if self.embed.positions is not None:
                 x[own] += self.embed.positions[positions[own]]
         adapted = self.adapters is not None and self.adapters.slots is not None
-        run = self._run_layers if self.recorded is None or adapted else self.recorded
-        return self.operations.norm(run(x, ropes, attention), self.norm)
+        kind = None if self.recorded is None or adapted else getattr(attention, "step_kind", None)
+        if self.recorded is None or kind is None:
+            x = self._run_layers(x, ropes, attention)
+        else:
+            x = self.recorded(self._run_layers, kind, x, ropes, attention)
+        return self.operations.norm(x, self.norm)
 
     def _run_layers(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
         for layer in self.layers:

@@ -34,19 +34,13 @@ class WatchedAttention(Attention, Protocol):
 
     @property
     def step_kind(self) -> Hashable | None:
-        """See the function of this name."""
+        """What is equal for steps in which the attention does the same, but for what it finds in memory; None: nothing is.
+
+        An attention need not have this attribute.
+        """
 
     def compute(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend as a call does, by torch's operations that a dispatch mode sees one by one."""
-
-
-def step_kind(attention: Attention) -> Hashable | None:
-    """Return what is equal for steps in which an attention does the same, but for what it finds in memory; None: nothing is.
-
-    An attention need not have the attribute `step_kind`; one that has it is a `WatchedAttention`.
-    """
-    found: Hashable | None = getattr(attention, "step_kind", None)
-    return found
 
 
 def _no_states(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.backends.native.library import Functions, Recording
-from headway.core.contract.model import Attention, WatchedAttention, step_kind
+from headway.core.contract.model import Attention, WatchedAttention
 from headway.models.operations import Rope
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
@@ -43,24 +43,23 @@ class RecordedLayers:
     computes, or an attention that is not one call of our C, and the kind of step is run in Python for good.
     """
 
-    def __init__(self, layers: Layers, functions: Functions) -> None:
+    def __init__(self, functions: Functions) -> None:
         """functions: those that the layers call."""
-        self._layers, self._functions = layers, functions
+        self._functions = functions
         self._steps: dict[Hashable, _RecordedStep | None] = {}
         self.repeated = 0
         """Steps that were not run in Python."""
 
-    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """See `Layers`. The result is overwritten by the next step."""
-        kind = step_kind(attention) if len(x) <= _MOST_ROWS else None
-        if kind is None:
-            return self._layers(x, ropes, attention)
+    def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
+        """Return what `layers` would, always the same ones, which the next step overwrites. kind: `WatchedAttention.step_kind`."""
+        if len(x) > _MOST_ROWS:
+            return layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)
         if key not in self._steps:
-            return self._record(key, x, ropes, attention)
+            return self._record(layers, key, x, ropes, attention)
         step = self._steps[key]
         if step is None:
-            return self._layers(x, ropes, attention)
+            return layers(x, ropes, attention)
         step.x.copy_(x)
         for recorded, rope in zip(step.ropes, ropes, strict=True):
             recorded[0].copy_(rope[0])
@@ -73,14 +72,14 @@ class RecordedLayers:
         self.repeated += 1
         return step.out
 
-    def _record(self, key: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
+    def _record(self, layers: Layers, key: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
         if len(self._steps) >= _MOST_STEPS:
             self._steps.clear()
         first = x.clone()
         turns = tuple((cos.clone(), sin.clone()) for cos, sin in ropes)
         with self._functions.recording() as calls, _Watch() as watch:
             watched = _CountedAttention(cast(WatchedAttention, attention), calls)
-            out = self._layers(first, turns, watched)
+            out = layers(first, turns, watched)
         whole = watch.only_views and watched.one_call_each
         self._steps[key] = _RecordedStep(calls, first, turns, out, watch.held) if whole else None
         return out

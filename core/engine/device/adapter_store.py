@@ -29,7 +29,7 @@ class AdapterStore:
 
     @classmethod
     def of(cls, model: object, most: int, follows: bool) -> AdapterStore | None:
-        """Of a model's slots; None: it has none. most, follows: see the class."""
+        """Make one for the slots of a model; None: it has none. most, follows: as of the class."""
         slots = adapters_of(model)
         return None if slots is None else cls(slots, most, follows)
 

@@ -163,7 +163,7 @@ class PagedAttention:
     @property
     def step_kind(self) -> Hashable | None:
         """The backends of the step set up last, where it is a decode of one token each: what else differs between two such steps
-        is in their plans. See `core.contract.model.step_kind`."""
+        is in their plans. See `core.contract.model.WatchedAttention`."""
         if len(self._parts) != 1 or self._parts[0].phase is not Phase.DECODE or not all(self._decode_writes) or self.debug:
             return None
         return self._handle, *map(id, self._parts[0].backends)
