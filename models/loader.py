@@ -87,6 +87,7 @@ def load_model(
     """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
+    A float32 that is named is computed in float32: blocks of a .gguf file are expanded where their products would round.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
     batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
@@ -112,11 +113,13 @@ def load_model(
     live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
     if native is not None:
-        weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized)
+        weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized, dtype == "float32")
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks, slots)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
-            again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True)
+            again = partial(
+                _weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True, keep_blocks=False
+            )
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
@@ -174,14 +177,25 @@ def _weights(
     stored: Quantization | None,
     quantization: str | None,
     keep_quantized: bool,
+    exact: bool,
 ) -> WeightSource:
-    """Where the decoder takes its tensors from. stored: the format of a checkpoint's weights, and of random ones in its place."""
+    """Where the decoder takes its tensors from.
+
+    stored: the format of a checkpoint's weights, and of random ones in its place. exact: a .gguf file's blocks are expanded where
+    their products would round what they multiply.
+    """
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
     keeps = (_never, _never)
-    if stored is None and quantization is None and keep_quantized and device.type == "cpu" and functions() is not None:
+    own = functions() if device.type == "cpu" and keep_quantized else None
+    if stored is None and quantization is None and own is not None and not (exact and own.rounds_x):
         stored = kept_blocks(folder)
+        if stored is not None and own.rounds_x:
+            log.info(
+                "model: products over the file's blocks round what they multiply to 8 bits, 32 columns by one scale, as llama.cpp"
+                "'s do; dtype=float32, when it is named, expands the weights and rounds nothing"
+            )
     if keep_quantized:
         keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
     if dummy:

@@ -51,7 +51,7 @@ class RecordedLayers:
         """Steps that were not run in Python."""
 
     def __call__(self, layers: Layers, kind: Hashable, x: Tensor, ropes: tuple[Rope, ...], attention: Attention) -> Tensor:
-        """Return what `layers` would, always the same ones, which the next step overwrites. kind: `WatchedAttention.step_kind`."""
+        """Return what `layers` would, always the same ones; the next step overwrites it. kind: `WatchedAttention.step_kind`."""
         if len(x) > _MOST_ROWS:
             return layers(x, ropes, attention)
         key = (kind, len(x), x.dtype)

@@ -42,7 +42,7 @@ def measure(engine: str, llama_python: str, backend: str, threads: int, work: li
         command = [llama_python, str(HERE / "llama_child.py")]
     elif name in ("headway", "transformers"):
         known = kind in ("float32", "bfloat16", "float16")
-        asked |= {"engine": name, "dtype": kind if known else "float32", "backend": backend}
+        asked |= {"engine": name, "dtype": kind if known else "auto" if name == "headway" else "float32", "backend": backend}
         command = [sys.executable, "-m", "headway.bench.studies.cpu_peers.child"]
     else:
         raise ConfigError("--engines", "headway, transformers or llama.cpp, and a type", repr(engine))

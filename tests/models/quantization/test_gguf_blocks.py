@@ -43,9 +43,7 @@ def test_logits_differ_from_those_of_the_expanded_model_by_the_rounding_of_activ
 ) -> None:
     """A rounding of x to 8 bits in groups of 32 is off by 0.4 to 0.8 % of x; the products of a model add such errors up."""
     save_block_model(tmp_path, types, seed=7)
-    kept, expanded = (
-        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False)
-    )
+    kept, expanded = (load_model(str(tmp_path), "auto", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False))
     down = [linear for linear, _ in kept.decoder.products if linear.in_features == 512]
     assert all(linear.reads_quantized and linear.expanded_bytes == 0 for linear in down)
     found = functions()
@@ -59,9 +57,22 @@ def test_logits_differ_from_those_of_the_expanded_model_by_the_rounding_of_activ
         assert error > 0
 
 
+def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
+    save_block_model(tmp_path, {"down_proj": "Q8_0"}, seed=8)
+    named, expanded = (
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False)
+    )
+    tokens, found = torch.arange(20), functions()
+    assert found is not None
+    own, exact = logits_of(named.decoder, tokens), logits_of(expanded.decoder, tokens)
+    assert float((own - exact).norm() / exact.norm()) < 1e-5
+    kept = [linear.reads_quantized and linear.in_features == 512 for linear, _ in named.decoder.products]
+    assert found.rounds_x or any(kept), "where nothing would be rounded the blocks stay as they are"
+
+
 def test_the_roofline_counts_the_bytes_that_are_held(tmp_path: Path) -> None:
     save_block_model(tmp_path, dict.fromkeys(PRODUCTS, "Q8_0"))
-    decoder = load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder
+    decoder = load_model(str(tmp_path), "auto", skip_tokenizer_init=True).decoder
     held = ElementBytes.of(decoder)
     assert (held.products, held.head) == pytest.approx((34 / 32, 34 / 32))
     elements = sum(linear.in_features * linear.out_features for linear, _ in decoder.products) + 160 * 256
