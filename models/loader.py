@@ -117,9 +117,7 @@ def load_model(
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks, slots)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
-            again = partial(
-                _weights, native, folder, chosen, device, stored=stored, quantization=None, keep_quantized=True, keep_blocks=False
-            )
+            again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None)
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     elif batch_invariant:
@@ -176,8 +174,8 @@ def _weights(
     dummy: bool,
     stored: Quantization | None,
     quantization: str | None,
-    keep_quantized: bool,
-    exact: bool,
+    keep_quantized: bool = True,
+    exact: bool = True,
 ) -> WeightSource:
     """Where the decoder takes its tensors from.
 
