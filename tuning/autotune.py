@@ -23,12 +23,12 @@ from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
 from headway.tuning.autotune_prior import check_prior, prior_for
-from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
+from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import ROUNDS, Point, grid
 from headway.tuning.measure.prior_check import layouts_to_check
 from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
-from headway.tuning.measure.self_test import owners, plugin_digest
+from headway.tuning.measure.self_test import FAILED, owners, plugin_digest
 from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, SharedBudget
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
@@ -227,17 +227,22 @@ class _Tables:
 
     def _used(self, path: Path, table: CrossoverTable) -> CrossoverTable:
         """A table that is used as it is; the log says what is worth knowing of it."""
-        self._tell_left_out(table)
+        self._tell_left_out(table, kept=True)
         for line in remarks(table, self.device, self.available):
             log.info("crossover table %s: %s", path, line)
         if table.cut_short:
             log.warning("crossover table %s was cut short, and is used as it is; headway bench crossover --resume goes on", path)
         return table
 
-    def _tell_left_out(self, table: CrossoverTable) -> None:
-        """Log which backends that can run here failed when the table was measured, at every start: nothing else says so."""
+    def _tell_left_out(self, table: CrossoverTable, kept: bool = False) -> None:
+        """Log which backends that can run here take no part.
+
+        kept: the table was measured by an earlier start: those that failed are told of at each, those that do not serve the layer
+        once.
+        """
         for record in table.backends:
-            if record.name in self.available and not record.usable:
+            failed = record.reason.startswith((CRASHED, HUNG, FAILED))
+            if record.name in self.available and not record.usable and (failed or not kept):
                 log.warning("auto leaves out %s: %s", record.name, record.reason)
 
     def _repaired(self, table: CrossoverTable) -> list[str]:

@@ -197,7 +197,7 @@ def test_one_hostile_plugin_holds_a_start_up_for_less_than_eight_seconds(
     install_hostile(plugins, name)
     started = time.monotonic()
     done = run_headway("backends", "--json", plugins=plugins, cwd=tmp_path)
-    assert time.monotonic() - started < 8 + 2 * usual  # the process of the trial has a start of its own
+    assert time.monotonic() - started < 8 + 3 * usual  # the process of the trial has a start of its own, and imports more
     assert done.code == 0, done
     (failure,) = json.loads(done.out)["failures"]
     assert HOSTILE[name][2] in failure["error"]

@@ -21,7 +21,7 @@ pytestmark = [
 
 TEXT = (Path(__file__).parents[2] / "docs" / "design.md").read_text()[3000:5500]
 QUOTE = [{"role": "user", "content": f"Repeat the following text exactly, word for word:\n\n{TEXT}"}]
-ASKED = {"device": "cpu", "max_model_len": 2048, "autotune_budget": 0, "kv_cache_memory": "200MiB"}
+ASKED = {"device": "cpu", "dtype": "float32", "max_model_len": 2048, "autotune_budget": 0, "kv_cache_memory": "200MiB"}
 
 
 @pytest.mark.soak  # what it holds is a time, of a generation that takes a minute

@@ -48,6 +48,8 @@ CASES = {
 }
 _POISON = 1e4
 """Value in slots that hold no token: finite, since some kernels may read them, and large enough to show in any sum."""
+FAILED = "self-test"
+"""How the reason of a backend begins that computed something else."""
 SKIP = "HEADWAY_SKIP_SELF_TEST"
 """Environment variable: 1 lets a named backend serve without its self-test."""
 _DIGEST_LENGTH = 16
@@ -155,7 +157,7 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
             tested = True
             wrong = _wrong(registry, name, spec, pair, steps)
             if wrong:
-                return f"self-test: {phase.value} {steps.case} on {pair[0].name} {pair[1]}: {wrong}"
+                return f"{FAILED}: {phase.value} {steps.case} on {pair[0].name} {pair[1]}: {wrong}"
     return "" if tested else refusal
 
 
