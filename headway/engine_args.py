@@ -69,9 +69,7 @@ class EngineArgs(EngineConfig):
     generation_config: Annotated[
         str, "Sampling parameters of requests without any: auto, those that the model recommends, or vllm, vLLM's own defaults."
     ] = "auto"
-    dtype: Annotated[
-        str, "Element type: auto, float32 (float), bfloat16 or float16 (half). A float32 that is named rounds nothing on a CPU."
-    ] = "auto"
+    dtype: Annotated[str, "Element type: auto, float32 (float), bfloat16 or float16 (half)."] = "auto"
     device: Annotated[str, "auto, cpu, cuda or cuda:N."] = "auto"
     load_format: Annotated[
         str,

@@ -192,7 +192,7 @@ def _weights(
         if stored is not None and own.rounds_x:
             log.info(
                 "model: products over the file's blocks round what they multiply to 8 bits, 32 columns by one scale, as llama.cpp"
-                "'s do; dtype=float32, when it is named, expands the weights and rounds nothing"
+                "'s do (HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing"
             )
     if keep_quantized:
         keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)

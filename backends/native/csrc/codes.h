@@ -1,11 +1,11 @@
-// Products over weights of codes: with x rounded to 8 bits where the CPU multiplies bytes, over codes as floats elsewhere.
+// Products over weights of codes, as floats; or (ROUND_X) with x rounded to 8 bits, where the CPU multiplies bytes.
 //
-// A CPU with AVX-512's VNNI multiplies 64 codes in one instruction. x is then rounded in groups of 32 columns, each by its largest
+// A CPU with AVX-512's VNNI multiplies 64 codes in one instruction. For that x is rounded in groups of 32 columns, each by its largest
 // element's distance from 0 over 127, as llama.cpp rounds it (Q8_0 of ggml-quants.c); all else is exact or in float32.
 #pragma once
 #include "panels.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(ROUND_X) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define ROUNDS_X 1
 #else
 #define ROUNDS_X 0
