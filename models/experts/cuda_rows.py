@@ -38,10 +38,9 @@ class _Launcher:
         self.kernel: Kernel = load(variant.source, "expert_rows", device, architecture(device))
         self.kernel.allow_shared(variant.shared_bytes)
         blocks = multiprocessors * cut.per_multiprocessor
-        threads = 32 * (cut.warps + (1 if variant.each.most_rows == 1 else 4))
         early = torch.cuda.get_device_capability(device) >= (9, 0)
         grid = blocks if variant.first else min(variant.tiles, blocks)
-        self.launch = Launch((grid, 1, 1), threads, variant.shared_bytes, overlaps=early)
+        self.launch = Launch((grid, 1, 1), variant.each.threads, variant.shared_bytes, overlaps=early)
         self.arguments = Arguments(bytes(POINTERS.size), bytes(_ROUTED.size), numpy.int32(0))
 
 

@@ -28,8 +28,10 @@ from headway.models.operations import Heads, Norm, Rope
 from headway.models.quantization.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
 
 CSRC = Path(__file__).parent / "csrc"
-FEW_ROWS, SHARED_ROWS = 16, 512
+MOST_FEW_ROWS, MOST_SHARED_ROWS = 16, 512
 """Rows up to which few_rows.cu and shared_rows.cu compute."""
+_FULL_SUMS = 128
+"""Rows times parts of a warp of shared_rows.cu above which its sums take the registers of other warps (FULL)."""
 _COPY = 16
 """Bytes that a thread copies at a time."""
 _KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
@@ -82,7 +84,7 @@ class CudaVariant:
         """Macros of few_rows.cu."""
         weight, cut = self.weight, self.cut
         num_heads, num_kv_heads, head_dim = self.heads or (0, 0, 0)
-        two = two_fit(cut, self.most_rows) if cut.splits else self.most_rows <= FEW_ROWS
+        two = two_fit(cut, self.most_rows) if cut.splits else self.most_rows <= MOST_FEW_ROWS
         return {
             "WEIGHT": _KINDS[weight.kind],
             "HALF_TYPE": _HALVES[self.dtype],
@@ -120,6 +122,15 @@ class CudaVariant:
         """What the compiler is given."""
         name = "shared_rows" if self.cut.splits else "few_rows"
         return Variant(CSRC, f"{name}.cu", tuple(self.constants.items()))
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: of the warps that multiply, and of those beside them, see the kernels' THREADS."""
+        if self.cut.splits:
+            beside = 4 if self.cut.tiles * self.most_rows > _FULL_SUMS else 1  # four give registers away
+        else:
+            beside = 1 if self.most_rows == 1 else 4
+        return 32 * (self.cut.warps + beside)
 
     @property
     def _copied_scales(self) -> int:
@@ -180,7 +191,7 @@ class _Launcher:
         pointers, zero = bytes(POINTERS.size), numpy.float32(0)
         if cut.splits:
             self._tiles = -(-variant.out_features // (rows * cut.warps))
-            self._blocks_of_tile, cluster, threads = cut.splits, (1, cut.splits, 1), 32 * (cut.warps + 1)
+            self._blocks_of_tile, cluster = cut.splits, (1, cut.splits, 1)
             self._arrange = load(variant.source, "arrange_rows", device, architecture(device, specific=True))
             self._arrange_arguments = Arguments(0, 0, 0, zero)
             self.arguments = Arguments(bytes(MAP_BYTES), pointers, numpy.int32(0))
@@ -188,9 +199,9 @@ class _Launcher:
         else:
             tiles = -(-variant.out_features // rows)
             self._tiles, self._blocks_of_tile, cluster = min(tiles, multiprocessors * cut.per_multiprocessor), 1, (1, 1, 1)
-            threads = 32 * (cut.warps + (1 if variant.most_rows == 1 else 4))
             self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(tiles))
-        self._launch = partial(Launch, threads=threads, shared_bytes=variant.shared_bytes, overlaps=self._early, cluster=cluster)
+        sizes = {"threads": variant.threads, "shared_bytes": variant.shared_bytes, "cluster": cluster}
+        self._launch = partial(Launch, overlaps=self._early, **sizes)
         self._launches: dict[int, Launch] = {}
         self._arrange_launches: dict[int, Launch] = {}
 
@@ -208,9 +219,7 @@ class _Launcher:
             return x
         rows, columns = x.shape
         blocks = -(-rows // self.most_rows)
-        y = torch.empty(
-            blocks * self.most_rows * columns, dtype=x.dtype, device=x.device
-        )  # rows that are missing are never stored
+        y = x.new_empty(blocks * self.most_rows * columns)  # rows that are missing are never stored
         launch = self._arrange_launches.get(rows)
         if launch is None:
             launch = self._arrange_launches[rows] = Launch((rows, 1, 1), 256, overlaps=self._early)
@@ -221,7 +230,7 @@ class _Launcher:
 
 
 class CudaProducts:
-    """Products of up to SHARED_ROWS rows in half precision over quantised weights, with what comes before and after.
+    """Products of up to MOST_SHARED_ROWS rows in half precision over quantised weights, with what comes before and after.
 
     Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up to 1
     or a power of two from 8 on, and the shape; a row's result does not depend on the other rows. One thread at a time.

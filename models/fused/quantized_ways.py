@@ -11,7 +11,7 @@ from headway.backends.nvrtc.compiler import find_compiler
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
 from headway.models.fused.cuda_cuts import CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
-from headway.models.fused.cuda_products import FEW_ROWS, SHARED_ROWS, Arrangements, CudaProducts, computes
+from headway.models.fused.cuda_products import MOST_FEW_ROWS, MOST_SHARED_ROWS, Arrangements, CudaProducts, computes
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
@@ -88,9 +88,9 @@ class QuantizedWays:
             for way in (
                 KernelWay(KERNEL, self.kernel, None),
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
-                CudaWay(FEW, device, few_rows_cut, FEW_ROWS, arranged),
-                CudaWay(SHARED, device, shared_rows_cut, SHARED_ROWS, arranged, hopper=True),
-                CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, SHARED_ROWS, arranged, hopper=True),
+                CudaWay(FEW, device, few_rows_cut, MOST_FEW_ROWS, arranged),
+                CudaWay(SHARED, device, shared_rows_cut, MOST_SHARED_ROWS, arranged, hopper=True),
+                CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, MOST_SHARED_ROWS, arranged, hopper=True),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),

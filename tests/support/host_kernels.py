@@ -101,7 +101,7 @@ def multiply(
         given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
     else:
         given = eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
-    assert not library.run(_pointers(tensors), *given, variant.shared_bytes, order, *_places(tensors)), SAID
+    assert not library.run(_pointers(tensors), *given, variant.threads, variant.shared_bytes, order, *_places(tensors)), SAID
 
 
 def add_experts(
@@ -121,8 +121,7 @@ def add_experts(
 
 
 def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: int, order: int) -> None:
-    threads = 32 * (variant.each.cut.warps + (1 if variant.each.most_rows == 1 else 4))
     routing = (ctypes.c_uint64 * 2)(routed.experts.data_ptr(), routed.weights.data_ptr())
-    sizes = len(routed.experts), blocks, threads, variant.shared_bytes, order
+    sizes = len(routed.experts), blocks, variant.each.threads, variant.shared_bytes, order
     places = _places([*tensors, routed.experts, routed.weights])
     assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID

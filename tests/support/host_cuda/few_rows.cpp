@@ -3,8 +3,9 @@
 #define dynamic dynamic_shared
 #include "kernel.cu"
 
-extern "C" int run(const void* pointers, float eps, float head_eps, int rows, int tiles, int blocks, int shared_bytes, int order,
+extern "C" int run(const void* pointers, float eps, float head_eps, int rows, int tiles, int blocks, int threads, int shared_bytes, int order,
                    const void* const* tensors, const long* sizes, int count) {
+  if (threads != fused::THREADS) return std::fprintf(stderr, "%d threads in place of %d\n", threads, fused::THREADS);
   static fused::Pointers p;
   static float epsilon, head_epsilon;
   static int number, number_of_tiles;
@@ -12,5 +13,5 @@ extern "C" int run(const void* pointers, float eps, float head_eps, int rows, in
   epsilon = eps, head_epsilon = head_eps, number = rows, number_of_tiles = tiles;
   host::know(tensors, sizes, count);
   const auto kernel = +[] { few_rows(p, epsilon, head_epsilon, number, number_of_tiles); };
-  return host::run(kernel, blocks, 1, fused::THREADS, shared_bytes, order);
+  return host::run(kernel, blocks, 1, threads, shared_bytes, order);
 }

@@ -14,13 +14,14 @@ extern "C" int arrange(const void* x, const void* norm, void* arranged, float ep
   return host::run(+[] { arrange_rows(from, weight, to, epsilon); }, rows, 1, fused::ARRANGING, 0, 0);
 }
 
-extern "C" int run(const void* pointers, const void* codes, long codes_rows, int rows, int clusters, int shared_bytes, int order,
+extern "C" int run(const void* pointers, const void* codes, long codes_rows, int rows, int clusters, int threads, int shared_bytes, int order,
                    const void* const* tensors, const long* sizes, int count) {
+  if (threads != fused::THREADS) return std::fprintf(stderr, "%d threads in place of %d\n", threads, fused::THREADS);
   static fused::Pointers p;
   static fused::TensorMap map;
   static int number;
   std::memcpy(&p, pointers, sizeof p), number = rows;
   map = {static_cast<const char*>(codes), static_cast<fused::u64>(codes_rows), ROW, fused::OUT, fused::SLICE};
   host::know(tensors, sizes, count);
-  return host::run(+[] { shared_rows(map, p, number); }, clusters, SPLITS, fused::THREADS, shared_bytes, order);
+  return host::run(+[] { shared_rows(map, p, number); }, clusters, SPLITS, threads, shared_bytes, order);
 }
