@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from headway.registry.isolation import TIMEOUT, Trial
-from headway.registry.plugin_sources import PluginFile, PluginSource
+from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
 from headway.testing.cells import CheckCell, Skipped
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
@@ -24,7 +24,7 @@ def source_of(plugin: Sequence[str]) -> PluginSource:
     :raises ConfigError: its file is gone.
     """
     name, owner, file = plugin
-    return PluginFile.of(file, name) if file else PluginSource(name, owner)
+    return PluginFile.of(file, name) if file else NamedPlugin(name, owner)
 
 
 def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:

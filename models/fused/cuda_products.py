@@ -200,8 +200,8 @@ class _Launcher:
             tiles = -(-variant.out_features // rows)
             self._tiles, self._blocks_of_tile, cluster = min(tiles, multiprocessors * cut.per_multiprocessor), 1, (1, 1, 1)
             self.arguments = Arguments(pointers, zero, zero, numpy.int32(0), numpy.int32(tiles))
-        sizes = {"threads": variant.threads, "shared_bytes": variant.shared_bytes, "cluster": cluster}
-        self._launch = partial(Launch, overlaps=self._early, **sizes)
+        threads, shared_bytes = variant.threads, variant.shared_bytes
+        self._launch = partial(Launch, threads=threads, shared_bytes=shared_bytes, overlaps=self._early, cluster=cluster)
         self._launches: dict[int, Launch] = {}
         self._arrange_launches: dict[int, Launch] = {}
 

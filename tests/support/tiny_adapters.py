@@ -17,6 +17,15 @@ from headway.models.linear import Linear, ProductOrigin
 from headway.models.lora.bank import AdaptedProduct, AdapterBank
 from headway.models.lora.operations import RANK_MULTIPLE
 
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory": "8MiB",
+    "num_threads": 1,
+    "block_size": 16,
+    "autotune_budget": 0,
+    "enable_lora": True,
+    "max_lora_rank": 8,
+}
+"""Of an engine of a tiny model."""
 LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

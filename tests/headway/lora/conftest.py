@@ -9,16 +9,7 @@ import pytest
 from headway import LLM
 from headway.core.contract.adapters import LoRARequest
 from sandbox import save_tiny_model
-from tiny_adapters import save_adapter
-
-OPTIONS = {
-    "kv_cache_memory": "8MiB",
-    "num_threads": 1,
-    "block_size": 16,
-    "autotune_budget": 0,
-    "enable_lora": True,
-    "max_lora_rank": 8,
-}
+from tiny_adapters import OPTIONS, save_adapter
 
 
 @pytest.fixture(scope="session")

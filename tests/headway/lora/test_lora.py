@@ -15,18 +15,10 @@ from headway.beam_search import BeamSearchParams
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.llm_engine import LLMEngine
-from tiny_adapters import save_adapter
+from tiny_adapters import OPTIONS, save_adapter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = ["the quick brown fox", "jumps over", "a lazy dog sleeps", "the quick brown fox"]
-OPTIONS: dict[str, Any] = {
-    "kv_cache_memory": "8MiB",
-    "num_threads": 1,
-    "block_size": 16,
-    "autotune_budget": 0,
-    "enable_lora": True,
-    "max_lora_rank": 8,
-}
 
 
 def written(
