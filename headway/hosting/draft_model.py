@@ -88,6 +88,7 @@ def draft_args(args: EngineArgs, device: torch.device) -> EngineArgs:
         max_model_len=None,
         enable_prefix_caching=True,
         enable_prompt_embeds=False,
+        enable_lora=False,
         logits_processors=(),
         log_stats_interval=None,
         scheduling_policy="fcfs",

@@ -271,3 +271,14 @@ def test_transformers_code_takes_no_adapters(base: Path) -> None:
 def test_options_that_cannot_work(base: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(str(base), **{**OPTIONS, **options})
+
+
+def test_a_draft_model_guesses_for_requests_with_adapters_and_takes_no_slots(
+    base: Path, adapted: LLM, adapters: list[LoRARequest]
+) -> None:
+    llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_config={"model": str(base), "num_speculative_tokens": 3})
+    draft = llm.driver.assembly.draft
+    assert draft is not None
+    assert draft.engine.adapters is None
+    named = [adapters[0], None]
+    assert written(llm, PROMPTS[:2], named) == written(adapted, PROMPTS[:2], named)
