@@ -59,6 +59,7 @@ class FlashAttention4(VarlenAttention):
         block_multiple=TILE,
         head_dims=tuple(range(8, 257, 8)),
         features=frozenset({"sliding_window", "softcap", "sinks"}),
+        shares_plans=True,
         dense_prefill=True,
         reads_whole_blocks=True,
     )

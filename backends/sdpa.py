@@ -99,6 +99,7 @@ class SDPA(AttentionBackend):
         non_causal=True,
         exact_host_lengths=True,  # it gathers and masks by the host's lengths
         lse=True,
+        shares_plans=True,
         batch_invariant=True,
     )
 

@@ -34,6 +34,7 @@ _SWITCHES = (
     "reads_live_slots",
     "contiguous_blocks",
     "exact_host_lengths",
+    "shares_plans",
     "lse",
     "batch_invariant",
 )

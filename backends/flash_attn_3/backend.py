@@ -69,6 +69,7 @@ class FlashAttention3(AttentionBackend):
         non_causal=True,
         reads_whole_blocks=True,
         lse=True,
+        shares_plans=True,
     )
     graph_level = GraphLevel.UNIFORM
 
@@ -91,8 +92,9 @@ class FlashAttention3(AttentionBackend):
         if window is not None:
             self._mask |= {"window_size_left": window - 1, "window_size_right": 0 if spec.causal else window - 1}
         self._always: dict[str, Any] = {**self._mask, "softmax_scale": spec.scale, "softcap": spec.softcap or 0.0}
+        self._sinks, self._aux = None, place.get("s_aux", -1)
         if spec.sinks is not None:
-            self._always["s_aux"] = torch.tensor(spec.sinks, dtype=torch.bfloat16, device=spec.device)
+            self._sinks = torch.tensor(spec.sinks, dtype=torch.bfloat16, device=spec.device)
         cuda = spec.device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 132
 
@@ -274,6 +276,8 @@ class FlashAttention3(AttentionBackend):
             arguments[self._q_v] = q[..., : self._latent]
             q = q[..., self._latent :]
         arguments[self._q], arguments[self._k], arguments[self._v], arguments[self._out] = q, k, v, out
+        if self._sinks is not None:
+            arguments[self._aux] = self._sinks
         result = self._call(*arguments)
         if lse is not None:
             lse.copy_(result[1])

@@ -40,7 +40,7 @@ class HopperPlan:
     box: int
     """Slots that one copy of keys takes."""
     addresses: tuple[int, ...]
-    """Addresses of items, block table, sinks, partial results, tickets and queue."""
+    """Addresses of items and block table, then of partial results, tickets and queue."""
     table_row: int
     numbers: tuple[int | float, ...]
     """The arguments after the strides."""
@@ -104,14 +104,13 @@ class HopperKernels:
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
         programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
-        sinks = 0 if self._sinks is None else self._sinks.data_ptr()
         buffers = (self._partials, self._tickets, self._queue)
         return HopperPlan(
             dense=dense,
             kernel=self.kernel(tile, dense),
             launch=self._launch(tile, programs),
             box=box_of(tile, None if dense else self._block_size),
-            addresses=(items.data_ptr(), table.data_ptr(), sinks, *(buffer.data_ptr() for buffer in buffers)),
+            addresses=(items.data_ptr(), table.data_ptr(), *(buffer.data_ptr() for buffer in buffers)),
             table_row=table.stride(0),
             numbers=(
                 len(schedule.items),
@@ -149,7 +148,9 @@ class HopperKernels:
         arguments = ARGUMENTS.pack(
             address,
             0 if lse is None else lse.data_ptr(),
-            *plan.addresses,
+            *plan.addresses[:2],
+            0 if self._sinks is None else self._sinks.data_ptr(),
+            *plan.addresses[2:],
             token,
             head,
             0 if lse is None else lse.stride(0),

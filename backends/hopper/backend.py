@@ -38,6 +38,7 @@ class HopperAttention(AttentionBackend):
         v_head_dims=UNEQUAL,
         max_group_size=MAX_GROUP,
         lse=True,
+        shares_plans=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),
         dense_prefill=True,
     )

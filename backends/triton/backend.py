@@ -47,6 +47,7 @@ class TritonAttention(AttentionBackend):
         v_head_dims=None,
         value_in_key=True,
         lse=True,
+        shares_plans=True,
         features=FEATURES,
         dense_prefill=True,
         non_causal=True,

@@ -82,6 +82,8 @@ class Decode:
         self.configs = decode_configs(arch, *row)
         self.workspace = workspace
         self._scalars = tuple(layer.scalars.values())
+        self._own = id(layer)
+        """Tells its launches from those of other layers of its kind: plans are shared, sinks and scales are not."""
         self._constants: dict[Hashable, tuple[dict[str, Any], tuple[int, ...], Hashable]] = {}
         """Compile-time constants, strides and the launcher's key, by everything they follow from."""
         self.launch = Launcher(split_kv_decode)
@@ -181,10 +183,10 @@ class Decode:
             tensors += scales
             pointers = [tensor.data_ptr() for tensor in tensors]
             scaled = (*(each.stride() for each in scales), aligned(*pointers[7:]))
-            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0), scaled)
+            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0), self._own, scaled)
         else:
             pointers = [tensor.data_ptr() for tensor in tensors]
-            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0))
+            key = (strides, aligned(*pointers[:6]), new is None, lse is None or lse.stride(0), self._own)
         known = plan.launches.get(key)
         if known is None:
             self._launch_first(key, tensors, pointers, cache, plan, new is not None, lse)
@@ -211,7 +213,7 @@ class Decode:
             addressing = Addressing.of(cache)
             constants = self._compile_time(plan, cache, addressing, new, lse is not None)
             exact, pointers_aligned, *_ = key
-            scaled = key[4:]
+            scaled = key[5:]
             classes = specialised(*addressing.strides, *chain(*exact))
             compiled: Hashable = (classes, pointers_aligned, scaled, plan.config, tuple(constants.values()))
             known = self._constants[compiled_for] = (constants, addressing.strides, compiled)

@@ -72,6 +72,8 @@ class Prefill:
         self.workspace = workspace
         self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
+        self._own = id(layer)
+        """See `Decode`."""
         self._launch = Launcher(varlen_attention)
         self._launch_merge = Launcher(merge_tiles)
         self._pdl = launches_early(spec.device)
@@ -145,6 +147,7 @@ class Prefill:
             out.stride(),
             aligned(*pointers[:4]),
             lse is None or lse.stride(0),
+            self._own,
         )
         if len(tensors) > 5:
             key = (key, *(each.stride() for each in tensors[5:]), aligned(*pointers[5:]))

@@ -62,6 +62,9 @@ class Capabilities:
     exact_host_lengths: bool = False
     """The plan of a decode needs the exact lengths on the host. It is neither captured in a graph nor planned where the host
     knows upper bounds alone (`AttentionMetadata.upper_bound_lens`)."""
+    shares_plans: bool = False
+    """A plan serves every instance whose layer is of the same kind (`AttentionSpec.kind`): sinks and scales of the cache are the
+    instance's own, and no plan holds them. A step is then planned once for layers that differ in these alone, as gpt-oss's do."""
     lse: bool = False
     """The backend fills `lse`, the logarithm of the sum of exp(score) over the keys, where `prefill` or `decode` gets one."""
     batch_invariant: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -67,6 +67,15 @@ class AttentionSpec:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         fault = fault_of(self, self.v_head_dim, self.kv_dtype is not None)
         assert not fault, fault
+
+    @property
+    def kind(self) -> AttentionSpec:
+        """The spec without the numbers that a checkpoint has for each layer: sinks are 0, and scales of the cache 1.
+
+        What is compiled, planned and measured depends on it alone.
+        """
+        sinks = None if self.sinks is None else (0.0,) * self.num_heads
+        return replace(self, sinks=sinks, k_scale=1.0, v_scale=1.0)
 
     @property
     def group_size(self) -> int:

@@ -57,8 +57,9 @@ class LayerSpecs:
 
     @cached_property
     def counts(self) -> Mapping[AttentionSpec, int]:
-        """Every spec that backends must serve, expanded ones included -> the number of layers that have the spec."""
-        return Counter([*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)])
+        """Every kind of layer that backends must serve (`AttentionSpec.kind`), expanded ones included -> the number of layers."""
+        specs = [*self.cached, *(self.expanded[spec] for spec in self.cached if spec in self.expanded)]
+        return Counter(spec.kind for spec in specs)
 
     @cached_property
     def value_head_dims(self) -> Sequence[int]:
@@ -76,7 +77,8 @@ class LayerSpecs:
         return [phase for phase in Phase if phase in asked]
 
     def phases_of(self, spec: AttentionSpec) -> frozenset[Phase]:
-        """The phases in which layers ask for a spec, of a cache or expanded."""
+        """The phases in which layers ask for a spec or a kind, of a cache or expanded."""
         if spec.dense:
             return frozenset({Phase.PREFILL})
-        return frozenset(Phase) - {Phase.PREFILL} if spec in self.expanded else frozenset(Phase)
+        latent = any(spec.kind == cached.kind for cached in self.expanded)
+        return frozenset(Phase) - {Phase.PREFILL} if latent else frozenset(Phase)

@@ -67,6 +67,17 @@ def test_the_first_start_measures_and_the_next_one_reads(registry: Registry, cap
     assert "crossover table" in str(selector.selection)
 
 
+@pytest.mark.usefixtures("small_grid")
+def test_layers_that_differ_in_sinks_are_measured_once(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
+    layers = LayerSpecs([replace(SPEC, sinks=(float(number),) * SPEC.num_heads) for number in range(4)])
+    costs = costs_for(layers, registry, ALL_AUTO, TableRequest(budget=60))
+    assert caplog.text.count("measuring the attention backends") == 1
+    assert costs is not None
+    assert list(costs) == [layers.cached[0].kind]
+    assert layers.counts == {layers.cached[0].kind: 4}
+    assert "crossover table" in str(Selector(registry, layers, costs=costs).selection)
+
+
 def test_without_a_budget_nothing_is_measured(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=0)) is None
     monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "0")

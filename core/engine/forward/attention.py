@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -39,7 +39,8 @@ class _Part(NamedTuple):
 class PagedAttention:
     """Cache and backends of all layers of one model. `begin` sets a step up, then each layer calls it once.
 
-    Layers with equal specs share one plan: planning is paid per spec and step, not per layer.
+    Layers with equal specs share one plan, and where the backend says so all layers of a kind (`Capabilities.shares_plans`):
+    planning is paid once a step, not per layer.
     """
 
     def __init__(
@@ -65,6 +66,9 @@ class PagedAttention:
         self._latents = [(latents or {}).get(layer) for layer in range(len(specs))]
         self._gathering = gathering or {}
         self._kinds = layers.distinct
+        alike = [spec.kind for spec in self._kinds]
+        self._alike = [alike.index(each) for each in alike]
+        """For each distinct spec, which is the first of its kind: they differ in sinks and scales."""
         self._kind_of = [self._kinds.index(spec) for spec in specs]
         """Each layer's index in `_kinds`. A spec is no key of what every layer looks up: its hash takes longer than the rest."""
         self.caches = list(caches)
@@ -94,11 +98,7 @@ class PagedAttention:
             if view is None:
                 continue
             try:
-                plans = {
-                    spec: self._plan(spec, each, backends)
-                    for spec, each in zip(self._kinds, views, strict=True)
-                    if each is not None
-                }
+                plans = self._plan_all([each for each in views if each is not None], backends, self._plan)
             except (Exception, SystemExit) as error:
                 name = next(iter(backends.values())).name
                 raise blame(
@@ -106,6 +106,20 @@ class PagedAttention:
                 ) from error
             self._parts.append(self._part(view.phase, slice(start, start + view.num_tokens), backends, plans))
             start += view.num_tokens
+
+    def _plan_all(
+        self,
+        views: Sequence[AttentionMetadata],
+        backends: Backends,
+        plan: Callable[[AttentionSpec, AttentionMetadata, Backends], Plan],
+    ) -> Plans:
+        """The plans of all layers; views: for each distinct spec. plan: makes one."""
+        plans: Plans = {}
+        for spec, first, view in zip(self._kinds, self._alike, views, strict=True):
+            shares = backends[self.layers.in_phase(spec, view.phase)].capabilities.shares_plans
+            known = plans.get(self._kinds[first]) if shares else None
+            plans[spec] = plan(spec, view, backends) if known is None else known
+        return plans
 
     def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
         """The plan of the layers whose cache has this spec."""
@@ -116,13 +130,14 @@ class PagedAttention:
 
     def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
-        plans = {spec: decode[spec].plan_for_capture(each) for spec, each in self._by_kind(metadata)}
+        views = [each for _, each in self._by_kind(metadata)]
+        plans = self._plan_all(views, decode, lambda spec, view, backends: backends[spec].plan_for_capture(view))
         self.resume_graph(metadata, decode, plans)
         return plans
 
     def begin_prefill_graph(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
-        plans = {spec: self._plan(spec, each, prefill) for spec, each in self._by_kind(metadata)}
+        plans = self._plan_all([each for _, each in self._by_kind(metadata)], prefill, self._plan)
         self.resume_graph(metadata, prefill, plans)
         return plans
 

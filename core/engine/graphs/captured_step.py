@@ -69,7 +69,8 @@ class CapturedStep(ABC):
         self.num_rows = len(self._scales)
         """Rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
-        self._replanned = [(backends[spec], plan, group) for (spec, plan), group in groups if _replans(backends[spec])]
+        replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups if _replans(backends[spec])}
+        self._replanned = list(replanned.values())
         """Plans that every replay brings up to date; none where lengths are fixed. No dictionary of specs: hashing them takes
         longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.

@@ -22,6 +22,7 @@ from headway.testing.checks.batch_invariance import dependent, invariance_case
 from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
 from latent_layers import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
 from latent_layers import case_of as latent_case
+from shared_plans import errors_over_shared_plans
 
 pytest.importorskip("triton")
 try:
@@ -433,3 +434,10 @@ def test_the_log_sum_exp_of_split_sequences() -> None:
     expected, sums = reference_with_lse(case)
     assert relative_error(out, expected, case) < 2e-6
     assert float((lse - sums).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=str)
+@pytest.mark.parametrize("name", ["mixed", rare("decode ragged"), rare("extend"), rare("verify")])
+def test_layers_of_a_kind_share_a_plan_and_have_sinks_and_scales_of_their_own(name: str, kv_dtype: torch.dtype | None) -> None:
+    layer = spec(kv_dtype=kv_dtype, sinks=(0.0,) * 4)
+    assert max(errors_over_shared_plans(TritonAttention, layer, name, layouts.write_rows)) < 2e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.forward.attention import PagedAttention
 from headway.core.select.layer_specs import LayerSpecs
 
@@ -102,6 +104,29 @@ def test_captured_decode_of_one_token_is_written_by_the_backend(tokens: int, cal
     steps.attention.begin_graph(steps.metadata([(tokens, 3)] * 2, decode_query_len=2), steps.backends)
     assert steps.run(1) == call
     assert steps.run(0) == ["write", "decode"]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_layers_that_differ_in_sinks_share_a_plan_where_their_backend_says_so(shares: bool) -> None:
+    class Planning(Noting):
+        capabilities = replace(Noting.capabilities, shares_plans=shares)
+
+        def plan(self, metadata: AttentionMetadata) -> AttentionMetadata:
+            planned.append(self.spec)
+            return metadata
+
+    planned: list[AttentionSpec] = []
+    layers = [spec(sinks=(float(number),) * 4, sliding_window=window) for number in range(3) for window in (None, 8)]
+    geometry = CacheGeometry(8, BLOCK_SIZE, PLAIN.num_kv_heads, PLAIN.head_dim, PLAIN.dtype, PLAIN.device)
+    attention = PagedAttention(LayerSpecs(layers), [NHD.allocate(geometry) for _ in layers], lambda *_: None)
+    backends = {layer: Planning(layer, NHD, BLOCK_SIZE) for layer in layers}
+    metadata = AttentionMetadata.build([3, 1], [0, 5], [[0, 1], [2, 3]], BLOCK_SIZE)
+    attention.begin(metadata, backends, backends)
+    assert planned == 2 * (layers[:2] if shares else layers)  # for the prompt, and for the decode
+    planned.clear()
+    plans = attention.begin_graph(AttentionMetadata.build([1], [5], [[0, 1]], BLOCK_SIZE), backends)
+    assert planned == (layers[:2] if shares else layers)
+    assert list(plans) == layers
 
 
 def test_debug_mode_finds_a_nan_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
