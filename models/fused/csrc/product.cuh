@@ -27,6 +27,7 @@ constexpr bool ON_CODES = !BY_ROW;  // all codes are, as in a weight that is deq
 #else
 constexpr bool ON_CODES = SHORT;
 #endif
+constexpr bool ON_SUMS = !BY_ROW && !ON_CODES;                       // what a slice gives is scaled before it is added
 
 constexpr int WIDTH = GATED ? 2 * N : N;                             // rows of W, of each expert
 constexpr int PART_ROWS = 16 * TILES;
@@ -159,10 +160,12 @@ struct Codes {
       if (ON_CODES && WIDE) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #elif WEIGHT == INT8
       a[i] = codes<0>(row[i].part[word]), a[2 + i] = codes<1>(row[i].part[word]);
+#elif WEIGHT == INT4
+      const u32 bytes = nibbles<half>(row[i].part[word]);
+      a[i] = codes<0>(bytes, offset[i]), a[2 + i] = codes<1>(bytes, offset[i]);
+      if (ON_CODES) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
 #else
-      const u32 bytes = nibbles<half>(row[i].part[word]), other = WEIGHT == INT4 ? offset[i] : scale[i];
-      a[i] = codes<0>(bytes, other), a[2 + i] = codes<1>(bytes, other);
-      if (WEIGHT == INT4 && ON_CODES) a[i] = multiply_pair(a[i], scale[i]), a[2 + i] = multiply_pair(a[2 + i], scale[i]);
+      a[i] = codes<half, 0>(row[i].part[word], scale[i]), a[2 + i] = codes<half, 1>(row[i].part[word], scale[i]);
 #endif
     }
   }
@@ -170,12 +173,11 @@ struct Codes {
 
 // from: of the slice in shared memory.
 __device__ __forceinline__ void add_scaled(float* sums, const float* products, u32 from, int part, int lane) {
-  float scale[2] = {1.0f, 1.0f};
-  if constexpr (BY_BLOCK) {
-    scale[0] = scale[1] = load_shared<float>(from + CODE_BYTES + part * 4);
-  } else if constexpr (BY_GROUP && !SHORT) {
+  float scale[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) scale[i] = float_scale(from + CODE_BYTES + (part * 16 + lane / 4 + 8 * i) * SCALE_SIZE);
+  for (int i = 0; i < 2; ++i) {
+    const u32 place = from + CODE_BYTES;
+    scale[i] = BY_BLOCK ? load_shared<float>(place + part * 4) : float_scale(place + (part * 16 + lane / 4 + 8 * i) * SCALE_SIZE);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] += products[i] * scale[i / 2];

@@ -211,6 +211,11 @@ __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u
   }
 }
 
+// Of a row, a number and the one PAIR_STEP behind it.
+__device__ __forceinline__ u32 pair_at(const u16* from) {
+  return PAIR_STEP == 1 ? *reinterpret_cast<const u32*>(from) : from[0] | static_cast<u32>(from[PAIR_STEP]) << 16;
+}
+
 #if NORM
 // 1 / sqrt(mean of squares + eps) of a row of x.
 __device__ __forceinline__ float norm_factor(const u16* x, float eps) {
@@ -234,12 +239,13 @@ __device__ __forceinline__ float norm_factor(const u16* x, float eps) {
   return rsqrtf(sum / K + eps);
 }
 
+// column: of the first of the pair.
 __device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column, float factor) {
 #if NORM_FLOAT
   const float* weight = static_cast<const float*>(norm) + column;
-  return to_pair(low_of(columns) * factor * weight[0], high_of(columns) * factor * weight[1]);
+  return to_pair(low_of(columns) * factor * weight[0], high_of(columns) * factor * weight[PAIR_STEP]);
 #else
-  const u32 weight = *reinterpret_cast<const u32*>(static_cast<const u16*>(norm) + column);
+  const u32 weight = pair_at(static_cast<const u16*>(norm) + column);
   return to_pair(low_of(columns) * factor * low_of(weight), high_of(columns) * factor * high_of(weight));
 #endif
 }
@@ -267,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
 #pragma unroll
     for (int thread = 0; thread < 4; ++thread) {
       const int slice = HALVES == 1 ? window : window / 2, half = HALVES == 1 ? 0 : window % 2;
-      const int column = column_of(slice * SLICE + thread * 16, half) + chunk / 2 * 4 + chunk % 2 * 2;
-      columns[thread] = *reinterpret_cast<const u32*>(x + column);
+      const int column = column_of(slice * SLICE + thread * 16, half) + chunk / 2 * 4 + chunk % 2 * (3 - PAIR_STEP);
+      columns[thread] = pair_at(x + column);
 #if NORM
       columns[thread] = normed(columns[thread], norm, column, factor);
 #endif

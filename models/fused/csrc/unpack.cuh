@@ -1,5 +1,5 @@
 // What the codes of a weight stand for, exactly, in half precision: two at a time, those of the bytes 2 pair and 2 pair + 1 of a
-// word, and of codes of 4 bits those in the lower or the upper half of these bytes.
+// word, of MXFP4 those of the bytes pair and pair + 2, and of codes of 4 bits those in the lower or the upper half of these bytes.
 #pragma once
 
 #include "half.cuh"
@@ -12,6 +12,7 @@
 namespace fused {
 
 constexpr int HALVES = WEIGHT == FP8 || WEIGHT == INT8 ? 1 : 2;  // codes of a byte
+constexpr int PAIR_STEP = WEIGHT == MXFP4 ? 2 : 1;               // columns from the first of a pair to the second
 
 // What floats e4m3 that were moved to their place in half precision must be multiplied by: their exponents are too small.
 #if HALF_TYPE == 1
@@ -70,10 +71,12 @@ __device__ __forceinline__ u32 offset_of(u32 zero) {
 }
 #else
 // Floats e2m1 in bfloat16, times a scale: the exponent is too small by 126, which the scale brings, too, unless some scale is so
-// large that it then would have no place (WIDE).
-template <int pair>
-__device__ __forceinline__ u32 codes(u32 bytes, u32 scale) {
-  const u32 low = permute(bytes, 0, pair ? 0x4342 : 0x4140), small = and_or(low << 12, 0x80008000, low << 6 & 0x01c001c0);
+// large that it then would have no place (WIDE). One product shifts a code's sign and its other bits to their places, in both halves
+// of the word at once; bytes that are neighbours had to be moved first, by the pipe that has most to do.
+template <int half, int pair>
+__device__ __forceinline__ u32 codes(u32 word, u32 scale) {
+  const u32 both = (pair ? word >> 8 : word) & (half ? 0x00f000f0 : 0x000f000f);
+  const u32 small = both * (half ? (1 << 8) + (1 << 2) : (1 << 12) + (1 << 6)) & 0x81c081c0;
   return multiply_pair(WIDE ? multiply_pair(small, 0x7e807e80) : small, scale);
 }
 

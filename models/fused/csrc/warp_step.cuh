@@ -59,6 +59,15 @@ __device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int 
 #endif
 }
 
+// Put columns together that are multiplied by a pair of codes: of four, the first and the third, and the second and the fourth.
+__device__ __forceinline__ void pair_columns(Quad& x) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 first = x.part[i], second = x.part[i + 1];
+    x.part[i] = permute(first, second, 0x5410), x.part[i + 1] = permute(first, second, 0x7632);
+  }
+}
+
 // Two words of codes of each row of a part, [16, 32] of W, times 32 columns of x.
 template <int half>
 __device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
@@ -89,6 +98,7 @@ __device__ __forceinline__ void multiply_step(
         columns = load_columns(from + SLICE_BYTES, block, half, words, lane);
         if (NORM && first) squares[block] += sum_of_squares(columns);
         if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
+        if (PAIR_STEP == 2) pair_columns(columns);
       }
     }
   }
@@ -96,6 +106,10 @@ __device__ __forceinline__ void multiply_step(
   for (int part = 0; part < TILES; ++part) {
     const Codes codes(from, part, lane);
     float products[2][BLOCKS][4] = {};  // two, so that one need not wait for the other
+    if (!ON_SUMS) {
+#pragma unroll
+      for (int i = 0; i < BLOCKS * 4; ++i) products[0][i / 4][i % 4] = sums[part][i / 4][i % 4];
+    }
 #pragma unroll
     for (int words = 0; words < 2; ++words) {
 #pragma unroll
@@ -114,7 +128,12 @@ __device__ __forceinline__ void multiply_step(
     for (int block = 0; block < BLOCKS; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) products[0][block][i] += products[1][block][i];
-      add_scaled(sums[part][block], products[0][block], from, part, lane);
+      if (ON_SUMS) {
+        add_scaled(sums[part][block], products[0][block], from, part, lane);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[part][block][i] = products[0][block][i];
+      }
     }
   }
 }
