@@ -102,6 +102,25 @@ class Linear:
         dense = isinstance(weight, Tensor) and not self._packed and self._product is None and self.panels is None
         self._transposed = weight.t() if dense and isinstance(weight, Tensor) else None
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the weight is a plain matrix, arranged for nothing."""
+        return self._transposed is not None
+
+    def followed_by(self, rows: int) -> Linear:
+        """Move a plain weight to where so many rows of zeros follow it; return the layer of all these rows, for another to fill.
+
+        Both layers read the same memory.
+        """
+        assert self.is_dense, "the rows of another weight are not laid out alike"
+        weight, bias = self.weight, self.bias
+        assert isinstance(weight, Tensor)
+        whole = weight.new_zeros(self.out_features + rows, self.in_features)
+        self.weight = whole[: self.out_features]
+        self.weight.copy_(weight)
+        self._transposed = self.weight.t()
+        return Linear(whole, None if bias is None else torch.cat([bias, bias.new_zeros(rows)]))
+
     def _on_device(self, weight: QuantizedWeight, kept: bool) -> Tensor | QuantizedWeight:
         """What a quantised weight becomes."""
         if kept:

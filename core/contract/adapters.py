@@ -96,6 +96,9 @@ class ModelAdapters(Protocol):
     def put(self, slot: int, adapter: HostAdapter) -> None:
         """Copy an adapter into a slot, in the order of the device's work: steps that were launched before see what was there."""
 
+    def arrange(self) -> None:
+        """Make again what lies beside the model's weights, whose memory was given back and is there anew."""
+
     def begin(self, slots: Tensor | None) -> None:
         """Say which adapter each row of the model's next calls has, until the next `begin`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,6 +17,8 @@ from headway.models.axes import Axis
 from headway.models.linear import Linear, ProductOrigin
 from headway.models.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
+_FEWEST_ROWS = 8
+"""Times the rows of A that a weight must have for them to lie behind it: every step with an adapter multiplies all of them."""
 _STD = 0.02
 """Standard deviation of random adapters: what they add stays small beside what products are."""
 
@@ -42,11 +44,21 @@ class AdaptedProduct:
     """[slots, out_features, rank]; the adapter's scale is in it."""
     parts: Sequence[ModuleRows]
     """The rows of the product, in their order."""
+    joined: Linear | None = None
+    """The product's weight with the A of every slot behind it: [out_features + slots * modules * rank, in_features], so that one
+    product makes x W^T and x A^T of all slots. None: A is multiplied apart."""
 
     @property
     def rank(self) -> int:
         """Rows of A for each module, those of smaller adapters being zeros."""
         return self.b.shape[2]
+
+    def joined_slots(self, slots: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+        """Each of some slots, and the rows of `joined` that hold its A."""
+        assert self.joined is not None
+        assert isinstance(self.joined.weight, Tensor)
+        behind = self.joined.weight[self.out_features :].view(self.a.shape)
+        return ((slot, behind[slot]) for slot in slots)
 
 
 class Shrunk(NamedTuple):
@@ -75,10 +87,12 @@ class AdapterBank:
     A slot is one piece of memory, so that an adapter is copied at once. Every product's A and B have their places in it.
     """
 
-    def __init__(self, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, rank_multiple: int = 1) -> None:
+    def __init__(
+        self, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, rank_multiple: int = 1, joins: bool = False
+    ) -> None:
         """linears: products with an origin. rank_multiple: what memory for ranks is rounded up to, a power of two or 1.
 
-        dtype: of the products' inputs.
+        dtype: of the products' inputs. joins: whether the A of all slots may lie behind a weight, where they are few rows.
         """
         self.num_slots, self.max_rank = num_slots, max_rank = slots
         self._rank = max_rank if rank_multiple == 1 else max(rank_multiple, 1 << (max_rank - 1).bit_length())
@@ -92,7 +106,12 @@ class AdapterBank:
             width = len(origin.modules) * self._rank
             a = self._placed(at, (width, linear.in_features))
             b = self._placed(at + size_a, (linear.out_features, self._rank))
-            self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, _parts(origin, linear.out_features))
+            behind = num_slots * width
+            joined = None
+            if joins and linear.is_dense and behind * _FEWEST_ROWS <= linear.out_features:
+                joined = linear.followed_by(behind)
+            parts = _parts(origin, linear.out_features)
+            self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, parts, joined)
             at += size_a + size_b
         self.slots: Tensor | None = None
         """int32 [num_tokens]: the slot of each row of the calls to come; None: no row has any."""
@@ -119,6 +138,19 @@ class AdapterBank:
     def put(self, slot: int, adapter: AdapterInMemory) -> None:
         """See ModelAdapters."""
         self._memory[slot].copy_(adapter.flat, non_blocking=True)
+        self._join([slot])
+
+    @torch.inference_mode()
+    def arrange(self) -> None:
+        """See ModelAdapters."""
+        self._join(range(self.num_slots))
+
+    def _join(self, slots: Iterable[int]) -> None:
+        """Copy the A of slots behind the weights."""
+        for product in self.products.values():
+            if product.joined is not None:
+                for slot, rows in product.joined_slots(slots):
+                    rows.copy_(product.a[slot])
 
     @torch.inference_mode()
     def read(self, request: LoRARequest) -> AdapterInMemory:

@@ -16,7 +16,7 @@ from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.lora.bank import AdaptedProduct, AdapterBank, Shrunk
-from headway.models.lora.kernels import expand_gated, expand_rows, norm_and_shrink, shrink_rows
+from headway.models.lora.kernels import expand_gated, expand_joined, expand_rows, norm_and_shrink, shrink_rows
 from headway.models.operations import Norm
 
 _BLOCK_M = 64
@@ -92,10 +92,46 @@ class FusedAdditions:
         y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
         if rows:
             low = low or self._shrink(x, product, slots)
-            launch = self._launcher("gated", product, low.normed, x.dtype, block, activation)
-            modules = self._modules_of(product, block, size)
-            grid = triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1
-            launch(grid, low.sums, low.squares, product.b, slots, modules, both, y, low.eps, rows)
+            self._launch_gated(product, low, both, slots, activation, y)
+        return y
+
+    def _launch_gated(
+        self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
+    ) -> None:
+        """low: its sums may be `both`, which then has them behind its columns."""
+        (rows, size), block = y.shape, self._blocks[product][1]
+        launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
+        modules = self._modules_of(product, block, size)
+        grid = triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1
+        launch(grid, low.sums, low.squares, product.b, slots, modules, both, y, low.eps, rows)
+
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """See Additions. One launch."""
+        rows, block = both.shape[0], self._blocks[product][0]
+        y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
+        if rows:
+            kind = "joined" if add_to is None else "joined, added"
+            launch = self._launcher(kind, product, 0, both.dtype, block, None, joined=True)
+            modules = self._modules_of(product, block, product.out_features)
+            launch(
+                (triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1),
+                both,
+                product.b,
+                slots,
+                modules,
+                y,
+                rows,
+            )
+        return y
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """See Additions. One launch. None: modules begin at odd places."""
+        rows, size = both.shape[0], product.out_features // 2
+        if self._blocks[product][1] < _FEWEST:
+            return None
+        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
+        if rows:
+            self._launch_gated(product, Shrunk(both, both, 0, 0.0), both, slots, activation, y)
         return y
 
     def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
@@ -110,11 +146,18 @@ class FusedAdditions:
         return Shrunk(sums, sums, 0, 0.0)
 
     def _launcher(
-        self, kind: str, product: AdaptedProduct, normed: int, dtype: torch.dtype, block: int, activation: Activation | None
+        self,
+        kind: str,
+        product: AdaptedProduct,
+        normed: int,
+        dtype: torch.dtype,
+        block: int,
+        activation: Activation | None,
+        joined: bool = False,
     ) -> FixedLauncher:
-        """The launcher of one of the two kernels that expand."""
+        """The launcher of one of the kernels that expand. joined: what was shrunk lies behind the product's columns."""
         cut = _cut(product)
-        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed
+        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed, joined
         launch = self._launchers.get(key)
         if launch is None:
             gated, rank, num_slots = activation is not None, product.rank, len(product.b)
@@ -124,16 +167,16 @@ class FusedAdditions:
                 "N": product.out_features // 2 if gated else product.out_features,
                 "MODULES": cut.width // rank,
                 "RANK": rank,
-                "SPLITS": cut.splits,
                 "SLOTS": num_slots,
                 "TOGETHER": min(_WIDE // ranks, 1 << (num_slots - 1).bit_length()),
                 "RANKS": ranks,
-                "NORMED": normed,
                 "BLOCK_M": _BLOCK_M,
                 "BLOCK_N": block,
-                **({"ACTIVATION": activation} if gated else {}),
             }
-            kernel = expand_gated if gated else expand_rows
+            if gated:
+                sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
+            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": cut.splits, "NORMED": normed}
+            kernel = expand_gated if gated else expand_joined if joined else expand_rows
             launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, **sizes, **_dot(dtype))
         return launch
 

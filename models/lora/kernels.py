@@ -9,6 +9,9 @@ those of the others. Zeros change no bit of a sum, so a row's result depends nei
 PDL: see models/fused/step_kernels.py. Slots and weights are no kernel's results: the kernels that expand ask for them before they
 wait. So does `expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where
 `norm_and_shrink` came before the product (NORMED), it is the product that must be waited for.
+
+Where the A of all slots lies behind the product's weight (BEHIND), x A^T comes of the product itself, and nothing is launched to
+shrink: of the columns behind the product's own a row has those of its slot.
 """
 
 from __future__ import annotations
@@ -189,15 +192,22 @@ def low_sums(
     first,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):
-    """float32 [BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows.
+    """[BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows.
 
     NORMED: they are of rows of so many elements, times the factor of the rows' RMSNorm; 0: they are what they are.
+    BEHIND: they are columns of a product, of all slots, behind so many of its own; 0: float32 [SPLITS, rows, WIDTH].
     """
-    at = sums_ptr + m.to(tl.int64)[:, None] * WIDTH + first + tl.arange(0, RANKS)[None, :]
     live = (slots >= 0)[:, None]
+    column = first + tl.arange(0, RANKS)[None, :]
+    if BEHIND > 0:
+        own = BEHIND + slots[:, None] * WIDTH + column
+        return tl.load(sums_ptr + m.to(tl.int64)[:, None] * (BEHIND + SLOTS * WIDTH) + own, mask=live, other=0.0)
+    at = sums_ptr + m.to(tl.int64)[:, None] * WIDTH + column
     low = tl.load(at, mask=live, other=0.0)
     for split in tl.static_range(1, SPLITS):
         low += tl.load(at + split * rows.to(tl.int64) * WIDTH, mask=live, other=0.0)
@@ -236,6 +246,7 @@ def expanded(
     TOGETHER: tl.constexpr,
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -249,7 +260,9 @@ def expanded(
     added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for r in tl.static_range(0, RANK, RANKS):
         column = module * RANK + r
-        low = low_sums(sums_ptr, squares_ptr, eps, slots, m, rows, column, MODULES * RANK, SPLITS, RANKS, NORMED).to(b.dtype)
+        low = low_sums(
+            sums_ptr, squares_ptr, eps, slots, m, rows, column, MODULES * RANK, SPLITS, SLOTS, RANKS, NORMED, BEHIND
+        ).to(b.dtype)  # fmt: skip
         if r > 0:
             b = wide_b(b_ptr, slots, n, 0, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
         wide = in_own_columns(low, slots, 0, TOGETHER, RANKS, BLOCK_M)
@@ -306,9 +319,53 @@ def expand_rows(
         return
     added = expanded(
         b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
-        SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, 0, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
     )  # fmt: skip
     tl.store(at, (y.to(tl.float32) + added).to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_joined(
+    both_ptr,  # [rows, N + SLOTS * MODULES * RANK], the product and behind it the sums of every slot
+    b_ptr,  # [slots, N, RANK]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    y_ptr,  # [rows, N], written; ADD: added to
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(N, BLOCK_N), tiles of rows). All rows are written."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    module = tl.load(modules_ptr + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    live = (m < rows)[:, None] & (n < N)[None, :]
+    row = m.to(tl.int64)[:, None]
+    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.load(both_ptr + row * (N + SLOTS * MODULES * RANK) + n[None, :], mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(y_ptr + row * N + n[None, :], mask=live, other=0.0).to(tl.float32)
+    if tl.max(slots, 0) >= 0:
+        y += expanded(
+            b_ptr, b, both_ptr, both_ptr, 0.0, slots, m, n, rows, module,
+            SLOT_STRIDE, MODULES, RANK, 1, SLOTS, TOGETHER, RANKS, 0, N, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+    tl.store(y_ptr + row * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -318,7 +375,7 @@ def expand_gated(
     b_ptr,  # [slots, 2 N, RANK], gate over up
     slots_ptr,  # int32 [rows]; -1: no adapter
     modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: whose columns those of each program are, of the gate and then of up
-    both_ptr,  # [rows, 2 N], the product
+    both_ptr,  # [rows, 2 N], the product; BEHIND: with the sums behind its columns, which sums_ptr is, too
     y_ptr,  # [rows, N], written
     eps,
     rows,
@@ -331,6 +388,7 @@ def expand_gated(
     TOGETHER: tl.constexpr,
     RANKS: tl.constexpr,
     NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -345,7 +403,8 @@ def expand_gated(
     up_module = tl.load(modules_ptr + tl.num_programs(0) + tl.program_id(0))
     slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
     live = (m < rows)[:, None] & (n < N)[None, :]
-    at = both_ptr + m.to(tl.int64)[:, None] * (2 * N) + n[None, :]
+    WIDE: tl.constexpr = 2 * N if BEHIND == 0 else BEHIND + SLOTS * MODULES * RANK
+    at = both_ptr + m.to(tl.int64)[:, None] * WIDE + n[None, :]
     gate_b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
     up_b = wide_b(b_ptr, slots, n + N, 0, 0, SLOT_STRIDE, RANK, 2 * N, TOGETHER, RANKS)
     if PDL:
@@ -356,11 +415,11 @@ def expand_gated(
     if tl.max(slots, 0) >= 0:
         gate_added = expanded(
             b_ptr, gate_b, sums_ptr, squares_ptr, eps, slots, m, n, rows, gate_module,
-            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, BEHIND, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         up_added = expanded(
             b_ptr, up_b, sums_ptr, squares_ptr, eps, slots, m, n + N, rows, up_module,
-            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, 2 * N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, BEHIND, 2 * N, BLOCK_M, BLOCK_N, DOT, PRECISION,
         )  # fmt: skip
         adapted = (slots >= 0)[:, None]
         gate = tl.where(adapted, gate + gate_added, gate)

@@ -40,6 +40,15 @@ class Additions(Protocol):
         x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
         """
 
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
+
+        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        """
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """As `activated`, of what `joined` is given."""
+
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
     ) -> Tensor | None:
@@ -94,8 +103,14 @@ class AdaptedOperations:
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
         """The product of x, normed first if it is to be, with what adapters add."""
+        if adapted[0].joined is not None:
+            return self._additions.joined(self._both(x, norm, adapted[0].joined), *adapted)
         normed, low = self._normed(x, norm, adapted)
         return self._additions.add(self._inner.product(normed, linear), normed, *adapted, low)
+
+    def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
+        """The product of x, normed first if it is to be, and of the A of every slot behind it."""
+        return self._inner.product(x if norm is None else self._inner.norm(x, norm), joined)
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
         """See Operations."""
@@ -118,6 +133,10 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
+        if adapted[0].joined is not None:
+            both = self._both(x, norm, adapted[0].joined)
+            y = self._additions.joined_activated(both, *adapted, activation)
+            return self._inner.activated(self._additions.joined(both, *adapted), activation, gated=True) if y is None else y
         normed, low = self._normed(x, norm, adapted)
         both = self._inner.product(normed, linear)
         y = self._additions.activated(both, normed, *adapted, activation, low)
@@ -139,6 +158,8 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.add_product(residual, x, linear)
+        if adapted[0].joined is not None:
+            return self._additions.joined(self._both(x, None, adapted[0].joined), *adapted, add_to=residual)
         x = x.contiguous()
         return self._additions.add(self._inner.add_product(residual, x, linear), x, *adapted)
 
@@ -170,7 +191,7 @@ def adapted_operations(
             from headway.models.lora.fused import FusedAdditions
         except ImportError:
             raise ModelError("enable_lora: needs Triton on a GPU, got none: pip install 'headway[triton]'") from None
-        bank = AdapterBank(adaptable, slots, dtype, RANK_MULTIPLE)
+        bank = AdapterBank(adaptable, slots, dtype, RANK_MULTIPLE, joins=tile_rows is None)
         additions = FusedAdditions(adaptable[0].device, bank)
     steps = "every step" if tile_rows is not None else "steps in which a row has one"
     size = f"{slots.number} of rank {slots.max_rank}, {shown_size(slots.number * bank.slot_bytes)}"

@@ -37,6 +37,22 @@ class PlainAdditions:
                 y[:, start:end].index_add_(0, rows, own)
         return y
 
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """See Additions."""
+        size, rank = product.out_features, product.rank
+        y = both[:, :size].clone()
+        lows = both[:, size:].unflatten(1, product.a.shape[:2])
+        for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
+            rows = (slots == slot).nonzero().squeeze(1)
+            for start, end, module in product.parts:
+                low = lows[rows, slot, module * rank : (module + 1) * rank]
+                y[:, start:end].index_add_(0, rows, self._multiplied(low, product.b[slot, start:end]))
+        return y if add_to is None else add_to.add_(y)
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> None:
+        """See Additions: left to the operations."""
+        return
+
     def activated(
         self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: object = None
     ) -> None:

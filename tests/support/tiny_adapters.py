@@ -81,12 +81,12 @@ def save_adapter(
 
 
 def made_bank(
-    modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype, device: str = "cpu"
+    modules: dict[str, int], columns: int, slots: int, rank: int, dtype: torch.dtype, device: str = "cpu", joins: bool = False
 ) -> tuple[AdapterBank, AdaptedProduct]:
     """A bank beside one product, with random adapters in all of its slots."""
     origin = ProductOrigin({name: Axis.all(rows) for name, rows in modules.items()}, Axis.all(columns), None, 1.0)
     linear = Linear(torch.zeros(sum(modules.values()), columns, dtype=dtype, device=device), origin=origin)
-    bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE)
+    bank = AdapterBank([linear], AdapterSlots(slots, rank), dtype, RANK_MULTIPLE, joins)
     product = bank.products[linear]
     product.a.normal_(generator=torch.Generator(device).manual_seed(1))
     product.b.normal_(generator=torch.Generator(device).manual_seed(2))

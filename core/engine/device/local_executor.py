@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.adapters import adapters_of
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import UnsupportedError
@@ -188,6 +189,8 @@ class LocalExecutor:
     def wake(self, part: str) -> None:
         """See `Executor`."""
         self._released.pop(part).restore()
+        if part == WEIGHTS and (adapters := adapters_of(self._model)) is not None:
+            adapters.arrange()
         if not self._released and self._recorder is not None:
             self._capture_graphs(self._recorder)
 

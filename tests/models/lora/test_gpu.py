@@ -56,6 +56,35 @@ def test_rows_get_what_their_own_adapter_adds(
         assert (activated.double() - silu(gate) * up).norm() / (silu(gate) * up).norm() < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("rows", [1, 64, 65, 700])
+@pytest.mark.parametrize(
+    ("modules", "columns"), [({"q": 4096, "k": 1024, "v": 1024}, 4096), ({"gate": 14336, "up": 14336}, 4096)], ids=str
+)
+def test_one_product_makes_what_adapters_shrink(modules: dict[str, int], columns: int, rows: int) -> None:
+    from headway.models.lora.fused import FusedAdditions
+
+    bank, product = made_bank(modules, columns, 8, 16, torch.bfloat16, "cuda", joins=True)
+    draw = torch.Generator("cuda").manual_seed(rows)
+    linear, joined = next(iter(bank.products)), product.joined
+    assert joined is not None
+    linear.weight.normal_(0, 0.02, generator=draw)
+    bank.arrange()
+    x, residual = (torch.randn(rows, size, generator=draw, device="cuda").bfloat16() for size in (columns, product.out_features))
+    owners = torch.randint(-1, 8, (rows,), generator=draw, device="cuda", dtype=torch.int32)
+    expected = exact(x.double() @ linear.weight.double().t(), x, product, owners)
+    fused, both = FusedAdditions(torch.device("cuda"), bank), joined(x)
+    assert (fused.joined(both, product, owners).double() - expected).norm() / expected.norm() < TOLERANCE[torch.bfloat16]
+    total = expected + residual.double()
+    added = fused.joined(both, product, owners, residual)
+    assert added.data_ptr() == residual.data_ptr()
+    assert (added.double() - total).norm() / total.norm() < TOLERANCE[torch.bfloat16]
+    if "gate" in modules:
+        gate, up = expected.chunk(2, dim=1)
+        activated = fused.joined_activated(both, product, owners, "silu")
+        assert activated is not None
+        assert (activated.double() - silu(gate) * up).norm() / (silu(gate) * up).norm() < 2 * TOLERANCE[torch.bfloat16]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.adapters import AdapterSlots
 from headway.models.axes import Axis
 from headway.models.linear import Linear, ProductOrigin
+from headway.models.lora import bank as bank_module
 from headway.models.lora.bank import AdaptedProduct, AdapterBank, AdapterInMemory
 from headway.models.lora.operations import AdaptedOperations
 from headway.models.lora.plain import PlainAdditions
@@ -110,9 +111,43 @@ def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, 
     assert (added.double() - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("qk_norm", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("modules", "columns", "slots", "rank", "rows", "dtype"),
+    [CASES[0], pytest.param(*CASES[2], marks=pytest.mark.slow), pytest.param(*CASES[3], marks=pytest.mark.slow), CASES[4]],
+    ids=str,
+)
+def test_one_product_makes_what_adapters_shrink(
+    modules: dict[str, int], columns: int, slots: int, rank: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bank_module, "_FEWEST_ROWS", 0)
+    bank, product = made_bank(modules, columns, slots, rank, dtype, joins=True)
+    bank.arrange()
+    draw = torch.Generator().manual_seed(rows)
+    linear, joined = next(iter(bank.products)), product.joined
+    assert joined is not None
+    linear.weight.normal_(generator=draw)
+    x = torch.randn(rows, columns, generator=draw).to(dtype)
+    residual = torch.randn(rows, product.out_features, generator=draw).to(dtype)
+    owners = torch.randint(-1, slots, (rows,), generator=draw, dtype=torch.int32)
+    both = joined(x)
+    assert both.shape[1] == product.out_features + slots * product.a.shape[1]
+    expected = exact(x.double() @ linear.weight.double().t(), x, product, owners)
+    for additions in (PlainAdditions(), FusedAdditions(CPU, bank)):
+        made, added = additions.joined(both, product, owners), additions.joined(both, product, owners, residual.clone())
+        assert (made.double() - expected).norm() / expected.norm() < TOLERANCE[dtype]
+        total = expected + residual.double()
+        assert (added.double() - total).norm() / total.norm() < TOLERANCE[dtype]
+    if "gate" in modules:
+        gate, up = expected.chunk(2, dim=1)
+        activated = FusedAdditions(CPU, bank).joined_activated(both, product, owners, "silu")
+        assert activated is not None
+        assert (activated.double() - silu(gate) * up).norm() / (silu(gate) * up).norm() < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("qk_norm", "joins"), [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (True, True)])
+def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool, joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values, rotated; a gated MLP; and a last product: the kernels behind the fused operations."""
+    monkeypatch.setattr(bank_module, "_FEWEST_ROWS", 0)
     draw = torch.Generator().manual_seed(11)
 
     def random(*shape: int) -> Tensor:
@@ -131,7 +166,8 @@ def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool) -> None:
             )
             for name, (names, rows, columns) in weights.items()
         }
-        bank = AdapterBank(own.values(), AdapterSlots(3, 16), dtype)
+        bank = AdapterBank(own.values(), AdapterSlots(3, 16), dtype, joins=joins)
+        assert all((product.joined is not None) == joins for product in bank.products.values())
         adapter = [bank.drawn(seed).flat.double() * 8 for seed in range(3)] if adapter is None else adapter
         for slot, flat in enumerate(adapter):
             bank.put(slot, AdapterInMemory(b"", flat.to(dtype)))
