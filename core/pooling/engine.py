@@ -41,13 +41,20 @@ class PooledNetwork(Protocol):
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes: elements of an embedding, or labels."""
+        """Numbers that a text becomes, or each of its tokens: elements of an embedding, or labels."""
+
+    @property
+    def each_token(self) -> bool:
+        """Whether each token of a text has a row of its own."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
 
     def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token."""
+        """Return float32 [texts, size], or [num_tokens, size] where each token has a row.
+
+        hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token.
+        """
 
 
 @dataclass
@@ -75,22 +82,31 @@ class PoolingEngine:
         self.stats = PoolingStats()
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> Tensor:
-        """Return float32 [texts, size] on the CPU, in the order of the texts, each of 1 to `limits.max_model_len` tokens.
+    def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> list[Tensor]:
+        """Return what each text becomes, on the CPU: float32 [size], or [tokens, size] where each token has a row.
 
+        texts: each of 1 to `limits.max_model_len` tokens; the answers come in their order.
         finished: called after each batch with its number of texts.
 
         :raises BackendError: a backend raised.
         """
-        found = torch.empty((len(texts), self.network.size), dtype=torch.float32)
+        lens = [len(text.token_ids) for text in texts]
+        found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
-        for batch in pack([len(text.token_ids) for text in texts], self.limits.max_num_tokens, self.limits.max_num_seqs):
+        for batch in pack(lens, self.limits.max_num_tokens, self.limits.max_num_seqs):
             in_flight.append((batch, self._pooled([texts[index] for index in batch])))
             if len(in_flight) > 1:
-                _read(found, *in_flight.pop(0), finished)
+                finished(self._read(found, *in_flight.pop(0), lens))
         for batch, pooled in in_flight:
-            _read(found, batch, pooled, finished)
-        return found
+            finished(self._read(found, batch, pooled, lens))
+        return [found[index] for index in range(len(texts))]
+
+    def _read(self, found: dict[int, Tensor], batch: list[int], pooled: Tensor, lens: Sequence[int]) -> int:
+        """Wait for a batch, and put the rows of its texts into `found`; returns the number of texts."""
+        rows = pooled.cpu()
+        parts = torch.split(rows, [lens[index] for index in batch]) if self.network.each_token else rows.unbind()
+        found.update(zip(batch, parts, strict=True))
+        return len(batch)
 
     def _pooled(self, texts: Sequence[EncodedText]) -> Tensor:
         lens = [len(text.token_ids) for text in texts]
@@ -163,12 +179,6 @@ class PoolingEngine:
         qk = torch.zeros((tokens, heads, spec.head_dim), dtype=spec.dtype, device=self.device)
         v = torch.zeros((tokens, spec.num_kv_heads, spec.v_head_dim), dtype=spec.dtype, device=self.device)
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
-
-
-def _read(found: Tensor, batch: list[int], pooled: Tensor, finished: Callable[[int], None]) -> None:
-    """Wait for a batch and put its rows where its texts are."""
-    found[batch] = pooled.cpu()
-    finished(len(batch))
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:

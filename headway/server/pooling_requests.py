@@ -47,7 +47,14 @@ class EmbeddingRequest(PooledRequest):
 
 
 class ClassifyRequest(EmbeddingRequest):
-    """The body of /classify and of /pooling: texts, as /v1/embeddings has them."""
+    """The body of /classify: texts, as /v1/embeddings has them."""
+
+
+class PoolRequest(EmbeddingRequest):
+    """The body of /pooling."""
+
+    task: str | None = None
+    """embed, classify or token_classify; None: what the model is for."""
 
 
 class ScoreRequest(PooledRequest):

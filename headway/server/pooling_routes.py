@@ -20,12 +20,20 @@ from starlette.responses import Response
 
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.hosting.host import EngineDeadError
+from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, api_error
 from headway.server.options import ServerOptions
 from headway.server.pooling_metrics import PoolingMetrics
-from headway.server.pooling_requests import ClassifyRequest, EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
+from headway.server.pooling_requests import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PooledRequest,
+    PoolRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
@@ -57,7 +65,7 @@ class PoolingRoutes:
             *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
             ("/classify", self.classify, ClassifyRequest),
-            ("/pooling", self.pool, ClassifyRequest),
+            ("/pooling", self.pool, PoolRequest),
             ("/invocations", self.invocations, PooledRequest),
         ]
         for path, answer, kind in posts:
@@ -101,15 +109,16 @@ class PoolingRoutes:
         return self._answer("classify", {"object": "list", "data": data}, body, tokens)
 
     async def pool(self, request: Request) -> Response:
-        """What the model makes of texts, whichever it is: vectors, or the probabilities of labels."""
-        body = await self._body(request, ClassifyRequest)
+        """What the model makes of texts, whichever it is: vectors, probabilities of labels, or either for each token."""
+        body = await self._body(request, PoolRequest)
         jobs = self._pooling.jobs
-        if self._pooling.model.task == "embed":
+        task = jobs.pooling_task(body.task)
+        if task == "embed":
             make: Any = partial(jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
         else:
-            make = partial(jobs.classify, body.prompts, body.truncate_prompt_tokens)
+            make = partial(jobs.classify if task == "classify" else jobs.reward, body.prompts, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
-        rows = [getattr(each.outputs, "probs", None) or each.outputs.embedding for each in outputs]
+        rows = [_numbers(each) for each in outputs]
         encoded = (_encoded(row, body.encoding_format) for row in rows)
         data = [{"index": index, "object": "pooling", "data": each} for index, each in enumerate(encoded)]
         return self._answer("pool", {"object": "list", "data": data}, body, tokens)
@@ -122,7 +131,8 @@ class PoolingRoutes:
         path = next((path for path, field in kinds if field in body), None)
         if path is None:
             raise ApiError(400, "this path: needs input, query, or text_1 and text_2, got none of them", code="unknown_body")
-        path = "/classify" if path == "/v1/embeddings" and self._pooling.model.task != "embed" else path
+        if path == "/v1/embeddings":
+            path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
 
         async def receive() -> Any:
             return unread.pop() if unread else await request.receive()
@@ -151,8 +161,7 @@ class PoolingRoutes:
 
     async def generates_not(self) -> Response:
         """Refuse: the model generates no text."""
-        task = self._pooling.model.task
-        paths = "/v1/embeddings" if task == "embed" else "/rerank and /score"
+        paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
         need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
         raise ApiError(404, f"this path: needs {need}", code="wrong_model")
 
@@ -219,8 +228,21 @@ class PoolingRoutes:
         return told.response(request.scope["path"])
 
 
-def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """base64: little-endian float32, as OpenAI's client asks for and reads."""
+def _numbers(output: Any) -> list[Any]:
+    """What a text has become: a list of numbers, or one for each of its tokens or steps."""
+    found: list[Any]
+    match output:
+        case EmbeddingRequestOutput():
+            found = output.outputs.embedding
+        case ClassificationRequestOutput():
+            found = output.outputs.probs
+        case _:
+            found = output.outputs.data.tolist()
+    return found
+
+
+def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
+    """base64: little-endian float32, row after row, as OpenAI's client asks for and reads."""
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
 
 

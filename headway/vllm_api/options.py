@@ -133,7 +133,7 @@ _ATTENTION: Final = {
 _MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed", "worker_extension_cls")
 """Options that Headway has under the same names, whose default in vLLM is None."""
 
-_TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score"}
+_TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
 
@@ -241,7 +241,9 @@ def _converted(value: object) -> dict[str, Any]:
     if value in ("auto", "none"):
         return {}
     if value not in _TASKS:
-        raise ConfigError("convert", "none, embed or classify", shown(value), "score answers for classifiers of one label")
+        raise ConfigError(
+            "convert", "none, embed, classify or reward", shown(value), "score answers for classifiers of one label"
+        )
     return {"task": _TASKS[value]}
 
 

@@ -1,10 +1,10 @@
-"""From the hidden states of a batch to one row for each text: pooling, and what comes behind it."""
+"""From the hidden states of a batch to one row for each text, or for each token: pooling, and what comes behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,11 +32,13 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
 """Activations by the name of torch's class, as sentence-transformers writes them into its files."""
 
 
-def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType) -> Tensor:
-    """Pool the states of each text: float32 [texts, hidden_size].
+def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
+    """Pool the states of each text: float32 [texts, hidden_size], or [num_tokens, hidden_size] where all are wanted.
 
     hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token and the end of the last.
     """
+    if kind == "all":
+        return hidden.float()
     if kind == "cls":
         return hidden.index_select(0, starts[:-1]).float()
     if kind == "last":
@@ -51,8 +53,12 @@ class PoolingHead(Protocol):
     def size(self) -> int:
         """Elements of a row."""
 
+    @property
+    def each_token(self) -> bool:
+        """Whether each token has a row of its own."""
+
     def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. Arguments as those of `pooled`."""
+        """Return float32 [texts, size], or [num_tokens, size] where each token has a row. Arguments as those of `pooled`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class DenseLayer:
     activation: Activation = same
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: float32 [texts, in_features]."""
+        """x: float32 [rows, in_features]."""
         return self.activation(linear(x, self.weight, self.bias))
 
 
@@ -77,6 +83,7 @@ class EmbeddingHead:
     hidden_size: int
     layers: Sequence[DenseLayer] = ()
     normalize: bool = True
+    each_token = False
 
     @property
     def size(self) -> int:
@@ -95,7 +102,8 @@ class EmbeddingHead:
 class ScoringHead:
     """Pooling, products if any, and a logit for each label with their activation."""
 
-    pooling: PoolingType
+    pooling: PoolingType | Literal["all"]
+    """all: each token is classified."""
     out: DenseLayer
     """To the logits, and the activation that makes scores or probabilities of them."""
     dense: DenseLayer | None = None
@@ -106,6 +114,11 @@ class ScoringHead:
     def size(self) -> int:
         """Labels: 1 where a pair of texts is scored."""
         return int(self.out.weight.shape[0])
+
+    @property
+    def each_token(self) -> bool:
+        """See PoolingHead."""
+        return self.pooling == "all"
 
     def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
         """See PoolingHead."""
@@ -122,6 +135,7 @@ class YesNoHead:
     """The probability of "yes" beside "no" as the next token (Qwen3-Reranker)."""
 
     size = 1
+    each_token = False
 
     def __init__(self, rows: Tensor) -> None:
         """rows: [2, hidden_size], the rows of the language-model head for yes and no."""

@@ -26,8 +26,13 @@ class PooledModel:
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes."""
+        """Numbers that a text becomes, or each of its tokens."""
         return self.head.size
+
+    @property
+    def each_token(self) -> bool:
+        """Whether each token has a row of its own."""
+        return self.head.each_token
 
     @property
     def vocab_size(self) -> int:
@@ -41,5 +46,5 @@ class PooledModel:
         return self._body(input_ids, positions, attention)
 
     def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. starts: int64 [texts + 1]."""
+        """Return float32 [texts, size], or [num_tokens, size] where each token has a row. starts: int64 [texts + 1]."""
         return self.head(hidden, starts)
