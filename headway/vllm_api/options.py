@@ -60,7 +60,7 @@ FLAGS: Final = {
     "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
     "speculative_config": "Headway calls it speculate or speculative_model, and num_speculative_tokens",
     "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
-    "convert": "Headway calls it task: embed or score",
+    "convert": "Headway calls it task: embed, score or reward",
     "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
     "disable_custom_all_reduce": "leave it out: ranks sum by NCCL or our kernel, as measured",
     **of_each(
