@@ -137,7 +137,7 @@ class PoolingOutput:
     """What a text has become, as a tensor."""
 
     data: Tensor
-    """float32 [size]: a vector, or probabilities of labels; of a model that rewards tokens [tokens, labels]."""
+    """float32 [size]: a vector, or probabilities of labels; of the tokens of a text [tokens, size]."""
 
 
 @dataclass

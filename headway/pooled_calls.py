@@ -116,11 +116,16 @@ class PooledCalls(ABC):
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[PoolingRequestOutput]:
-        """Do what `embed`, `classify` or `reward` does, with the answer as a tensor.
+        """Do what `embed`, `classify` or `reward` does, with the answer as a tensor; or embed each token of a prompt.
 
-        pooling_task: embed, classify or token_classify; None: the model's.
+        pooling_task: embed, classify, token_embed or token_classify; None: the model's.
         """
         task = self.pooling.jobs.pooling_task(pooling_task)
+        if task == "token_embed":
+            check_keywords("LLM.encode", others, ("prompts", "use_tqdm", "pooling_params", "pooling_task"))
+            asked = pooling_params or PoolingParams()
+            job = self.pooling.jobs.embed_tokens(prompts, asked.dimensions, asked.truncate_prompt_tokens)
+            return self.pooling.run(job, use_tqdm)
         if task == "token_classify":
             return self.reward(prompts, pooling_params, use_tqdm=use_tqdm, **others)
         made: Sequence[EmbeddingRequestOutput | ClassificationRequestOutput]

@@ -32,7 +32,11 @@ Output = TypeVar("Output")
 
 _OF_MODELS: Final[Mapping[PoolingTask, str]] = {"embed": "embed", "score": "classify", "reward": "token_classify"}
 """What a model is for -> vLLM's word for what is done with a text then."""
-_WORDS: Final[Mapping[str | None, str]] = {**{word: word for word in _OF_MODELS.values()}, "reward": "token_classify"}
+_WORDS: Final[Mapping[str | None, str]] = {
+    **{word: word for word in _OF_MODELS.values()},
+    "token_embed": "token_embed",
+    "reward": "token_classify",
+}
 """vLLM's words, with the older one among them."""
 
 
@@ -70,15 +74,22 @@ class PoolingJobs:
         texts = self._texts(prompts, truncate_prompt_tokens)
 
         def finish(found: Sequence[Tensor]) -> list[EmbeddingRequestOutput]:
-            rows = torch.stack(list(found)) if found else torch.empty(0, self.model.network.size)
-            if dimensions is not None and dimensions < rows.shape[1]:
-                rows = normalize(rows[:, :dimensions], dim=-1)
+            rows = _cut(torch.stack(list(found)) if found else torch.empty(0, self.model.network.size), dimensions)
             return [
                 EmbeddingRequestOutput(next(self._numbers), EmbeddingOutput(row), list(text.token_ids))
                 for row, text in zip(rows.tolist(), texts, strict=True)
             ]
 
         return PoolingJob(texts, finish)
+
+    def embed_tokens(
+        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """Embed each token of prompts; what comes behind the pooling of a text comes behind each. Raises as `embed`."""
+        self._check_embeds("token_embed")
+        self._check_dimensions(dimensions)
+        texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
+        return self._by_token(texts, lambda rows, text: _cut(rows, dimensions))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
@@ -113,18 +124,24 @@ class PoolingJobs:
             need = "a reward model, or a classifier of tokens"
             raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
         texts, step = self._texts(prompts, truncate_prompt_tokens), self.model.step_token_id
+        texts = [text._replace(each_token=True) for text in texts]
+        return self._by_token(texts, lambda rows, text: rows if step is None else rows[torch.tensor(text.token_ids) == step])
+
+    def _by_token(
+        self, texts: Sequence[EncodedText], chosen: Callable[[Tensor, EncodedText], Tensor]
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """The job of texts whose tokens get rows. chosen: what of a text's rows is returned."""
 
         def finish(found: Sequence[Tensor]) -> list[PoolingRequestOutput]:
-            outputs = []
-            for rows, text in zip(found, texts, strict=True):
-                steps = rows.clone() if step is None else rows[torch.tensor(text.token_ids) == step]
-                outputs.append(PoolingRequestOutput(next(self._numbers), PoolingOutput(steps), list(text.token_ids)))
-            return outputs
+            return [
+                PoolingRequestOutput(next(self._numbers), PoolingOutput(chosen(rows, text).clone()), list(text.token_ids))
+                for rows, text in zip(found, texts, strict=True)
+            ]
 
         return PoolingJob(texts, finish)
 
     def pooling_task(self, asked: str | None) -> str:
-        """vLLM's word for what is to be done with texts: embed, classify or token_classify.
+        """vLLM's word for what is to be done with texts: embed, classify, token_embed or token_classify.
 
         asked: one of these; None or encode: what the model is for.
 
@@ -134,8 +151,7 @@ class PoolingJobs:
             return _OF_MODELS[self.model.task]
         if asked in _WORDS:
             return _WORDS[asked]
-        hint = "each model does one of them" if asked != "token_embed" else "embeddings of single tokens are not supported"
-        raise ConfigError("pooling_task", "embed, classify or token_classify", shown(asked), hint)
+        raise ConfigError("pooling_task", "embed, classify, token_embed or token_classify", shown(asked))
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
@@ -254,6 +270,13 @@ class PoolingJobs:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < vocab_size:
                 raise PromptError(what, f"token ids from 0 to {vocab_size - 1}", shown(token))
+
+
+def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
+    """Cut vectors to a length, where that is asked for. rows: float32 [vectors, size]."""
+    if dimensions is None or dimensions >= rows.shape[1]:
+        return rows
+    return normalize(rows[:, :dimensions], dim=-1)
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:

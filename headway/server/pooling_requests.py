@@ -54,7 +54,7 @@ class PoolRequest(EmbeddingRequest):
     """The body of /pooling."""
 
     task: str | None = None
-    """embed, classify or token_classify; None: what the model is for."""
+    """embed, classify, token_embed or token_classify; None: what the model is for."""
 
 
 class ScoreRequest(PooledRequest):

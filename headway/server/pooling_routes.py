@@ -113,8 +113,9 @@ class PoolingRoutes:
         body = await self._body(request, PoolRequest)
         jobs = self._pooling.jobs
         task = jobs.pooling_task(body.task)
-        if task == "embed":
-            make: Any = partial(jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        if task in ("embed", "token_embed"):
+            embed: Any = jobs.embed if task == "embed" else jobs.embed_tokens
+            make: Any = partial(embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
         else:
             make = partial(jobs.classify if task == "classify" else jobs.reward, body.prompts, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)

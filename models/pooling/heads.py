@@ -53,12 +53,8 @@ class PoolingHead(Protocol):
     def size(self) -> int:
         """Elements of a row."""
 
-    @property
-    def each_token(self) -> bool:
-        """Whether each token has a row of its own."""
-
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token has a row. Arguments as those of `pooled`."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. Others as those of `pooled`."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +79,15 @@ class EmbeddingHead:
     hidden_size: int
     layers: Sequence[DenseLayer] = ()
     normalize: bool = True
-    each_token = False
 
     @property
     def size(self) -> int:
         """Elements of an embedding."""
         return int(self.layers[-1].weight.shape[0]) if self.layers else self.hidden_size
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
         """See PoolingHead."""
-        x = pooled(hidden, starts, self.pooling)
+        x = pooled(hidden, starts, "all" if each_token else self.pooling)
         for layer in self.layers:
             x = layer(x)
         return normalize(x, dim=-1) if self.normalize else x
@@ -115,13 +110,8 @@ class ScoringHead:
         """Labels: 1 where a pair of texts is scored."""
         return int(self.out.weight.shape[0])
 
-    @property
-    def each_token(self) -> bool:
-        """See PoolingHead."""
-        return self.pooling == "all"
-
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """See PoolingHead."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """See PoolingHead; `pooling` says whether each token gets a row."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)
@@ -135,12 +125,11 @@ class YesNoHead:
     """The probability of "yes" beside "no" as the next token (Qwen3-Reranker)."""
 
     size = 1
-    each_token = False
 
     def __init__(self, rows: Tensor) -> None:
         """rows: [2, hidden_size], the rows of the language-model head for yes and no."""
         self._difference = (rows[0].float() - rows[1].float())[None]
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """See PoolingHead: softmax over two logits is the sigmoid of their difference."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """See PoolingHead: softmax over two logits is the sigmoid of their difference. A text has one row."""
         return torch.sigmoid(linear(pooled(hidden, starts, "last"), self._difference))

@@ -30,11 +30,6 @@ class PooledModel:
         return self.head.size
 
     @property
-    def each_token(self) -> bool:
-        """Whether each token has a row of its own."""
-        return self.head.each_token
-
-    @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._body.config.vocab_size
@@ -45,6 +40,6 @@ class PooledModel:
             return self._body(input_ids, positions, attention, token_types)
         return self._body(input_ids, positions, attention)
 
-    def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token has a row. starts: int64 [texts + 1]."""
-        return self.head(hidden, starts)
+    def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. starts: int64 [texts + 1]."""
+        return self.head(hidden, starts, each_token)

@@ -67,10 +67,11 @@ def test_encode_says_the_same_under_vllms_words(tmp_path: Path) -> None:
         assert torch.equal(found.outputs.data, expected.outputs.data)
     cut = llm.reward("the quick brown fox " * 40, PoolingParams(truncate_prompt_tokens=5), use_tqdm=False)
     assert cut[0].outputs.data.shape == (5, 1)
-    with pytest.raises(
-        ConfigError, match=r"pooling_task: needs embed, classify or token_classify, got 'token_embed' .*single tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"pooling_task: needs embed, classify, token_embed or token_classify, got 'plugin'"):
+        llm.encode("a", pooling_task="plugin", use_tqdm=False)
+    with pytest.raises(ConfigError, match=r"token_embed: needs a model that embeds texts, got .*which rewards tokens"):
         llm.encode("a", pooling_task="token_embed", use_tqdm=False)
+    llm.pooling.engine.warm_up()  # as on a GPU
 
 
 def test_the_wrong_kind_of_request_is_one_line(tmp_path: Path) -> None:

@@ -237,6 +237,10 @@ def test_one_path_takes_every_body_of_an_embedder(embeds: tuple[LLM, str]) -> No
     for path in ("/pooling", "/invocations"):
         again = httpx.post(f"{url}{path}", json=body).json()["data"]
         assert [each.get("data") or each.get("embedding") for each in again] == [each["embedding"] for each in found]
+    rows = httpx.post(f"{url}/pooling", json={"input": TEXTS, "task": "token_embed"}).json()["data"]
+    wanted = embeds[0].encode(list(TEXTS), pooling_task="token_embed", use_tqdm=False)
+    for each, expected_rows in zip(rows, wanted, strict=True):
+        numpy.testing.assert_allclose(each["data"], expected_rows.outputs.data, atol=1e-5)
     scores = httpx.post(f"{url}/invocations", json={"text_1": "fox", "text_2": TEXTS}).json()
     assert [each["object"] for each in scores["data"]] == ["score"] * len(TEXTS)
     refused = httpx.post(f"{url}/classify", json={"input": TEXTS})
@@ -261,6 +265,6 @@ def test_tokens_and_steps_are_rewarded(tmp_path: Path) -> None:
             )
             refused = httpx.post(f"{url}/v1/embeddings", json={"input": texts})
             assert "which rewards tokens (use reward, or /pooling)" in refused.json()["error"]["message"]
-            refused = httpx.post(f"{url}/pooling", json={"input": texts, "task": "token_embed"})
+            refused = httpx.post(f"{url}/pooling", json={"input": texts, "task": "plugin"})
             assert refused.status_code == 400
-            assert "pooling_task: needs embed, classify or token_classify" in refused.json()["error"]["message"]
+            assert "pooling_task: needs embed, classify, token_embed or token_classify" in refused.json()["error"]["message"]
