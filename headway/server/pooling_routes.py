@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 from uuid import uuid4
@@ -22,9 +23,11 @@ from headway.core.contract.errors import BackendError, ConfigError
 from headway.hosting.host import EngineDeadError
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
+from headway.requests.chat_template import chat_prompt
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, api_error
 from headway.server.options import ServerOptions
+from headway.server.params import template_kwargs
 from headway.server.pooling_metrics import PoolingMetrics
 from headway.server.pooling_requests import (
     ClassifyRequest,
@@ -88,7 +91,7 @@ class PoolingRoutes:
     async def embeddings(self, request: Request) -> Response:
         """Embed texts."""
         body = await self._body(request, EmbeddingRequest)
-        make = partial(self._pooling.jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        make = self._making(self._pooling.jobs.embed, body, body.dimensions, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(output.outputs.embedding, body.encoding_format)}
@@ -99,7 +102,7 @@ class PoolingRoutes:
     async def classify(self, request: Request) -> Response:
         """Classify texts: each with its likeliest label and the probabilities of all."""
         body = await self._body(request, ClassifyRequest)
-        outputs, tokens = await self._run(partial(self._pooling.jobs.classify, body.prompts, body.truncate_prompt_tokens))
+        outputs, tokens = await self._run(self._making(self._pooling.jobs.classify, body, body.truncate_prompt_tokens))
         names, data = self._pooling.model.labels, []
         for index, output in enumerate(outputs):
             probs = output.outputs.probs
@@ -115,9 +118,9 @@ class PoolingRoutes:
         task = jobs.pooling_task(body.task)
         if task in ("embed", "token_embed"):
             embed: Any = jobs.embed if task == "embed" else jobs.embed_tokens
-            make: Any = partial(embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+            make = self._making(embed, body, body.dimensions, body.truncate_prompt_tokens)
         else:
-            make = partial(jobs.classify if task == "classify" else jobs.reward, body.prompts, body.truncate_prompt_tokens)
+            make = self._making(jobs.classify if task == "classify" else jobs.reward, body, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
         rows = [_numbers(each) for each in outputs]
         encoded = (_encoded(row, body.encoding_format) for row in rows)
@@ -128,10 +131,18 @@ class PoolingRoutes:
         """Answer whatever path the body is for, as SageMaker's clients have one for all."""
         text = await read_text(request, self.service.options)
         body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
-        kinds = (("/v1/embeddings", "input"), ("/rerank", "query"), ("/score", "text_1"), ("/score", "queries"))
+        kinds = (
+            ("/v1/embeddings", "input"),
+            ("/v1/embeddings", "messages"),
+            ("/rerank", "query"),
+            ("/score", "text_1"),
+            ("/score", "queries"),
+        )
         path = next((path for path, field in kinds if field in body), None)
         if path is None:
-            raise ApiError(400, "this path: needs input, query, or text_1 and text_2, got none of them", code="unknown_body")
+            raise ApiError(
+                400, "this path: needs input, messages, query, or text_1 and text_2, got none of them", code="unknown_body"
+            )
         if path == "/v1/embeddings":
             path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
 
@@ -193,6 +204,27 @@ class PoolingRoutes:
         body = await read_body(request, kind, self.service.options)
         self.service.check_model(body.model)
         return body
+
+    def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
+        """What makes the job of a request's texts; a thread calls it, which renders a conversation too."""
+
+        def made() -> Any:
+            if (body.input is None) == (body.messages is None):
+                got = "neither" if body.input is None else "both"
+                raise ApiError(400, f"input: needs either input or messages, got {got}", "input")
+            if body.messages is None:
+                return make(body.prompts, *options)
+            prompt = chat_prompt(
+                self._pooling.model.tokenizer,
+                self._pooling.model.name,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=template_kwargs(body),
+            )
+            return make([prompt], *options)
+
+        return made
 
     async def _run(self, make: Any) -> Any:
         """Outputs and tokens of a job that takes a place in the queue."""

@@ -79,6 +79,7 @@ def rewarding(name: str, folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": [STEP]})
     assert len(tokenizer) <= config.vocab_size
+    tokenizer.chat_template = "{% for each in messages %}{{ each.role }} {{ each.content }}<extra_0>{% endfor %}"
     tokenizer.save_pretrained(folder)
     return model
 

@@ -259,6 +259,22 @@ def test_tokens_and_steps_are_rewarded(tmp_path: Path) -> None:
                 data = httpx.post(f"{url}{path}", json={"model": "tiny", "input": texts, **more}).json()["data"]
                 for each, expected in zip(data, found, strict=True):
                     numpy.testing.assert_allclose(numpy.array(each["data"]).reshape(expected.shape), expected, atol=1e-5)
+            asked = [{"role": "user", "content": [{"type": "text", "text": "fox"}]}, {"role": "assistant", "content": "dog"}]
+            ids = llm.get_tokenizer()(f"user fox{STEP}assistant dog{STEP}", add_special_tokens=False)["input_ids"]
+            (expected,) = llm.reward([ids], use_tqdm=False)
+            for path in ("/pooling", "/invocations"):
+                answer = httpx.post(f"{url}{path}", json={"messages": asked}).json()
+                numpy.testing.assert_allclose(answer["data"][0]["data"], expected.outputs.data, atol=1e-5)
+                assert answer["usage"]["prompt_tokens"] == len(ids)
+            for body, words in (
+                ({}, "needs either input or messages, got neither"),
+                ({"input": "a", "messages": asked}, "needs either input or messages, got both"),
+                ({"messages": asked, "chat_template": "{{ 1 }}"}, "chat_template: needs the model's own"),
+                ({"messages": [{"content": "a"}]}, "messages"),
+            ):
+                refused = httpx.post(f"{url}/pooling", json=body)
+                assert refused.status_code == 400
+                assert words in refused.json()["error"]["message"]
             coded = httpx.post(f"{url}/pooling", json={"input": texts, "encoding_format": "base64"}).json()["data"]
             numpy.testing.assert_allclose(
                 numpy.frombuffer(base64.b64decode(coded[0]["data"]), "<f4"), found[0].flatten(), atol=1e-5
