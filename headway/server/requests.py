@@ -94,7 +94,7 @@ class SamplingRequest(Fields):
     use_beam_search: bool | None = None
     """Search for the likeliest continuations, n of which are kept at each token and returned, in place of drawing tokens."""
     length_penalty: float | None = None
-    """Of a search: its continuations are ranked by log-probability over length to this power."""
+    """The power of its length over which the log-probability of a search's continuation is taken when they are ranked."""
     priority: int = 0
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
