@@ -123,11 +123,28 @@ def search(searches: Sequence[BeamSearch], generate: Callable[[list[list[int]], 
 
     Each step is a request of one token for each beam; its prompt but the last token lies in the prefix cache.
     """
-    while going := [each for each in searches if each.goes_on]:
-        wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * going[0].params.beam_width, detokenize=False)
-        outputs = iter(generate([beam.tokens for each in going for beam in each.beams], wanted))
-        for each in going:
-            each.take([_likely(next(outputs)) for _ in each.beams])
+    while asked := next_tokens(searches):
+        take_tokens(searches, generate(*asked))
+
+
+def next_tokens(searches: Sequence[BeamSearch]) -> tuple[list[list[int]], SamplingParams] | None:
+    """What to ask for the next token of each beam: prompts of token ids, and the parameters of all; None: all have ended.
+
+    The searches have one beam_width.
+    """
+    going = [each for each in searches if each.goes_on]
+    if not going:
+        return None
+    wanted = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * going[0].params.beam_width, detokenize=False)
+    return [beam.tokens for each in going for beam in each.beams], wanted
+
+
+def take_tokens(searches: Sequence[BeamSearch], outputs: Sequence[RequestOutput]) -> None:
+    """Go on by what `next_tokens` has asked for. outputs: one for each of its prompts."""
+    found = iter(outputs)
+    for each in searches:
+        if each.goes_on:
+            each.take([_likely(next(found)) for _ in each.beams])
 
 
 def _likely(output: RequestOutput) -> LogprobsByToken:

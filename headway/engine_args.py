@@ -91,7 +91,7 @@ class EngineArgs(EngineConfig):
     runner: Annotated[
         str, "What the model is run for: generate (texts), pooling (embeddings and scores), or auto: what its files say."
     ] = "auto"
-    task: Annotated[str, "The same in more detail: generate, embed, score, or auto."] = "auto"
+    task: Annotated[str, "The same in more detail: generate, embed, score, reward, or auto."] = "auto"
     skip_tokenizer_init: Annotated[bool, "Load no tokenizer: token ids in and out, no text."] = False
     num_threads: Annotated[int | None, "CPU threads. Default: one per free core."] = None
     crossover_table: Annotated[

@@ -15,20 +15,13 @@ from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.core.system.text import shown
 from headway.engine_access import EngineAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting.assembly import assemble, checked_registry
 from headway.hosting.driver import EngineDriver
 from headway.llm_engine import LLMEngine
-from headway.outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingParams,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringRequestOutput,
-)
+from headway.outputs import RequestOutput
+from headway.pooled_calls import PooledCalls
 from headway.pooling.assembly import assemble_pooling
 from headway.pooling.client import PoolingClient
 from headway.pooling.find import find_pooling_model
@@ -39,7 +32,7 @@ from headway.vllm_api.calls import check_keywords
 from headway.vllm_api.configs import ModelSettings
 
 
-class LLM(EngineAccess):
+class LLM(EngineAccess, PooledCalls):
     """A model ready to generate, to embed or to score. Arguments are named as vLLM's offline class names them, where it has them.
 
     Several threads may call one LLM: their requests share the batch, and each call returns its own.
@@ -246,50 +239,6 @@ class LLM(EngineAccess):
         prompts = [self.driver.validator.chat_prompt(each, **template) for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | None = None,
-        **others: object,
-    ) -> list[EmbeddingRequestOutput]:
-        """Make a vector of each prompt; the outputs come in their order.
-
-        prompts: as in `generate`. dimensions: elements to which vectors are cut, where the model was trained for it.
-        truncate_prompt_tokens: tokens to which longer prompts are cut, -1 for the model's limit; None: those are refused.
-        pooling_params: brings both of these in place of the keywords. others: see `generate`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that generates or scores, or a parameter that cannot work.
-        """
-        check_keywords("LLM.embed", others, ("prompts", "dimensions", "truncate_prompt_tokens", "use_tqdm"))
-        if pooling_params is not None:
-            dimensions, truncate_prompt_tokens = pooling_params.dimensions, pooling_params.truncate_prompt_tokens
-        return self.pooling.run(self.pooling.jobs.embed(prompts, dimensions, truncate_prompt_tokens), use_tqdm)
-
-    def score(
-        self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool = True,
-        **others: object,
-    ) -> list[ScoringRequestOutput]:
-        """Say how well documents fit queries: one output for each document.
-
-        data_1: a query for all documents, or one for each. data_2: a document or several. A classifier of one label reads both
-        texts; of an embedding model the score is the cosine of their vectors. truncate_prompt_tokens, others: see `embed`.
-
-        :raises PromptError: two texts that are too long together.
-        :raises ConfigError: a model that generates, or a parameter that cannot work.
-        """
-        check_keywords("LLM.score", others, ("data_1", "data_2", "truncate_prompt_tokens", "use_tqdm"))
-        return self.pooling.run(self.pooling.jobs.score(data_1, data_2, truncate_prompt_tokens), use_tqdm)
-
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -313,42 +262,6 @@ class LLM(EngineAccess):
         searches = [BeamSearch(each, params, self.model.eos_token_ids, limits.max_model_len - len(each)) for each in ids]
         search(searches, partial(self.generate, use_tqdm=use_tqdm, lora_request=lora_request))
         return [each.best(self.tokenizer, lora_request) for each in searches]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | None = None,
-        *,
-        pooling_task: str | None = None,
-        use_tqdm: bool = True,
-        **others: Any,
-    ) -> list[PoolingRequestOutput]:
-        """Do what `embed` or `classify` does, with the answer as a tensor. pooling_task: embed or classify; None: the model's."""
-        if pooling_task not in (None, "encode", "embed", "classify"):
-            hint = "a model's states are pooled, whatever is asked for"
-            raise ConfigError("pooling_task", "embed or classify", shown(pooling_task), hint)
-        classifies = pooling_task == "classify" or (pooling_task in (None, "encode") and self.pooling.model.task == "score")
-        made: Sequence[EmbeddingRequestOutput | ClassificationRequestOutput] = (self.classify if classifies else self.embed)(
-            prompts, pooling_params=pooling_params, use_tqdm=use_tqdm, **others
-        )
-        return [PoolingRequestOutput.of(each) for each in made]
-
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: bool = True,
-        pooling_params: PoolingParams | None = None,
-        **others: object,
-    ) -> list[ClassificationRequestOutput]:
-        """Give each prompt the probabilities of the model's labels; the outputs come in their order. Arguments: see `embed`.
-
-        :raises PromptError: an empty or too long prompt; it is found before anything runs.
-        :raises ConfigError: a model that is no classifier.
-        """
-        check_keywords("LLM.classify", others, ("prompts", "use_tqdm", "pooling_params"))
-        most = None if pooling_params is None else pooling_params.truncate_prompt_tokens
-        return self.pooling.run(self.pooling.jobs.classify(prompts, most), use_tqdm)
 
     def chat_prompt(self, messages: str | Sequence[Message]) -> Prompt:
         """A user's message, or a list of messages, in the model's own chat template: ready for `generate` and `stream`.

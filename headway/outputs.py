@@ -134,15 +134,15 @@ class ClassificationRequestOutput:
 
 @dataclass
 class PoolingOutput:
-    """A text's vector as a tensor."""
+    """What a text has become, as a tensor."""
 
     data: Tensor
-    """float32 [hidden_size]."""
+    """float32 [size]: a vector, or probabilities of labels; of the tokens of a text [tokens, size]."""
 
 
 @dataclass
 class PoolingRequestOutput:
-    """A prompt and its vector."""
+    """A prompt and what it has become."""
 
     request_id: str
     outputs: PoolingOutput
@@ -160,7 +160,7 @@ class PoolingRequestOutput:
 
 @dataclass(kw_only=True)
 class PoolingParams:
-    """Parameters of `LLM.embed` and `LLM.encode`, as vLLM's programs hand them over."""
+    """Parameters of `LLM.embed`, `LLM.encode` and `LLM.reward`, as vLLM's programs hand them over."""
 
     dimensions: int | None = None
     """Elements to which vectors are cut, where the model was trained for it."""

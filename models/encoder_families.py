@@ -10,17 +10,18 @@ from headway.core.contract.errors import ModelError
 from headway.models.config import BeyondDecoderError, LayerConfig
 from headway.models.encoder import EncoderConfig, EncoderNames
 from headway.models.families import ACTIVATION_NAMES
+from headway.models.pooling.detect import PoolingTask
 from headway.models.rope import read_rope
 
 
 @dataclass(frozen=True)
 class ClassifierNames:
-    """The head of a sequence classifier: a product of the pooled state with an activation, perhaps a norm, and the logits."""
+    """The head of a classifier: a product of the state with an activation, perhaps a norm, and the logits."""
 
     out: str
     """Module of the product that gives the logits; always with a bias."""
-    dense: str
-    """Module of the product before it."""
+    dense: str | None = None
+    """Module of the product before it, if there is one."""
     norm: str | None = None
     """Module of the norm between the two."""
 
@@ -34,11 +35,18 @@ class EncoderFamily:
     classifier: str
     read: Callable[[Any], EncoderConfig]
     head: ClassifierNames
+    token_head: ClassifierNames = ClassifierNames(out="classifier")
+    """The head of a classifier of tokens."""
     head_activation: Callable[[Any], str] = lambda config: "tanh"
     head_bias: Callable[[Any], bool] = lambda config: True
     head_pooling: Callable[[Any], Literal["cls", "mean"]] = lambda config: "cls"
     ignored: tuple[str, ...] = ()
     """Suffixes of tensors that some of the family's checkpoints carry and that pooling does not need."""
+
+    def architecture(self, task: PoolingTask) -> str:
+        """transformers' class for a task."""
+        of_tokens = self.classifier.replace("ForSequence", "ForToken")
+        return {"embed": self.base, "score": self.classifier, "reward": of_tokens}[task]
 
 
 def read_encoder_config(config: Any) -> EncoderConfig:
@@ -163,6 +171,7 @@ ENCODERS: dict[str, EncoderFamily] = {
         "ModernBertForSequenceClassification",
         _modernbert,
         _MODERNBERT_HEAD,
+        _MODERNBERT_HEAD,
         head_activation=lambda config: _activation(config, "classifier_activation"),
         head_bias=lambda config: bool(config.classifier_bias),
         head_pooling=lambda config: config.classifier_pooling,
@@ -172,4 +181,4 @@ ENCODERS: dict[str, EncoderFamily] = {
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", _roberta, _ROBERTA_HEAD, ignored=_POOLER
     ),
 }
-"""Families by model_type. Headway's `embed` and `score` compute them; none generates text."""
+"""Families by model_type. Headway's `embed`, `score` and `reward` compute them; none generates text."""

@@ -30,6 +30,8 @@ class EncodedText(NamedTuple):
     token_ids: Sequence[int]
     token_types: Sequence[int] | None = None
     """Which text of a pair each token belongs to, where the model was trained to be told; None: 0 everywhere."""
+    each_token: bool = False
+    """Whether each of its tokens gets a row of its own."""
 
 
 class PooledNetwork(Protocol):
@@ -41,13 +43,16 @@ class PooledNetwork(Protocol):
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes: elements of an embedding, or labels."""
+        """Numbers that a text becomes, or each of its tokens: elements of an embedding, or labels."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
         """Return hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
 
-    def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token."""
+    def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row.
+
+        hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token.
+        """
 
 
 @dataclass
@@ -63,8 +68,8 @@ class PoolingStats:
 class PoolingEngine:
     """Runs one model over whole texts. Not for several threads at a time: the caller has a lock.
 
-    A batch holds texts of similar lengths, the longest first, packed one after the other: nothing is padded. The backends are the
-    selector's, as for prompts of a decoder.
+    A batch holds texts of similar lengths, the longest first, packed one after the other: nothing is padded. Texts whose tokens
+    get rows have batches of their own. The backends are the selector's, as for prompts of a decoder.
     """
 
     def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
@@ -75,22 +80,30 @@ class PoolingEngine:
         self.stats = PoolingStats()
 
     @torch.inference_mode()
-    def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> Tensor:
-        """Return float32 [texts, size] on the CPU, in the order of the texts, each of 1 to `limits.max_model_len` tokens.
+    def run(self, texts: Sequence[EncodedText], finished: Callable[[int], None] = lambda count: None) -> list[Tensor]:
+        """Return what each text becomes, on the CPU: float32 [size], or [tokens, size] of a text with `each_token`.
 
+        texts: each of 1 to `limits.max_model_len` tokens; the answers come in their order.
         finished: called after each batch with its number of texts.
 
         :raises BackendError: a backend raised.
         """
-        found = torch.empty((len(texts), self.network.size), dtype=torch.float32)
+        found: dict[int, Tensor] = {}
         in_flight: list[tuple[list[int], Tensor]] = []  # a batch is read after the next one was launched
-        for batch in pack([len(text.token_ids) for text in texts], self.limits.max_num_tokens, self.limits.max_num_seqs):
+        for batch in self._batches(texts):
             in_flight.append((batch, self._pooled([texts[index] for index in batch])))
             if len(in_flight) > 1:
-                _read(found, *in_flight.pop(0), finished)
+                finished(_read(found, *in_flight.pop(0), texts))
         for batch, pooled in in_flight:
-            _read(found, batch, pooled, finished)
-        return found
+            finished(_read(found, batch, pooled, texts))
+        return [found[index] for index in range(len(texts))]
+
+    def _batches(self, texts: Sequence[EncodedText]) -> Iterator[list[int]]:
+        for each_token in (False, True):
+            numbers = [number for number, text in enumerate(texts) if text.each_token is each_token]
+            lens = [len(texts[number].token_ids) for number in numbers]
+            for batch in pack(lens, self.limits.max_num_tokens, self.limits.max_num_seqs):
+                yield [numbers[index] for index in batch]
 
     def _pooled(self, texts: Sequence[EncodedText]) -> Tensor:
         lens = [len(text.token_ids) for text in texts]
@@ -117,7 +130,7 @@ class PoolingEngine:
             types = upload(types, self.device)
         attention = AttentionFunctions(self.attention)
         hidden = self.network(upload(token_ids, self.device), upload(positions, self.device), attention, types)
-        return self.network.pool(hidden, upload(starts, self.device))
+        return self.network.pool(hidden, upload(starts, self.device), texts[0].each_token)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -165,10 +178,12 @@ class PoolingEngine:
         return qk[:, : spec.num_heads], qk[:, spec.num_heads :], v
 
 
-def _read(found: Tensor, batch: list[int], pooled: Tensor, finished: Callable[[int], None]) -> None:
-    """Wait for a batch and put its rows where its texts are."""
-    found[batch] = pooled.cpu()
-    finished(len(batch))
+def _read(found: dict[int, Tensor], batch: list[int], pooled: Tensor, texts: Sequence[EncodedText]) -> int:
+    """Wait for a batch, and put the rows of its texts into `found`; returns the number of texts."""
+    rows = pooled.cpu()
+    lens = [len(texts[index].token_ids) for index in batch]
+    found.update(zip(batch, torch.split(rows, lens) if texts[batch[0]].each_token else rows.unbind(), strict=True))
+    return len(batch)
 
 
 def pack(lens: Sequence[int], max_tokens: int, max_texts: int) -> Iterator[list[int]]:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,12 +14,14 @@ import typer
 
 from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import AdapterModules, adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs, help_texts
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
+    from headway.core.contract.adapters import LoRARequest
     from headway.pooling.async_pooling import AsyncPooling
     from headway.server.batches.lines import LineAnswers
     from headway.server.batches.run import BatchRun
@@ -50,6 +52,7 @@ def batch(
         list[str] | None,
         typer.Option(help="Name by which lines call the model. Repeatable; default: MODEL.", rich_help_panel=BATCH),
     ] = None,
+    lora_modules: AdapterModules = None,
     config: ConfigFile = None,
     concurrency: Annotated[
         int | None,
@@ -64,6 +67,7 @@ def batch(
     name = _digest(source)
     err = Terminal(stderr=True)
     started = time.perf_counter()
+    adapters = adapters_of(lora_modules or (), engine["enable_lora"])
     args = EngineArgs.of(model, **engine)
     try:
         from headway.server.batches.journal import Journal
@@ -73,9 +77,9 @@ def batch(
     with Journal(output.with_name(output.name + JOURNAL), name) as journal:
         before = journal.num_answered + journal.num_failed
         with err.status(f"loading {model}"):
-            llm = _load(args)
+            llm = _load(args, adapters)
         try:
-            answers, most = _answers(llm, tuple(served_model_name or ()) or (model,), concurrency)
+            answers, most = _answers(llm, tuple(served_model_name or ()) or (model,), adapters, concurrency)
             run = BatchRun(source, journal, answers, most_bytes=_LONGEST_LINE)
             asyncio.run(_run(run, most, _progress(err, run, before)))
         finally:
@@ -98,8 +102,8 @@ def _digest(source: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:32]
 
 
-def _load(args: EngineArgs) -> AsyncLLM | AsyncPooling:
-    """Load the model; one that writes has an engine in a process of its own, as behind a server."""
+def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
+    """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
     from headway.pooling.find import find_pooling_model
 
     pooled = find_pooling_model(args)
@@ -110,11 +114,21 @@ def _load(args: EngineArgs) -> AsyncLLM | AsyncPooling:
 
         return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
     from headway.async_llm import AsyncLLM
+    from headway.hosting.adapters import add_adapter
 
-    return AsyncLLM.from_engine_args(args, own_process=sys.platform != "win32")
+    llm = AsyncLLM.from_engine_args(args, own_process=sys.platform != "win32")
+    try:
+        for adapter in adapters:
+            add_adapter(llm.host, adapter)
+    except BaseException:
+        llm.shutdown()
+        raise
+    return llm
 
 
-def _answers(llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], concurrency: int | None) -> tuple[LineAnswers, int]:
+def _answers(
+    llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], adapters: Sequence[LoRARequest], concurrency: int | None
+) -> tuple[LineAnswers, int]:
     """What answers lines, and how many at a time."""
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
@@ -122,7 +136,13 @@ def _answers(llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], concurrency: 
     from headway.server.pooling_app import create_pooling_app
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
-    options = ServerOptions(served_model_names=names, max_queue=2 * most, max_body_bytes=_LONGEST_LINE, max_stored_responses=0)
+    options = ServerOptions(
+        served_model_names=names,
+        lora_modules=adapters,
+        max_queue=2 * most,
+        max_body_bytes=_LONGEST_LINE,
+        max_stored_responses=0,
+    )
     app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
     answers: LineAnswers = app.state.line_answers
     return answers, most

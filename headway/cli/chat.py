@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import AdapterFolder, adapter_of
 from headway.cli.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, HeadwayError, PromptError
 from headway.core.sampling.params import SamplingParams
@@ -21,6 +22,7 @@ from headway.core.system.terminal import Terminal, for_standard_output
 from headway.engine_args import help_texts
 
 if TYPE_CHECKING:
+    from headway.core.contract.adapters import LoRARequest
     from headway.llm import LLM
 
 _MAX_TOKENS: Final = 1024
@@ -39,21 +41,25 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
 def chat(
     engine: dict[str, Any],
     sampling: dict[str, Any],
+    lora: AdapterFolder = None,
     system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
 ) -> None:
     """Talk to a model that has a chat template. Sampling is what the model recommends, where no flag says otherwise."""
     SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
+    adapter = adapter_of(lora, engine)
     err = Terminal(stderr=True, highlight=False, soft_wrap=True)
     with err.status(f"loading {engine['model']}"):
         from headway.llm import LLM
 
         llm = LLM(**engine)
+    if adapter is not None:
+        llm.add_lora(adapter)  # one that cannot be served is refused before anybody types
     llm.chat_prompt("")  # a model without a template is refused before anybody types
     recommended = llm.get_default_sampling_params()
     if recommended == SamplingParams():
         recommended = replace(recommended, temperature=_TEMPERATURE)
-    talk = ChatSession(llm, replace(recommended, **sampling), err, system, stats)
+    talk = ChatSession(llm, replace(recommended, **sampling), err, system, stats, adapter)
     if sys.stdin.isatty():
         err.print(f"{llm.model.name}: /help lists the commands, /exit or Ctrl-D leaves", style="dim")
     for message in _messages():
@@ -64,9 +70,18 @@ def chat(
 class ChatSession:
     """A conversation: its messages, and the making and showing of answers."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, err: Console, system: str | None, stats: bool) -> None:
-        """err: gets everything but answers. stats: show the live line."""
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        err: Console,
+        system: str | None,
+        stats: bool,
+        adapter: LoRARequest | None = None,
+    ) -> None:
+        """err: gets everything but answers. stats: show the live line. adapter: writes the answers."""
         self._llm, self._params, self._err, self._shows_stats = llm, params, err, stats
+        self._adapter = adapter
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)
         self._begun = llm.stats()
@@ -111,7 +126,8 @@ class ChatSession:
         text, last = "", None
         try:
             with LiveStats(self._llm.stats, self._shows_stats) as live:
-                for piece, last in self._llm.stream(self._llm.chat_prompt(messages), self._params):
+                prompt = self._llm.chat_prompt(messages)
+                for piece, last in self._llm.stream(prompt, self._params, lora_request=self._adapter):
                     shown = piece if text else piece.lstrip()
                     text += shown
                     sys.stdout.write(for_standard_output(shown))

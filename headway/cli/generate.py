@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import AdapterFolder, adapter_of
 from headway.cli.sampling_options import takes_sampling_options
-from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.terminal import Terminal, for_standard_output
@@ -34,7 +34,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
     engine: dict[str, Any],
     sampling: dict[str, Any],
-    lora: Annotated[str | None, typer.Option(help="Folder of an adapter (LoRA) to write with; turns --enable-lora on.")] = None,
+    lora: AdapterFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Show what the engine does while it runs, and all of it at the end.")
@@ -46,8 +46,7 @@ def generate(
 ) -> None:
     """Continue PROMPT, token by token; then say how fast."""
     params = SamplingParams(**sampling)
-    adapter = None if lora is None else LoRARequest(lora, 1, lora)
-    engine["enable_lora"] = engine["enable_lora"] or adapter is not None
+    adapter = adapter_of(lora, engine)
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
     err = Terminal(stderr=True)

@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 PLUGIN_HELP = "A plugin in a file: FILE.py, or FILE.py:CLASS for a backend class without a hook. Repeatable."
 PluginFiles = Annotated[list[str] | None, typer.Option("--plugin", help=PLUGIN_HELP)]
 """The option --plugin, of every command that lists or uses backends and layouts."""
+AdapterModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help='Adapter that requests call as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
+        rich_help_panel="Adapters",
+    ),
+]
+"""The option --lora-modules, of commands whose requests name what answers them."""
+AdapterFolder = Annotated[
+    str | None,
+    typer.Option(help="Folder of an adapter (LoRA) to write with; turns --enable-lora on.", rich_help_panel="Adapters"),
+]
+"""The option --lora, of commands that write with one adapter."""
 
 
 def names_of(text: str | None) -> list[str] | None:
@@ -67,6 +80,14 @@ def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
     if found and not enabled:
         raise ConfigError("--lora-modules", "--enable-lora beside it", "none")
     return found
+
+
+def adapter_of(folder: str | None, engine: dict[str, Any]) -> LoRARequest | None:
+    """The adapter that --lora names, for which the engine's options then make room; None where it names none."""
+    if folder is None:
+        return None
+    engine["enable_lora"] = True
+    return LoRARequest(folder, 1, folder)
 
 
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
-from headway.cli.options import adapters_of
+from headway.cli.options import AdapterModules, adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
 
@@ -56,13 +56,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Name by which requests call the model. Repeatable; default: MODEL.", rich_help_panel=SERVER),
     ] = None,
-    lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='Adapter that requests call as their model: NAME=FOLDER, or {"name": ..., "path": ...}. Repeatable.',
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
+    lora_modules: AdapterModules = None,
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
     ] = False,

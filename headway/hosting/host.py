@@ -37,6 +37,8 @@ class EngineFacts(NamedTuple):
     """The chosen backends, and the reasons."""
     rules: RequestRules = RequestRules()
     """What the options say of requests."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """The tokens that end the model's texts."""
 
     @classmethod
     def of(cls, driver: EngineDriver) -> EngineFacts:
@@ -50,6 +52,7 @@ class EngineFacts(NamedTuple):
             device=str(driver.assembly.device),
             selection=str(engine.selection),
             rules=driver.assembly.rules,
+            eos_token_ids=driver.assembly.model.eos_token_ids,
         )
 
 

@@ -12,7 +12,6 @@ from functools import partial
 from threading import Condition, Thread
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from headway.core.pooling.engine import EncodedText
@@ -34,7 +33,7 @@ class _Waiting:
     """A request whose texts have not all been run."""
 
     texts: Sequence[EncodedText]
-    future: Future[Tensor]
+    future: Future[list[Tensor]]
     rows: list[Tensor] = field(default_factory=list)
     begun: int = 0
     """Texts that were handed to the engine."""
@@ -103,8 +102,8 @@ class AsyncPooling:
         if self._stopped:
             raise EngineDeadError("the engine has been stopped")
 
-    def _queue(self, texts: Sequence[EncodedText]) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
+    def _queue(self, texts: Sequence[EncodedText]) -> Future[list[Tensor]]:
+        future: Future[list[Tensor]] = Future()
         with self._changed:
             self._check_running()
             self._waiting.append(_Waiting(texts, future))
@@ -158,7 +157,7 @@ class AsyncPooling:
             if error is not None:
                 _fail(each, error)
             elif each.future.set_running_or_notify_cancel():
-                each.future.set_result(torch.stack(each.rows))
+                each.future.set_result(each.rows)
 
 
 def _fail(waiting: _Waiting, error: Exception) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from threading import Lock
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tqdm import tqdm
 
 from headway.core.contract.errors import ConfigError
+from headway.models.pooling.detect import PoolingTask
 from headway.pooling.assembly import PoolingAssembly
 from headway.pooling.jobs import PoolingJob, PoolingJobs
 
 Output = TypeVar("Output")
+
+_INSTEAD: Final[Mapping[PoolingTask, tuple[str, str]]] = {
+    "embed": ("embeds texts", "embed and score"),
+    "score": ("scores documents", "score and classify"),
+    "reward": ("rewards tokens", "reward and encode"),
+}
+"""Task -> what a model with it does, and the methods that ask for it."""
 
 
 class PoolingClient:
@@ -34,6 +43,6 @@ class PoolingClient:
 
     def generates_not(self) -> ConfigError:
         """The error of a call that only a model which generates text can answer."""
-        does, methods = ("embeds texts", "embed and score") if self.model.task == "embed" else ("scores documents", "score")
+        does, methods = _INSTEAD[self.model.task]
         got = f"{self.model.name}, which {does}"
         return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch.nn.functional import normalize
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.pooling.engine import EncodedText
 from headway.core.system.text import shown
+from headway.models.pooling.detect import PoolingTask
 from headway.models.pooling.loader import LoadedPoolingModel
 from headway.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
@@ -27,14 +30,23 @@ from headway.requests.prompts import Prompt, parse_prompts, whole_text
 
 Output = TypeVar("Output")
 
+_OF_MODELS: Final[Mapping[PoolingTask, str]] = {"embed": "embed", "score": "classify", "reward": "token_classify"}
+"""What a model is for -> vLLM's word for what is done with a text then."""
+_WORDS: Final[Mapping[str | None, str]] = {
+    **{word: word for word in _OF_MODELS.values()},
+    "token_embed": "token_embed",
+    "reward": "token_classify",
+}
+"""vLLM's words, with the older one among them."""
+
 
 @dataclass(frozen=True)
 class PoolingJob(Generic[Output]):
     """The texts of a call, and what becomes of their rows."""
 
     texts: Sequence[EncodedText]
-    finish: Callable[[Tensor], list[Output]]
-    """Called with float32 [texts, size]."""
+    finish: Callable[[Sequence[Tensor]], list[Output]]
+    """Called with what each text has become: float32 [size], or [tokens, size] of a model that rewards tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,15 +73,23 @@ class PoolingJobs:
         self._check_dimensions(dimensions)
         texts = self._texts(prompts, truncate_prompt_tokens)
 
-        def finish(rows: Tensor) -> list[EmbeddingRequestOutput]:
-            if dimensions is not None and dimensions < rows.shape[1]:
-                rows = normalize(rows[:, :dimensions], dim=-1)
+        def finish(found: Sequence[Tensor]) -> list[EmbeddingRequestOutput]:
+            rows = _cut(torch.stack(list(found)) if found else torch.empty(0, self.model.network.size), dimensions)
             return [
                 EmbeddingRequestOutput(next(self._numbers), EmbeddingOutput(row), list(text.token_ids))
                 for row, text in zip(rows.tolist(), texts, strict=True)
             ]
 
         return PoolingJob(texts, finish)
+
+    def embed_tokens(
+        self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None, truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """Embed each token of prompts; what comes behind the pooling of a text comes behind each. Raises as `embed`."""
+        self._check_embeds("token_embed")
+        self._check_dimensions(dimensions)
+        texts = [text._replace(each_token=True) for text in self._texts(prompts, truncate_prompt_tokens)]
+        return self._by_token(texts, lambda rows, text: _cut(rows, dimensions))
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
@@ -80,16 +100,58 @@ class PoolingJobs:
         :raises ConfigError: a model that embeds.
         """
         if self.model.task != "score" or self.model.score_prompt is not None:
-            raise ConfigError("classify", "a sequence classifier", self.model.name, "task='score' says that a model is one")
+            hint = "task='score' says that a model is one" if self.model.task == "embed" else self._instead()
+            raise ConfigError("classify", "a sequence classifier", self.model.name, hint)
         texts = self._texts(prompts, truncate_prompt_tokens)
 
-        def finish(rows: Tensor) -> list[ClassificationRequestOutput]:
+        def finish(found: Sequence[Tensor]) -> list[ClassificationRequestOutput]:
             return [
-                ClassificationRequestOutput(next(self._numbers), ClassificationOutput(row), list(text.token_ids))
-                for row, text in zip(rows.tolist(), texts, strict=True)
+                ClassificationRequestOutput(next(self._numbers), ClassificationOutput(row.tolist()), list(text.token_ids))
+                for row, text in zip(found, texts, strict=True)
             ]
 
         return PoolingJob(texts, finish)
+
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], truncate_prompt_tokens: int | None = None
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """Reward the tokens of prompts, or their steps; see `LLM.reward`.
+
+        :raises PromptError: an empty or too long prompt.
+        :raises ConfigError: a model that says nothing of single tokens.
+        """
+        if self.model.task != "reward":
+            need = "a reward model, or a classifier of tokens"
+            raise ConfigError("reward", need, f"{self.model.name}, which says one thing of a whole text", self._instead())
+        texts, step = self._texts(prompts, truncate_prompt_tokens), self.model.step_token_id
+        texts = [text._replace(each_token=True) for text in texts]
+        return self._by_token(texts, lambda rows, text: rows if step is None else rows[torch.tensor(text.token_ids) == step])
+
+    def _by_token(
+        self, texts: Sequence[EncodedText], chosen: Callable[[Tensor, EncodedText], Tensor]
+    ) -> PoolingJob[PoolingRequestOutput]:
+        """The job of texts whose tokens get rows. chosen: what of a text's rows is returned."""
+
+        def finish(found: Sequence[Tensor]) -> list[PoolingRequestOutput]:
+            return [
+                PoolingRequestOutput(next(self._numbers), PoolingOutput(chosen(rows, text).clone()), list(text.token_ids))
+                for rows, text in zip(found, texts, strict=True)
+            ]
+
+        return PoolingJob(texts, finish)
+
+    def pooling_task(self, asked: str | None) -> str:
+        """vLLM's word for what is to be done with texts: embed, classify, token_embed or token_classify.
+
+        asked: one of these; None or encode: what the model is for.
+
+        :raises ConfigError: another word. Whether the model can do it is checked by the job.
+        """
+        if asked in (None, "encode"):
+            return _OF_MODELS[self.model.task]
+        if asked in _WORDS:
+            return _WORDS[asked]
+        raise ConfigError("pooling_task", "embed, classify, token_embed or token_classify", shown(asked))
 
     def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], truncate_prompt_tokens: int | None = None
@@ -102,14 +164,18 @@ class PoolingJobs:
         pairs, labels = _pairs(queries, documents), self.model.network.size
         if self.model.task == "embed":
             return self._similarities(pairs, truncate_prompt_tokens)
+        if self.model.task == "reward":
+            raise ConfigError(
+                "score", "a model that embeds or scores texts", f"{self.model.name}, which rewards tokens", "use reward"
+            )
         if labels != 1:
             raise ConfigError("score", "a classifier of one label", f"{self.model.name}, which has {labels}", "use classify")
         texts = self._encoded_pairs(pairs, self._most(truncate_prompt_tokens))
         for number, text in enumerate(texts):
             self._check(text.token_ids, f"pair {number}")
 
-        def finish(rows: Tensor) -> list[ScoringRequestOutput]:
-            return [self._scored(score, text.token_ids) for score, text in zip(rows[:, 0].tolist(), texts, strict=True)]
+        def finish(found: Sequence[Tensor]) -> list[ScoringRequestOutput]:
+            return [self._scored(float(row[0]), text.token_ids) for row, text in zip(found, texts, strict=True)]
 
         return PoolingJob(texts, finish)
 
@@ -119,8 +185,8 @@ class PoolingJobs:
         texts = self._texts(listed, truncate)
         place = {text: number for number, text in enumerate(listed)}
 
-        def finish(rows: Tensor) -> list[ScoringRequestOutput]:
-            rows = normalize(rows, dim=-1)
+        def finish(found: Sequence[Tensor]) -> list[ScoringRequestOutput]:
+            rows = normalize(torch.stack(list(found)), dim=-1)
             first, second = (torch.tensor([place[pair[side]] for pair in pairs]) for side in (0, 1))
             cosines = (rows[first] * rows[second]).sum(-1).tolist()
             ids = [[*texts[place[query]].token_ids, *texts[place[document]].token_ids] for query, document in pairs]
@@ -133,8 +199,12 @@ class PoolingJobs:
 
     def _check_embeds(self, method: str) -> None:
         if self.model.task != "embed":
-            got = f"{self.model.name}, which scores a query and a document"
-            raise ConfigError(method, "a model that embeds texts", got, "use score, or rerank")
+            does = "scores a query and a document" if self.model.task == "score" else "rewards tokens"
+            raise ConfigError(method, "a model that embeds texts", f"{self.model.name}, which {does}", self._instead())
+
+    def _instead(self) -> str:
+        """What answers for this model."""
+        return {"embed": "use embed", "score": "use score, or rerank", "reward": "use reward, or /pooling"}[self.model.task]
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         size, allowed = self.model.network.size, self.model.dimensions
@@ -200,6 +270,13 @@ class PoolingJobs:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < vocab_size:
                 raise PromptError(what, f"token ids from 0 to {vocab_size - 1}", shown(token))
+
+
+def _cut(rows: Tensor, dimensions: int | None) -> Tensor:
+    """Cut vectors to a length, where that is asked for. rows: float32 [vectors, size]."""
+    if dimensions is None or dimensions >= rows.shape[1]:
+        return rows
+    return normalize(rows[:, :dimensions], dim=-1)
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from headway.server.adapter_routes import AdapterRoutes, models_of
 from headway.server.anthropic.routes import MessagesRoutes
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.routes import BatchRoutes
+from headway.server.beams import reply_of
 from headway.server.chats import Chats
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
@@ -37,7 +38,6 @@ from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import completion_params, prompts_of
 from headway.server.profile_routes import ProfileRoutes
-from headway.server.reply import Reply
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.responses.routes import ResponsesRoutes
 from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
@@ -120,14 +120,14 @@ class Routes:
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, ChatRequest)
         answer = self._chats.answer(body)
-        return Reply(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
+        return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, CompletionRequest)
         answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
-        return Reply(self._service, answer, partial(self._prepare_completions, body), body.unknown())
+        return reply_of(body)(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's template."""

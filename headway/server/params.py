@@ -13,6 +13,7 @@ from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
+from headway.server.pooling_requests import EmbeddingRequest
 from headway.server.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
 
 _SAME: Final = (
@@ -183,7 +184,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
     return ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
-def template_kwargs(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+def template_kwargs(body: ChatRequest | TokenizeRequest | EmbeddingRequest) -> dict[str, Any]:
     """The arguments of the chat template beside the messages.
 
     :raises ConfigError: the request brings a template of its own: a program that may run for ever.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -25,20 +25,30 @@ class PooledRequest(BaseModel):
 
 
 class EmbeddingRequest(PooledRequest):
-    """The body of /v1/embeddings."""
+    """The body of /v1/embeddings: texts, or a conversation."""
 
     input: (
         str
         | Annotated[TokenIds, Field(min_length=1)]
         | Texts
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
-    )
+        | None
+    ) = None
+    messages: list[dict[str, Any]] | None = None
+    """A conversation, which is one text in the model's chat template."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    """Refused: a template is a program."""
+    chat_template_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The texts, or the token ids of each."""
+        """The texts of `input`, or the token ids of each."""
+        if self.input is None:
+            return []
         if isinstance(self.input, str):
             return [self.input]
         if self.input and isinstance(self.input[0], int):
@@ -47,7 +57,14 @@ class EmbeddingRequest(PooledRequest):
 
 
 class ClassifyRequest(EmbeddingRequest):
-    """The body of /classify and of /pooling: texts, as /v1/embeddings has them."""
+    """The body of /classify: texts, as /v1/embeddings has them."""
+
+
+class PoolRequest(EmbeddingRequest):
+    """The body of /pooling."""
+
+    task: str | None = None
+    """embed, classify, token_embed or token_classify; None: what the model is for."""
 
 
 class ScoreRequest(PooledRequest):

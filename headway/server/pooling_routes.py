@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 from uuid import uuid4
@@ -20,12 +21,22 @@ from starlette.responses import Response
 
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.hosting.host import EngineDeadError
+from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
+from headway.requests.chat_template import chat_prompt
 from headway.server.admission import Admission
 from headway.server.errors import ApiError, api_error
 from headway.server.options import ServerOptions
+from headway.server.params import template_kwargs
 from headway.server.pooling_metrics import PoolingMetrics
-from headway.server.pooling_requests import ClassifyRequest, EmbeddingRequest, PooledRequest, RerankRequest, ScoreRequest
+from headway.server.pooling_requests import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PooledRequest,
+    PoolRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
@@ -57,7 +68,7 @@ class PoolingRoutes:
             *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
             *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
             ("/classify", self.classify, ClassifyRequest),
-            ("/pooling", self.pool, ClassifyRequest),
+            ("/pooling", self.pool, PoolRequest),
             ("/invocations", self.invocations, PooledRequest),
         ]
         for path, answer, kind in posts:
@@ -80,7 +91,7 @@ class PoolingRoutes:
     async def embeddings(self, request: Request) -> Response:
         """Embed texts."""
         body = await self._body(request, EmbeddingRequest)
-        make = partial(self._pooling.jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        make = self._making(self._pooling.jobs.embed, body, body.dimensions, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(output.outputs.embedding, body.encoding_format)}
@@ -91,7 +102,7 @@ class PoolingRoutes:
     async def classify(self, request: Request) -> Response:
         """Classify texts: each with its likeliest label and the probabilities of all."""
         body = await self._body(request, ClassifyRequest)
-        outputs, tokens = await self._run(partial(self._pooling.jobs.classify, body.prompts, body.truncate_prompt_tokens))
+        outputs, tokens = await self._run(self._making(self._pooling.jobs.classify, body, body.truncate_prompt_tokens))
         names, data = self._pooling.model.labels, []
         for index, output in enumerate(outputs):
             probs = output.outputs.probs
@@ -101,15 +112,17 @@ class PoolingRoutes:
         return self._answer("classify", {"object": "list", "data": data}, body, tokens)
 
     async def pool(self, request: Request) -> Response:
-        """What the model makes of texts, whichever it is: vectors, or the probabilities of labels."""
-        body = await self._body(request, ClassifyRequest)
+        """What the model makes of texts, whichever it is: vectors, probabilities of labels, or either for each token."""
+        body = await self._body(request, PoolRequest)
         jobs = self._pooling.jobs
-        if self._pooling.model.task == "embed":
-            make: Any = partial(jobs.embed, body.prompts, body.dimensions, body.truncate_prompt_tokens)
+        task = jobs.pooling_task(body.task)
+        if task in ("embed", "token_embed"):
+            embed: Any = jobs.embed if task == "embed" else jobs.embed_tokens
+            make = self._making(embed, body, body.dimensions, body.truncate_prompt_tokens)
         else:
-            make = partial(jobs.classify, body.prompts, body.truncate_prompt_tokens)
+            make = self._making(jobs.classify if task == "classify" else jobs.reward, body, body.truncate_prompt_tokens)
         outputs, tokens = await self._run(make)
-        rows = [getattr(each.outputs, "probs", None) or each.outputs.embedding for each in outputs]
+        rows = [_numbers(each) for each in outputs]
         encoded = (_encoded(row, body.encoding_format) for row in rows)
         data = [{"index": index, "object": "pooling", "data": each} for index, each in enumerate(encoded)]
         return self._answer("pool", {"object": "list", "data": data}, body, tokens)
@@ -118,11 +131,20 @@ class PoolingRoutes:
         """Answer whatever path the body is for, as SageMaker's clients have one for all."""
         text = await read_text(request, self.service.options)
         body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
-        kinds = (("/v1/embeddings", "input"), ("/rerank", "query"), ("/score", "text_1"), ("/score", "queries"))
+        kinds = (
+            ("/v1/embeddings", "input"),
+            ("/v1/embeddings", "messages"),
+            ("/rerank", "query"),
+            ("/score", "text_1"),
+            ("/score", "queries"),
+        )
         path = next((path for path, field in kinds if field in body), None)
         if path is None:
-            raise ApiError(400, "this path: needs input, query, or text_1 and text_2, got none of them", code="unknown_body")
-        path = "/classify" if path == "/v1/embeddings" and self._pooling.model.task != "embed" else path
+            raise ApiError(
+                400, "this path: needs input, messages, query, or text_1 and text_2, got none of them", code="unknown_body"
+            )
+        if path == "/v1/embeddings":
+            path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
 
         async def receive() -> Any:
             return unread.pop() if unread else await request.receive()
@@ -151,8 +173,7 @@ class PoolingRoutes:
 
     async def generates_not(self) -> Response:
         """Refuse: the model generates no text."""
-        task = self._pooling.model.task
-        paths = "/v1/embeddings" if task == "embed" else "/rerank and /score"
+        paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
         need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
         raise ApiError(404, f"this path: needs {need}", code="wrong_model")
 
@@ -183,6 +204,27 @@ class PoolingRoutes:
         body = await read_body(request, kind, self.service.options)
         self.service.check_model(body.model)
         return body
+
+    def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
+        """What makes the job of a request's texts; a thread calls it, which renders a conversation too."""
+
+        def made() -> Any:
+            if (body.input is None) == (body.messages is None):
+                got = "neither" if body.input is None else "both"
+                raise ApiError(400, f"input: needs either input or messages, got {got}", "input")
+            if body.messages is None:
+                return make(body.prompts, *options)
+            prompt = chat_prompt(
+                self._pooling.model.tokenizer,
+                self._pooling.model.name,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=template_kwargs(body),
+            )
+            return make([prompt], *options)
+
+        return made
 
     async def _run(self, make: Any) -> Any:
         """Outputs and tokens of a job that takes a place in the queue."""
@@ -219,8 +261,21 @@ class PoolingRoutes:
         return told.response(request.scope["path"])
 
 
-def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """base64: little-endian float32, as OpenAI's client asks for and reads."""
+def _numbers(output: Any) -> list[Any]:
+    """What a text has become: a list of numbers, or one for each of its tokens or steps."""
+    found: list[Any]
+    match output:
+        case EmbeddingRequestOutput():
+            found = output.outputs.embedding
+        case ClassificationRequestOutput():
+            found = output.outputs.probs
+        case _:
+            found = output.outputs.data.tolist()
+    return found
+
+
+def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
+    """base64: little-endian float32, row after row, as OpenAI's client asks for and reads."""
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
 
 

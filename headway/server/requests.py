@@ -91,6 +91,10 @@ class SamplingRequest(Fields):
     regex: str | None = None
     """This and the next: forms of the answer, by SGLang's names."""
     ebnf: str | None = None
+    use_beam_search: bool | None = None
+    """Search for the likeliest continuations, n of which are kept at each token and returned, in place of drawing tokens."""
+    length_penalty: float | None = None
+    """The power of its length over which the log-probability of a search's continuation is taken when they are ranked."""
     priority: int = 0
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT: Final = frozenset(
         *("prediction", "length_penalty", "early_stopping", "request_id", "cache_salt", "betas", "guided_decoding_backend"),
     )
 )
-"""Fields that change no answer here: who asks, how it is billed and kept, and parameters of beam search, which is refused."""
+"""Fields that change no answer here: who asks, how it is billed and kept, and parameters of beam search where none is run."""
 
 
 class Fields(BaseModel):

@@ -29,7 +29,6 @@ _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
 """Keyword -> values beside None that change nothing here."""
 
 METHODS: Final = {
-    "reward": "classify and encode run classifiers of whole texts; rewards of tokens are not supported",
     **of_each("pause_generation resume_generation is_paused", "not supported here: headway serve has /pause and /resume"),
     "save_sharded_state": "not supported: each rank reads its part of the model's own files",
     "set_tokenizer": "the option tokenizer names another tokenizer",

@@ -60,7 +60,7 @@ FLAGS: Final = {
     "kv_offloading_size": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'",
     "speculative_config": "Headway calls it speculate or speculative_model, and num_speculative_tokens",
     "swap_space": "Headway calls it kv_offload_size: bytes, or a text such as '4GiB'; preemption_mode='swap' always swaps",
-    "convert": "Headway calls it task: embed or score",
+    "convert": "Headway calls it task: embed, score or reward",
     "distributed_executor_backend": "leave it out: tensor_parallel_size starts a process for each rank",
     "disable_custom_all_reduce": "leave it out: ranks sum by NCCL or our kernel, as measured",
     **of_each(
@@ -133,7 +133,7 @@ _ATTENTION: Final = {
 _MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed", "worker_extension_cls")
 """Options that Headway has under the same names, whose default in vLLM is None."""
 
-_TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score"}
+_TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
 
@@ -241,7 +241,9 @@ def _converted(value: object) -> dict[str, Any]:
     if value in ("auto", "none"):
         return {}
     if value not in _TASKS:
-        raise ConfigError("convert", "none, embed or classify", shown(value), "score answers for classifiers of one label")
+        raise ConfigError(
+            "convert", "none, embed, classify or reward", shown(value), "score answers for classifiers of one label"
+        )
     return {"task": _TASKS[value]}
 
 

@@ -1,10 +1,10 @@
-"""From the hidden states of a batch to one row for each text: pooling, and what comes behind it."""
+"""From the hidden states of a batch to one row for each text, or for each token: pooling, and what comes behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -32,11 +32,13 @@ TORCH_ACTIVATIONS: dict[str, Activation] = {
 """Activations by the name of torch's class, as sentence-transformers writes them into its files."""
 
 
-def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType) -> Tensor:
-    """Pool the states of each text: float32 [texts, hidden_size].
+def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -> Tensor:
+    """Pool the states of each text: float32 [texts, hidden_size], or [num_tokens, hidden_size] where all are wanted.
 
     hidden: [num_tokens, hidden_size]; starts: int64 [texts + 1], each text's first token and the end of the last.
     """
+    if kind == "all":
+        return hidden.float()
     if kind == "cls":
         return hidden.index_select(0, starts[:-1]).float()
     if kind == "last":
@@ -51,8 +53,8 @@ class PoolingHead(Protocol):
     def size(self) -> int:
         """Elements of a row."""
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. Arguments as those of `pooled`."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. Others as those of `pooled`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class DenseLayer:
     activation: Activation = same
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: float32 [texts, in_features]."""
+        """x: float32 [rows, in_features]."""
         return self.activation(linear(x, self.weight, self.bias))
 
 
@@ -83,9 +85,9 @@ class EmbeddingHead:
         """Elements of an embedding."""
         return int(self.layers[-1].weight.shape[0]) if self.layers else self.hidden_size
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
         """See PoolingHead."""
-        x = pooled(hidden, starts, self.pooling)
+        x = pooled(hidden, starts, "all" if each_token else self.pooling)
         for layer in self.layers:
             x = layer(x)
         return normalize(x, dim=-1) if self.normalize else x
@@ -95,7 +97,8 @@ class EmbeddingHead:
 class ScoringHead:
     """Pooling, products if any, and a logit for each label with their activation."""
 
-    pooling: PoolingType
+    pooling: PoolingType | Literal["all"]
+    """all: each token is classified."""
     out: DenseLayer
     """To the logits, and the activation that makes scores or probabilities of them."""
     dense: DenseLayer | None = None
@@ -107,8 +110,8 @@ class ScoringHead:
         """Labels: 1 where a pair of texts is scored."""
         return int(self.out.weight.shape[0])
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """See PoolingHead."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """See PoolingHead; `pooling` says whether each token gets a row."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)
@@ -127,6 +130,6 @@ class YesNoHead:
         """rows: [2, hidden_size], the rows of the language-model head for yes and no."""
         self._difference = (rows[0].float() - rows[1].float())[None]
 
-    def __call__(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """See PoolingHead: softmax over two logits is the sigmoid of their difference."""
+    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """See PoolingHead: softmax over two logits is the sigmoid of their difference. A text has one row."""
         return torch.sigmoid(linear(pooled(hidden, starts, "last"), self._difference))

@@ -40,6 +40,8 @@ from headway.models.weights import DummyWeights, Weights, WeightSource
 
 log = logging.getLogger("headway")
 
+_STEP = "<extra_0>"
+"""What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it."""
 _NO_HEAD = "no language-model head"
 """A name that no checkpoint has: a decoder then ties its head to its embedding, which takes no memory."""
 
@@ -64,6 +66,8 @@ class LoadedPoolingModel:
     """What is put around a query and a document; None: the tokenizer joins them as a pair."""
     labels: Sequence[str] = ()
     """Names of a classifier's labels, as far as config.json has them."""
+    step_token_id: int | None = None
+    """The token that ends a step, where steps are rewarded; None: each token is."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,23 @@ def load_pooling_model(
         dimensions=_dimensions(stated) if task == "embed" else None,
         score_prompt=prompt,
         labels=_labels(stated),
+        step_token_id=_step_token(stated, tokenizer) if task == "reward" else None,
     )
+
+
+def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
+    """The token behind which a process reward model judges a step; None where a model judges each token."""
+    if not any(name.endswith("ForProcessRewardModel") for name in architectures_of(stated)):
+        return None
+    if tokenizer is None:
+        raise ModelError(
+            f"reward: a model that rewards steps needs its tokenizer for {_STEP}, which skip_tokenizer_init leaves out"
+        )
+    token = tokenizer.convert_tokens_to_ids(_STEP)
+    if token is None or token == tokenizer.unk_token_id:
+        log.info("reward: the tokenizer has no %s, which would end a step, so that each token is rewarded", _STEP)
+        return None
+    return int(token)
 
 
 def _labels(stated: Mapping[str, Any]) -> list[str]:
@@ -139,13 +159,14 @@ def _read_encoder(
     config: Any, stated: Any, task: PoolingTask, modules: SentenceModules | None, source: _Source, tokenizer: Any
 ) -> _Read:
     family = ENCODERS[config.model_type]
-    wanted = family.base if task == "embed" else family.classifier
-    _check_architecture(stated, wanted, task)
+    _check_architecture(stated, family.architecture(task), task)
     read, weights = read_encoder_config(config), source.weights()
     body, ignored = Encoder(read, weights), family.ignored
     head: PoolingHead
     if task == "score":
         head, ignored = _classifier(config, read, family, weights), ()
+    elif task == "reward":
+        head = _classifier(config, read, family, weights, of_tokens=True)
     else:
         head = _embedding_head(modules, "cls", read.hidden_size, source)
     weights.finish(ignored)
@@ -162,14 +183,23 @@ def _read_decoder(
         got = ", ".join(architectures_of(stated)) or config.model_type
         raise ModelError(f"model architecture: needs one of {known}, or a decoder that Headway computes, got {got}")
     stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    _check_architecture(stated, family.architecture, task, f"{stem}Model", f"{stem}TextModel", f"{stem}ForSequenceClassification")
+    if task == "reward":
+        _check_architecture(
+            stated, f"{stem}ForRewardModel", task, f"{stem}ForProcessRewardModel", f"{stem}ForTokenClassification"
+        )
+    else:
+        others = (f"{stem}Model", f"{stem}TextModel", f"{stem}ForSequenceClassification")
+        _check_architecture(stated, family.architecture, task, *others)
     both_ways = bool(getattr(config, "use_bidirectional_attention", False))
     read, weights = read_decoder_config(config), source.weights()
     if read.latent is not None:
         raise ModelError(f"model architecture: {task} needs heads of keys and values, got latent attention")
     classifies = any(name.endswith("ForSequenceClassification") for name in architectures_of(stated))
-    head, prompt = None, None
-    if task == "score":
+    head: PoolingHead | None = None
+    prompt = None
+    if task == "reward":
+        head = _token_head(config, stated, read, weights)
+    elif task == "score":
         head, prompt = _decoder_scores(config, read, classifies, weights, tokenizer)
     names = replace(read.names, head=_NO_HEAD, ignored=(*read.names.ignored, f"{read.names.head}.weight"))
     body = Decoder(replace(read, names=names, tie_word_embeddings=True), weights)
@@ -216,24 +246,44 @@ def _activation(name: str, where: str) -> Activation:
     return TORCH_ACTIVATIONS[name]
 
 
-def _classifier(config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource) -> ScoringHead:
-    """The head of a sequence classifier."""
-    names, size = family.head, read.hidden_size
+def _classifier(
+    config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource, of_tokens: bool = False
+) -> ScoringHead:
+    """The head of a classifier of sequences, or of tokens."""
+    names, size = family.token_head if of_tokens else family.head, read.hidden_size
     activation = family.head_activation(config)
-    act = torch.tanh if activation == "tanh" else ACTIVATE[activation]  # type: ignore[index]
-    bias = weights.take(f"{names.dense}.bias", (size,)).float() if family.head_bias(config) else None
-    dense = DenseLayer(weights.take(f"{names.dense}.weight", (size, size)).float(), bias, act)
+    dense = None
+    if names.dense is not None:
+        act = torch.tanh if activation == "tanh" else ACTIVATE[activation]  # type: ignore[index]
+        dense = _product(names.dense, (size, size), family.head_bias(config), act, weights)
     norm = None if names.norm is None else EncoderTensors(read, weights).norm(names.norm)
     out = _score_layer(config, names.out, size, True, weights)
-    return ScoringHead(family.head_pooling(config), out, dense, norm)
+    return ScoringHead("all" if of_tokens else family.head_pooling(config), out, dense, norm)
+
+
+def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
+    """The head of a decoder that rewards tokens: two products of a reward model, whose reward is the logit; of one that judges
+    steps the probabilities of bad and good; one product of a classifier of tokens.
+    """
+    named, size = architectures_of(stated), read.hidden_size
+    if any(name.endswith("ForTokenClassification") for name in named):
+        return ScoringHead("all", _score_layer(config, "score", size, True, weights))
+    labels, act = (2, partial(torch.softmax, dim=-1)) if any("Process" in name for name in named) else (1, same)
+    dense = _product("score.0", (size, size), True, torch.relu, weights)
+    return ScoringHead("all", _product("score.2", (labels, size), True, act, weights), dense)
+
+
+def _product(module: str, shape: tuple[int, int], bias: bool, activation: Activation, weights: WeightSource) -> DenseLayer:
+    """A product in float32. shape: (out_features, in_features)."""
+    weight = weights.take(f"{module}.weight", shape).float()
+    return DenseLayer(weight, weights.take(f"{module}.bias", shape[:1]).float() if bias else None, activation)
 
 
 def _score_layer(config: Any, module: str, size: int, bias: bool, weights: WeightSource) -> DenseLayer:
     """The product to the logits, one for each label, with what makes a score or probabilities of them."""
     labels = config.num_labels
-    weight = weights.take(f"{module}.weight", (labels, size)).float()
-    biases = weights.take(f"{module}.bias", (labels,)).float() if bias else None
-    return DenseLayer(weight, biases, _score_activation(config) if labels == 1 else _label_activation(config))
+    activation = _score_activation(config) if labels == 1 else _label_activation(config)
+    return _product(module, (labels, size), bias, activation, weights)
 
 
 def _label_activation(config: Any) -> Activation:

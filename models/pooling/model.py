@@ -26,7 +26,7 @@ class PooledModel:
 
     @property
     def size(self) -> int:
-        """Numbers that a text becomes."""
+        """Numbers that a text becomes, or each of its tokens."""
         return self.head.size
 
     @property
@@ -40,6 +40,6 @@ class PooledModel:
             return self._body(input_ids, positions, attention, token_types)
         return self._body(input_ids, positions, attention)
 
-    def pool(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Return float32 [texts, size]. starts: int64 [texts + 1]."""
-        return self.head(hidden, starts)
+    def pool(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. starts: int64 [texts + 1]."""
+        return self.head(hidden, starts, each_token)

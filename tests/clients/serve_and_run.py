@@ -68,6 +68,7 @@ def run(name: str, url: str, tokenizer: Path) -> bool:
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": KEY,
         "TOKENIZER": str(tokenizer),
+        "MODEL_FOLDER": str(locate("smollm2")),
         "HF_HUB_OFFLINE": "1",
     }
     began = time.monotonic()
@@ -75,7 +76,8 @@ def run(name: str, url: str, tokenizer: Path) -> bool:
         done = subprocess.run(
             [own, FOLDER / f"use_{name}.py"], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
         )
-    verdict = "ok" if done.returncode == 0 else f"FAILED\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    figures = "".join(f", {line.removeprefix('figure: ')}" for line in done.stdout.splitlines() if line.startswith("figure: "))
+    verdict = f"ok{figures}" if done.returncode == 0 else f"FAILED\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     print(f"{name}: {verdict} ({time.monotonic() - began:.1f} s)", flush=True)
     return done.returncode == 0
 

@@ -17,6 +17,7 @@ from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
 from server_thread import running
 from tiny_encoders import SCORERS, embedder, save
+from tiny_rewards import rewarding
 from vllm_programs import ONLINE, header
 
 PROGRAMS = sorted(ONLINE.glob("*.py"))
@@ -68,7 +69,13 @@ def classifying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from pooled(folder)
 
 
-SERVERS = {"": "generating", "embedder": "embedding", "classifier": "classifying"}
+@pytest.fixture(scope="module")
+def judging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    rewarding("reward", folder := tmp_path_factory.mktemp("rewards"))
+    yield from pooled(folder)
+
+
+SERVERS = {"": "generating", "embedder": "embedding", "classifier": "classifying", "rewards": "judging"}
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ import torch
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer, BertForSequenceClassification, BertModel, Qwen3ForCausalLM
 
-from headway import LLM, AsyncLLM
+from headway import LLM, AsyncLLM, PoolingParams
 from headway.backends.sdpa import SDPAMath
 from headway.core.contract.errors import ConfigError, ModelError, PromptError, UnsupportedError
-from headway.core.pooling.engine import pack
+from headway.core.pooling.engine import EncodedText, pack
 from sandbox import save_tiny_model
 from tiny_encoders import (
     EMBEDDERS,
@@ -266,6 +266,27 @@ def test_a_cross_encoder_says_what_makes_a_score_of_its_logit(name: str, tmp_pat
     expected = score(model, tmp_path, "a", "the")
     (found,) = load(tmp_path).score("a", "the", use_tqdm=False)
     close(found.outputs.score, expected if name == "Sigmoid" else float(torch.tensor(expected).logit()))
+
+
+@pytest.mark.parametrize("name", ["bert", "embeddinggemma", "qwen3-embedding"])
+def test_each_token_gets_a_vector(name: str, tmp_path: Path) -> None:
+    """Products and norms behind the pooling come behind each token, and texts that are pooled may be beside them."""
+    model = embedder(name, tmp_path)
+    layers = write_modules(tmp_path, {"pooling_mode": "mean"}, [(32, 24, "activation.Tanh")] if name == "embeddinggemma" else [])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "matryoshka_dimensions": [8]}))
+    llm = load(tmp_path, max_num_batched_tokens=90)
+    outputs = llm.encode(list(TEXTS), pooling_task="token_embed", use_tqdm=False)
+    cut = llm.encode(list(TEXTS), PoolingParams(dimensions=8), pooling_task="token_embed", use_tqdm=False)
+    for output, shorter in zip(outputs, cut, strict=True):
+        expected = states(model, output.prompt_token_ids)
+        for weight, bias in layers:
+            expected = torch.tanh(expected @ weight.T + bias)
+        close(output.outputs.data, normalize(expected, dim=-1))
+        close(shorter.outputs.data, normalize(expected[:, :8], dim=-1))
+    texts = [EncodedText(output.prompt_token_ids, None, number % 2 == 0) for number, output in enumerate(outputs)]
+    for number, (row, output) in enumerate(zip(llm.pooling.engine.run(texts), outputs, strict=True)):
+        close(row, output.outputs.data if number % 2 == 0 else embedded(llm)[number])
 
 
 def test_batches_hold_the_longest_texts_first_within_the_budget() -> None:

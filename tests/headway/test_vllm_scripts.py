@@ -13,12 +13,15 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from sandbox import save_tiny_model
 from tiny_adapters import save_adapter
 from tiny_encoders import SCORERS, save
+from tiny_rewards import rewarding
 from vllm_programs import FOLDER, PAGE, header, page
 
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
 """Programs of the everyday suite."""
 MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
+REWARDING_MODELS = {"reward": "Qwen/Qwen2.5-Math-RM-72B", "process reward": "Qwen/Qwen2.5-Math-PRM-7B", "bert": "names"}
+"""Tiny models that say something of each token -> where the programs look for them."""
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(folder / "tiny")
     kind, config = SCORERS["bert"]
     save(kind, config.__class__(**{**config.to_dict(), "num_labels": 2}), folder / "classifier")
+    for name, place in REWARDING_MODELS.items():
+        rewarding(name, folder / place)
     return folder
 
 

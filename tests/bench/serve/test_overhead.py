@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
+
 from headway import AsyncLLM
 from headway.bench.studies.servers.overhead import measure, paced_driver
+from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
 
 
-def test_tokens_and_first_tokens_are_measured_against_the_stand_in() -> None:
-    llm = AsyncLLM.over(EngineThread(paced_driver(None, 2e-3, 0, 1e-3)))
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_tokens_and_first_tokens_are_measured_against_the_stand_in(in_thread: bool) -> None:
+    make = partial(paced_driver, None, 2e-3, 0, 1e-3)
+    llm = AsyncLLM.over(EngineThread(make()) if in_thread else EngineProcess(make))
     found = measure(llm, streams=3, tokens=4, rounds=2, prompt=5)
     llm.shutdown()
     assert 0 < found["of_paced"] < 1.5

@@ -75,7 +75,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "neither text nor messages": ("/tokenize", {}, "prompt"),
     "no such tokens": ("/detokenize", {"tokens": [-1]}, "tokens"),
     "a long conversation": (CHAT, {"messages": [{"role": "user", "content": "a b " * 300}]}, "messages"),
-    "beam search": (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+    "a stream of a beam search": (TEXT, {"prompt": "a", "use_beam_search": True, "stream": True}, "stream"),
     "functions of old": (CHAT, {"messages": ASK, "functions": [{"name": "f"}]}, "functions"),
     "sound": (CHAT, {"messages": ASK, "audio": {"voice": "alloy"}}, "audio"),
     "two forms": (TEXT, {"prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),

@@ -20,6 +20,7 @@ from headway.pooling.async_pooling import AsyncPooling
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 from tiny_encoders import LONGEST, SCORERS, TEXTS, embedder, save, scorer
+from tiny_rewards import STEP, rewarding
 
 LONG = "the quick brown fox " * 40
 
@@ -236,8 +237,50 @@ def test_one_path_takes_every_body_of_an_embedder(embeds: tuple[LLM, str]) -> No
     for path in ("/pooling", "/invocations"):
         again = httpx.post(f"{url}{path}", json=body).json()["data"]
         assert [each.get("data") or each.get("embedding") for each in again] == [each["embedding"] for each in found]
+    rows = httpx.post(f"{url}/pooling", json={"input": TEXTS, "task": "token_embed"}).json()["data"]
+    wanted = embeds[0].encode(list(TEXTS), pooling_task="token_embed", use_tqdm=False)
+    for each, expected_rows in zip(rows, wanted, strict=True):
+        numpy.testing.assert_allclose(each["data"], expected_rows.outputs.data, atol=1e-5)
     scores = httpx.post(f"{url}/invocations", json={"text_1": "fox", "text_2": TEXTS}).json()
     assert [each["object"] for each in scores["data"]] == ["score"] * len(TEXTS)
     refused = httpx.post(f"{url}/classify", json={"input": TEXTS})
     assert refused.json()["error"]["message"].startswith("classify: needs a sequence classifier")
     assert httpx.post(f"{url}/invocations", json={}).json()["error"]["code"] == "unknown_body"
+
+
+def test_tokens_and_steps_are_rewarded(tmp_path: Path) -> None:
+    for name, text in (("reward", TEXTS[1]), ("process reward", f"the quick{STEP} brown fox{STEP}")):
+        rewarding(name, tmp_path / name)
+        llm = load(tmp_path / name)
+        texts = [text, TEXTS[2]]
+        found = [each.outputs.data for each in llm.reward(texts, use_tqdm=False)]
+        with serving(llm) as (url, _):
+            for path, more in (("/pooling", {}), ("/pooling", {"task": "token_classify"}), ("/invocations", {})):
+                data = httpx.post(f"{url}{path}", json={"model": "tiny", "input": texts, **more}).json()["data"]
+                for each, expected in zip(data, found, strict=True):
+                    numpy.testing.assert_allclose(numpy.array(each["data"]).reshape(expected.shape), expected, atol=1e-5)
+            asked = [{"role": "user", "content": [{"type": "text", "text": "fox"}]}, {"role": "assistant", "content": "dog"}]
+            ids = llm.get_tokenizer()(f"user fox{STEP}assistant dog{STEP}", add_special_tokens=False)["input_ids"]
+            (expected,) = llm.reward([ids], use_tqdm=False)
+            for path in ("/pooling", "/invocations"):
+                answer = httpx.post(f"{url}{path}", json={"messages": asked}).json()
+                numpy.testing.assert_allclose(answer["data"][0]["data"], expected.outputs.data, atol=1e-5)
+                assert answer["usage"]["prompt_tokens"] == len(ids)
+            for body, words in (
+                ({}, "needs either input or messages, got neither"),
+                ({"input": "a", "messages": asked}, "needs either input or messages, got both"),
+                ({"messages": asked, "chat_template": "{{ 1 }}"}, "chat_template: needs the model's own"),
+                ({"messages": [{"content": "a"}]}, "messages"),
+            ):
+                refused = httpx.post(f"{url}/pooling", json=body)
+                assert refused.status_code == 400
+                assert words in refused.json()["error"]["message"]
+            coded = httpx.post(f"{url}/pooling", json={"input": texts, "encoding_format": "base64"}).json()["data"]
+            numpy.testing.assert_allclose(
+                numpy.frombuffer(base64.b64decode(coded[0]["data"]), "<f4"), found[0].flatten(), atol=1e-5
+            )
+            refused = httpx.post(f"{url}/v1/embeddings", json={"input": texts})
+            assert "which rewards tokens (use reward, or /pooling)" in refused.json()["error"]["message"]
+            refused = httpx.post(f"{url}/pooling", json={"input": texts, "task": "plugin"})
+            assert refused.status_code == 400
+            assert "pooling_task: needs embed, classify, token_embed or token_classify" in refused.json()["error"]["message"]
