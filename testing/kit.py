@@ -40,6 +40,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "graph": (graphs.graph, "planned once at the longest, replayed at others"),
     "prompt": (graphs.prompt, "one prompt captured at a length, replayed with shorter ones"),
     "siblings": (answers.siblings, "layers that differ in numbers alone, by turns"),
+    "shared": (answers.shared, "layers of a kind over one plan"),
     "bounds": (answers.bounds, "upper bounds as host lengths in decode"),
     "lse": (answers.lse, "the log-sum-exp of every query"),
     "turns": (steps.turns, "turns on one cache with sdpa.math"),
@@ -96,6 +97,7 @@ class Kit:
         cells += claimed.probes()
         cells += self._sums_of_many(quick)
         cells += self._siblings()
+        cells += self._sharing()
         cells += self._at_a_distance()
         few = [(phase, claimed.plainest(phase)) for phase in ("verify", "extend")]
         cells += [replace(cell, phase=phase, kv_heads=32) for phase, cell in few if cell is not None and cell.feature != "latent"]
@@ -191,6 +193,14 @@ class Kit:
             cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
             found += [cell.plain("siblings", phase=phase) for phase, cell in cells if cell is not None][:1]
         return found
+
+    def _sharing(self) -> list[CheckCell]:
+        """A layer with sinks, and one with an fp8 cache, in every phase: those whose plans are shared."""
+        if not self.stage.subject.claims.shares_plans:
+            return []
+        places = product(("sinks", "fp8"), ("mixed", *PHASES))
+        cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
+        return [cell.plain("shared", phase=phase) for phase, cell in cells if cell is not None]
 
     def _at_a_distance(self) -> list[CheckCell]:
         """What a key's distance changes, where distances are beyond a thousand and no nearer window hides them."""

@@ -98,6 +98,11 @@ class Session:
         """Who serves the first part and the second, as the engine hands them to a step."""
         return {self.spec: self.prefill or self.decode}, {self.spec: self.decode or self.prefill}  # type: ignore[dict-item]
 
+    @property
+    def instances(self) -> list[AttentionBackend]:
+        """The backend's instances, that of each part."""
+        return [each for each in (self.prefill, self.decode) if each is not None]
+
     def open(self, context: int, share: Tokens | None = None) -> Tokens:
         """A sequence with `context` cached tokens. share: one whose full blocks it begins with, as after a prefix hit."""
         seq = Tokens()

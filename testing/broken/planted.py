@@ -1,4 +1,4 @@
-"""Fifteen ways to get attention wrong, each a few lines beside the plain backend."""
+"""Sixteen ways to get attention wrong, each a few lines beside the plain backend."""
 
 from __future__ import annotations
 
@@ -188,6 +188,37 @@ class NaNForOneSequence(PlainBackend):
         return out / 0 * 0 if number == 2 else out
 
 
+@dataclass
+class PlanWithSinks(PlainPlan):
+    """A plan that holds what is a layer's own."""
+
+    sinks: tuple[float, ...] | None
+
+
+class SharesItsSinks(PlainBackend):
+    """Plans are claimed to serve all layers of a kind, and hold the sinks of the layer that made them."""
+
+    name = "shares-its-sinks"
+    capabilities = replace(PlainBackend.capabilities, shares_plans=True)
+
+    def plan(self, metadata: AttentionMetadata) -> PlanWithSinks:
+        """The layer's sinks beside the metadata."""
+        return PlanWithSinks(metadata, self.spec.sinks)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """With the plan's sinks."""
+        assert isinstance(plan, PlanWithSinks)
+        self._sinks = plan.sinks
+        super().decode(q, cache, plan, out)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """The softmax, the plan's sinks in its denominator."""
+        if self._sinks is None:
+            return scores.softmax(-1)
+        sinks = torch.tensor(self._sinks, device=scores.device)[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
 class CannotReadItsLayout(PlainBackend):
     """The backend claims hnd and reads it as nhd."""
 
@@ -222,6 +253,7 @@ PLANTED: dict[str, type[AttentionBackend]] = {
         NonDeterministic,
         NaNForOneSequence,
         CannotReadItsLayout,
+        SharesItsSinks,
     )
 }
 

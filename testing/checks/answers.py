@@ -75,6 +75,30 @@ def siblings(stage: Stage, cell: CheckCell) -> str:
     return ""
 
 
+def shared(stage: Stage, cell: CheckCell) -> str:
+    """Layers of a kind over the plans of the first of them, as the engine has them where `shares_plans` is declared."""
+    own = stage.claimed.spec(cell)
+    other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
+    other = replace(other, alibi_slopes=own.alibi_slopes)
+    assert other != own
+    assert other.kind == own.kind
+    lens = first_step(cell.phase, cell.block_size)
+    sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (own, other)]
+    for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
+        using.plan = planning.plan  # type: ignore[method-assign]
+    for number, session in enumerate((*sessions, sessions[0])):
+        work = open_all(session, lens)
+        try:
+            session.step(work)
+        except Finding as finding:
+            if number == 1:  # the first one, which has plans of its own, was right
+                finding.guess = "declares shares_plans, and its plan holds sinks or scales"
+                finding.named = True
+            raise
+        close_all(session, sequences(work))
+    return ""
+
+
 def bounds(stage: Stage, cell: CheckCell) -> str:
     """Decode where the host knows upper bounds of the lengths alone."""
     without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
