@@ -14,8 +14,10 @@
     }
 #define KERNEL(M, P) static void rows_##M##_panels_##P(const Weight *weight, long first, long k0, long k1, const void *x, vf *out) { FORMS(M, P) }
 KERNEL(1, 4) KERNEL(1, 1) KERNEL(2, 2) KERNEL(2, 1) KERNEL(4, 1)
-#if defined(__AVX512F__)
+#if WIDTH == 16
 KERNEL(4, 4) KERNEL(8, 2) KERNEL(8, 1) KERNEL(12, 2) KERNEL(12, 1)
+#elif WIDTH == 8
+KERNEL(6, 1)
 #endif
 #if ROUNDS_X
 KERNEL(4, 2)
@@ -26,12 +28,15 @@ typedef struct { int rows, panels; Run *many, *one; } Kernel;
 static const Kernel KERNELS[] = {
     {1, 4, rows_1_panels_4, rows_1_panels_1},
     {2, 2, rows_2_panels_2, rows_2_panels_1},
-#if defined(__AVX512F__)
+#if WIDTH == 16
     {4, 4, rows_4_panels_4, rows_4_panels_1},
     {8, 2, rows_8_panels_2, rows_8_panels_1},
     {12, 2, rows_12_panels_2, rows_12_panels_1},
 #else
     {4, 1, rows_4_panels_1, rows_4_panels_1},
+#if WIDTH == 8
+    {6, 1, rows_6_panels_1, rows_6_panels_1},
+#endif
 #endif
 };
 #define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
