@@ -11,6 +11,7 @@
 #define ROUNDS_X 0
 #endif
 #define ROUNDED 32 // columns of x that are rounded together
+#define SUMMED 32 // columns of x whose sum lies behind the columns: where weights have an m, it holds for so many
 #define SUPERBLOCK 256 // columns
 #define MOST_CODED 8 // rows up to which codes are turned into numbers on the way; above, once into a panel of floats
 
@@ -139,16 +140,17 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
 }
 #else
 #define CODES_UNIT 0x1p-24f // what a code's number is to be multiplied by
-#define SUMMED 32 // columns of x whose sum lies behind the columns (where weights have an m, it holds for so many)
 
-// Four columns of codes, a byte each, as registers of outputs: four of 8 bits, or four of eight of 4 bits (the low halves come first).
-INLINE vu four_codes(int four, int high, const uint8_t *table, vu held) {
-    if (!four) return held ^ 0x80808080u;
-    return look_up(table, (high ? held >> 4 : held) & 0x0f0f0f0fu);
+INLINE Table code_table(const Weight *weight) {
+    float entries[16] = {0};
+    for (int i = 0; i < 16 && weight->table; i++) entries[i] = (float)weight->table[i] - 128.0f;
+    return table_of(entries);
 }
 
-INLINE void signed_table(const Weight *weight, uint8_t *table) {
-    for (int i = 0; i < 16; i++) table[i] = weight->table ? weight->table[i] ^ 128 : 0;
+// Four columns of codes of a register's outputs as numbers times 2^24: of 8 bits, or of eight of 4 bits (the low halves come first).
+INLINE void four_columns(int four, int high, Table table, vu held, vf *out) {
+    if (four) look_up(table, held, high, out);
+    else UNROLL for (int i = 0; i < 4; i++) out[i] = to_floats(byte_on_top(held ^ 0x80808080u, i));
 }
 
 // Where the scales of a group are. (M rows of sums over one group are scaled at once, so that a code costs no more than its conversion.)
@@ -161,20 +163,16 @@ INLINE const uint16_t *supers_at(const Weight *weight, int scheme, long panel, l
     return supers + column / SUPERBLOCK * (scheme == SCALE_SUPER ? LANES : 2 * LANES);
 }
 
-// Four columns of one register's outputs. x: [4][M]; sums: of M rows, V apart.
-INLINE void add_codes(vu codes, int M, int V, const float *x, vf *sums) {
-    UNROLL for (int i = 0; i < 4; i++) {
-        vf w = to_floats(byte_on_top(codes, i));
-        UNROLL for (int r = 0; r < M; r++) sums[r * V] += w * splat(x[i * M + r]);
-    }
+// w: four columns of a register's outputs; x: [4][M]; sums: of M rows, V apart.
+INLINE void add_four(const vf *w, int M, int V, const float *x, vf *sums) {
+    UNROLL for (int i = 0; i < 4; i++) UNROLL for (int r = 0; r < M; r++) sums[r * V] += w[i] * splat(x[i * M + r]);
 }
 
 INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x,
                          vf *out) {
     vf sums[MOST_SUMS];
     const float *totals = x + weight->k * M;
-    uint8_t table[16];
-    signed_table(weight, table);
+    Table table = code_table(weight);
     begin_sums(M * P * PARTS, k0, out, sums);
     long bytes = four ? 8 : 16; // of a column
     for (long column = k0; column < k1; column += N) {
@@ -184,8 +182,12 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
             const float *rows = x + k * M;
             EACH_PART(P) {
                 vu held = *(const vu *)(weight->panels + (first + p) * weight->panel_bytes + k * bytes + 4 * at);
-                add_codes(four_codes(four, 0, table, held), M, P * PARTS, rows, group + v);
-                if (four) add_codes(four_codes(four, 1, table, held), M, P * PARTS, rows + 4 * M, group + v);
+                vf w[4];
+                four_columns(four, 0, table, held, w);
+                add_four(w, M, P * PARTS, rows, group + v);
+                if (!four) continue;
+                four_columns(four, 1, table, held, w);
+                add_four(w, M, P * PARTS, rows + 4 * M, group + v);
             }
         }
         EACH_PART(P) {
@@ -208,8 +210,7 @@ INLINE size_t expanded_floats(const Weight *weight, long rows) {
 
 // A panel of codes as one of floats, [k][16].
 INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, long panel, float *out) {
-    uint8_t table[16];
-    signed_table(weight, table);
+    Table table = code_table(weight);
     const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
     for (long column = 0; column < weight->k; column += N) {
         EACH_PART(1) {
@@ -219,10 +220,12 @@ INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, lon
             for (long k = column; k < column + N; k += four ? 8 : 4) {
                 vu held = *(const vu *)(bytes + k * (four ? 8 : 16) + 4 * at);
                 float *numbers = out + k * LANES + at;
-                UNROLL for (int i = 0; i < 4; i++) store(numbers + i * LANES, to_floats(byte_on_top(four_codes(four, 0, table, held), i)) * d + m);
+                vf w[4];
+                four_columns(four, 0, table, held, w);
+                UNROLL for (int i = 0; i < 4; i++) store(numbers + i * LANES, w[i] * d + m);
                 if (!four) continue;
-                UNROLL for (int i = 0; i < 4; i++)
-                    store(numbers + (4 + i) * LANES, to_floats(byte_on_top(four_codes(four, 1, table, held), i)) * d + m);
+                four_columns(four, 1, table, held, w);
+                UNROLL for (int i = 0; i < 4; i++) store(numbers + (4 + i) * LANES, w[i] * d + m);
             }
             (void)v;
         }

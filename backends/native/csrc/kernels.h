@@ -41,6 +41,8 @@ static const Kernel KERNELS[] = {
 };
 #define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
 
+#define SUMS_AT_ONCE 8 // so many alone leave the CPU waiting for each sum's last addition
+
 // The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros.
 static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
     const Kernel *best = kernels + count - 1;
@@ -48,6 +50,7 @@ static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
         for (int i = 0; i < count; i++) if (kernels[i].rows >= rows) return kernels + i;
     }
     for (int i = count - 1; i >= 0 && 2 * kernels[i].rows > best->rows; i--) {
+        if (kernels[i].rows * kernels[i].panels * PARTS <= SUMS_AT_ONCE) continue;
         long own = (rows + kernels[i].rows - 1) / kernels[i].rows * kernels[i].rows, least = (rows + best->rows - 1) / best->rows * best->rows;
         if (own < least) best = kernels + i;
     }
@@ -67,5 +70,10 @@ static const Kernel *kernel_for(const Weight *weight, long rows) {
 #else
     (void)weight;
 #endif
-    return best_of(KERNELS, COUNT(KERNELS), rows);
+    int count = COUNT(KERNELS);
+#if WIDTH == 8
+    // Where weights are converted on the way, 16 registers do not hold the sums of 6 rows too.
+    if (weight->form != PANEL_FLOAT32 && !expanded_floats(weight, rows)) count--;
+#endif
+    return best_of(KERNELS, count, rows);
 }

@@ -39,6 +39,11 @@ INLINE int is_coded(const Weight *weight) { return weight->form == PANEL_CODES4 
 #define MOST_SUMS (MOST_ROWS * MOST_PARTS)
 
 #define UNROLL _Pragma("GCC unroll 16")
+#if WIDTH == 16
+#define UNROLL_COLUMNS
+#else
+#define UNROLL_COLUMNS _Pragma("GCC unroll 4") // of few additions each
+#endif
 
 // Bytes from what is read to what is fetched meanwhile: the same place of the next P panels, or nearer where these are long. Sums of
 // several rows fill the CPU's window, so that its own reads do not run far enough ahead.
@@ -61,7 +66,7 @@ INLINE void float32_panels(int M, int P, const Weight *weight, long first, long 
     UNROLL for (int p = 0; p < P; p++) panel[p] = (const float *)(weight->panels + (first + p) * weight->panel_bytes);
     begin_sums(M * P * PARTS, k0, out, sums);
     long next = ahead(P, weight);
-    for (long k = k0; k < k1; k++) {
+    UNROLL_COLUMNS for (long k = k0; k < k1; k++) {
         vf w[MOST_PARTS];
         EACH_PART(P) {
             w[v] = load(panel[p] + k * LANES + at);

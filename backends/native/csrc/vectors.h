@@ -102,20 +102,34 @@ INLINE vi byte_on_top(vu x, int at) {
 #endif
 }
 
-// Bytes of a table of 16, by the low four bits of each byte, whose high ones are 0.
-INLINE vu look_up(const uint8_t *table, vu at) {
-#if WIDTH == 16 && defined(__AVX512BW__)
-    return (vu)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), (__m512i)at);
-#elif WIDTH == 8
-    return (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), (__m256i)at);
+// What four columns' codes of 4 bits stand for, times 2^24: entries of a table of 16 by the low halves of each lane's bytes, or the high ones.
+#if WIDTH == 16
+typedef vf Table;
+INLINE Table table_of(const float *entries) { return load(entries) * splat(0x1p24f); }
+INLINE void look_up(Table table, vu at, int high, vf *out) {
+    for (int i = 0; i < 4; i++) out[i] = (vf)_mm512_permutexvar_ps((__m512i)(at >> (8 * i + 4 * high)), (__m512)table);
+}
+#else
+typedef struct { int8_t entries[16]; } Table;
+INLINE Table table_of(const float *entries) {
+    Table table;
+    for (int i = 0; i < 16; i++) table.entries[i] = (int8_t)entries[i];
+    return table;
+}
+INLINE void look_up(Table table, vu at, int high, vf *out) {
+    vu halves = (high ? at >> 4 : at) & 0x0f0f0f0fu;
+#if WIDTH == 8
+    __m128i entries = _mm_loadu_si128((const __m128i *)table.entries);
+    halves = (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)halves);
 #else
     uint8_t bytes[4 * WIDTH];
-    memcpy(bytes, &at, sizeof(bytes));
-    for (int i = 0; i < 4 * WIDTH; i++) bytes[i] = table[bytes[i]];
-    memcpy(&at, bytes, sizeof(bytes));
-    return at;
+    memcpy(bytes, &halves, sizeof(bytes));
+    for (int i = 0; i < 4 * WIDTH; i++) bytes[i] = (uint8_t)table.entries[bytes[i]];
+    memcpy(&halves, bytes, sizeof(bytes));
 #endif
+    for (int i = 0; i < 4; i++) out[i] = to_floats(byte_on_top(halves, i));
 }
+#endif
 
 INLINE float sum(vf x) {
 #if WIDTH == 16
