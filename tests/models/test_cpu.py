@@ -154,7 +154,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of compilers for x86")
-@pytest.mark.parametrize(("without", "rounds"), [("", "1"), ("avx512vnni", "1"), ("avx512f", "")])
+@pytest.mark.parametrize(("without", "rounds"), [("", "1"), ("avx512vnni", "1"), ("avx512f", ""), ("avx", "")])
 def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, tmp_path: Path) -> None:
     """The products above by C that may round x, and as for a CPU without some instructions, where nothing is rounded."""
     found, _ = compiler.find_compiler()

@@ -40,29 +40,29 @@ static __thread size_t partial_size;
 // Rows of a tile as floats: where they lie, or, of half precision, in `room`.
 INLINE const float *row_of(const void *base, long at, int type, long dim, float *room) {
     if (type == FLOAT32) return (const float *)base + at;
-    for (long i = 0; i < dim; i += LANES) store(room + i, load_any(base, type, at + i));
+    for (long i = 0; i < dim; i += WIDTH) store(room + i, load_any(base, type, at + i));
     return room;
 }
 
 INLINE void tile_scores(int N, long dim, const float *q, const float *const *keys, int count, float *scores) {
     for (int j = 0; j < count; j++) {
         vf products = {};
-        if (N) { _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) products += load(q + i * LANES) * load(keys[j] + i * LANES); }
-        else for (long i = 0; i < dim; i += LANES) products += load(q + i) * load(keys[j] + i);
+        if (N) { _Pragma("GCC unroll 32") for (int i = 0; i < N; i++) products += load(q + i * WIDTH) * load(keys[j] + i * WIDTH); }
+        else for (long i = 0; i < dim; i += WIDTH) products += load(q + i) * load(keys[j] + i);
         scores[j] = sum(products);
     }
 }
 
 INLINE void tile_values(int N, long dim, const float *weights, const float *const *values, int count, float shrink, float *sums) {
     if (N) {
-        vf kept[MOST_DIM / LANES];
-        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) kept[i] = load(sums + i * LANES) * splat(shrink);
+        vf kept[MOST_DIM / WIDTH];
+        _Pragma("GCC unroll 32") for (int i = 0; i < N; i++) kept[i] = load(sums + i * WIDTH) * splat(shrink);
         for (int j = 0; j < count; j++) {
-            _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) kept[i] += splat(weights[j]) * load(values[j] + i * LANES);
+            _Pragma("GCC unroll 32") for (int i = 0; i < N; i++) kept[i] += splat(weights[j]) * load(values[j] + i * WIDTH);
         }
-        _Pragma("GCC unroll 16") for (int i = 0; i < N; i++) store(sums + i * LANES, kept[i]);
+        _Pragma("GCC unroll 32") for (int i = 0; i < N; i++) store(sums + i * WIDTH, kept[i]);
     } else {
-        for (long i = 0; i < dim; i += LANES) {
+        for (long i = 0; i < dim; i += WIDTH) {
             vf kept = load(sums + i) * splat(shrink);
             for (int j = 0; j < count; j++) kept += splat(weights[j]) * load(values[j] + i);
             store(sums + i, kept);
@@ -74,19 +74,23 @@ INLINE void tile_values(int N, long dim, const float *weights, const float *cons
 INLINE void take_tile(const Step *s, const float *q, const float *const *keys, const float *const *values, int count, Softmax *softmax,
                       float *sums) {
     float scores[TILE];
-    if (s->dim == 64) tile_scores(4, 64, q, keys, count, scores);
-    else if (s->dim == 128) tile_scores(8, 128, q, keys, count, scores);
+    if (s->dim == 64) tile_scores(64 / WIDTH, 64, q, keys, count, scores);
+    else if (s->dim == 128) tile_scores(128 / WIDTH, 128, q, keys, count, scores);
     else tile_scores(0, s->dim, q, keys, count, scores);
     for (int j = count; j < TILE; j++) scores[j] = -INFINITY;
     float most = softmax->most;
     for (int j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
     float shrink = softmax->most == -INFINITY ? 0.0f : expf(softmax->most - most);
-    vf weights = where(load(scores) == splat(-INFINITY), (vf){}, exponential(load(scores) - splat(most)));
-    store(scores, weights);
-    softmax->total = softmax->total * shrink + sum(weights);
+    vf total = {};
+    for (int j = 0; j < TILE; j += WIDTH) {
+        vf score = load(scores + j), weights = where(score == splat(-INFINITY), (vf){}, exponential(score - splat(most)));
+        store(scores + j, weights);
+        total += weights;
+    }
+    softmax->total = softmax->total * shrink + sum(total);
     softmax->most = most;
-    if (s->value_dim == 64) tile_values(4, 64, scores, values, count, shrink, sums);
-    else if (s->value_dim == 128) tile_values(8, 128, scores, values, count, shrink, sums);
+    if (s->value_dim == 64) tile_values(64 / WIDTH, 64, scores, values, count, shrink, sums);
+    else if (s->value_dim == 128) tile_values(128 / WIDTH, 128, scores, values, count, shrink, sums);
     else tile_values(0, s->value_dim, scores, values, count, shrink, sums);
 }
 
@@ -98,7 +102,7 @@ static void attend(const Decode *d, long token, long kv_head, long first, long l
     float q[group * s->dim], key_room[TILE * MOST_DIM], value_room[TILE * MOST_DIM];
     for (long g = 0; g < group; g++) {
         long at = token * d->q_row + (kv_head * group + g) * s->dim;
-        for (long i = 0; i < s->dim; i += LANES) store(q + g * s->dim + i, load_any(d->q, s->type, at + i) * splat(s->scale));
+        for (long i = 0; i < s->dim; i += WIDTH) store(q + g * s->dim + i, load_any(d->q, s->type, at + i) * splat(s->scale));
         softmax[g] = (Softmax){-INFINITY, 0};
         memset(sums + g * s->value_dim, 0, s->value_dim * sizeof(float));
     }
@@ -119,7 +123,7 @@ static void attend(const Decode *d, long token, long kv_head, long first, long l
 
 INLINE void write_out(const Decode *d, long token, long head, const float *sums, float factor) {
     const Step *s = d->step;
-    for (long i = 0; i < s->value_dim; i += LANES)
+    for (long i = 0; i < s->value_dim; i += WIDTH)
         store_any(d->out, s->type, (token * s->num_heads + head) * s->value_dim + i, load(sums + i) * splat(factor));
 }
 
@@ -138,7 +142,7 @@ static void merge(const Decode *d, long token, long kv_head, long count, const f
             float factor = part[2 * g] == -INFINITY ? 0.0f : expf(part[2 * g] - most);
             total += part[2 * g + 1] * factor;
             const float *from = part + 2 * group + g * s->value_dim;
-            for (long i = 0; i < s->value_dim; i += LANES) store(sums + i, load(sums + i) + load(from + i) * splat(factor));
+            for (long i = 0; i < s->value_dim; i += WIDTH) store(sums + i, load(sums + i) + load(from + i) * splat(factor));
         }
         write_out(d, token, kv_head * group + g, sums, total > 0 ? 1 / total : 0);
     }

@@ -11,36 +11,29 @@
 #define ROUNDS_X 0
 #endif
 #define ROUNDED 32 // columns of x that are rounded together
+#define SUMMED 32 // columns of x whose sum lies behind the columns: where weights have an m, it holds for so many
 #define SUPERBLOCK 256 // columns
 #define MOST_CODED 8 // rows up to which codes are turned into numbers on the way; above, once into a panel of floats
 
-// d and m of a group of one panel. scales: its numbers; supers: of its superblock.
-INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *supers, vf *d, vf *m) {
+// d and m of a group, for a register of outputs from `at` on. scales: the panel's numbers of the group; supers: of its superblock.
+INLINE void group_scale(int scheme, const uint8_t *scales, const uint16_t *supers, int at, vf *d, vf *m) {
     *m = (vf){};
     if (scheme == SCALE_D) {
-        *d = load_half((const uint16_t *)scales);
+        *d = load_half((const uint16_t *)scales + at);
     } else if (scheme == SCALE_DM) {
-        *d = load_half((const uint16_t *)scales);
-        *m = load_half((const uint16_t *)scales + LANES);
+        *d = load_half((const uint16_t *)scales + at);
+        *m = load_half((const uint16_t *)scales + LANES + at);
     } else if (scheme == SCALE_SUPER) {
-        *d = load_half(supers) * load_bytes((const int8_t *)scales);
+        *d = load_half(supers + at) * load_bytes((const int8_t *)scales + at);
     } else {
-        *d = load_half(supers) * load_unsigned((const int8_t *)scales);
-        *m = load_half(supers + LANES) * load_unsigned((const int8_t *)scales + LANES);
+        *d = load_half(supers + at) * load_unsigned((const int8_t *)scales + at);
+        *m = load_half(supers + LANES + at) * load_unsigned((const int8_t *)scales + LANES + at);
     }
 }
 
 // Bytes of a group's numbers.
 INLINE long group_bytes(int scheme) {
     return scheme == SCALE_D ? 2 * LANES : scheme == SCALE_DM ? 4 * LANES : scheme == SCALE_SUPER ? LANES : 2 * LANES;
-}
-
-// The same of the group at a column.
-INLINE void scale_at(const Weight *weight, long panel, long column, vf *d, vf *m) {
-    const uint8_t *scales = weight->scales + panel * weight->scale_bytes + column / weight->group * group_bytes(weight->scale);
-    const uint16_t *supers = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
-    long of = weight->superblock ? column / weight->superblock * (weight->scale == SCALE_SUPER ? LANES : 2 * LANES) : 0;
-    group_scale(weight->scale, scales, supers + of, d, m);
 }
 
 #if ROUNDS_X
@@ -105,7 +98,7 @@ INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const
     }
     UNROLL for (int p = 0; p < P; p++) {
         vf d, m;
-        group_scale(scheme, at->scales[p] + (from ? group_bytes(scheme) : 0), at->supers[p], &d, &m);
+        group_scale(scheme, at->scales[p] + (from ? group_bytes(scheme) : 0), at->supers[p], 0, &d, &m);
         UNROLL for (int r = 0; r < M; r++) {
             sums[r * P + p] += (vf)_mm512_cvtepi32_ps(codes[r * P + p]) * (splat(x->step[r]) * d);
             if (scheme == SCALE_DM || scheme == SCALE_SUPER_DM) sums[r * P + p] += m * splat(x->total[r]);
@@ -145,49 +138,69 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     }
     UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
 }
-
-// The schemes that .gguf files have: codes of 4 bits in groups of 32 columns, of 8 bits also of 16 (Q6_K).
-INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *packed, vf *out) {
-#define GROUPS(N, SCHEME) coded_groups(four, N, SCHEME, M, P, weight, first, k0, k1, packed, out)
-    if (weight->scale == SCALE_D) GROUPS(32, SCALE_D);
-    else if (weight->scale == SCALE_DM) GROUPS(32, SCALE_DM);
-    else if (weight->scale == SCALE_SUPER_DM) GROUPS(32, SCALE_SUPER_DM);
-    else if (four) GROUPS(32, SCALE_SUPER);
-    else GROUPS(16, SCALE_SUPER);
-#undef GROUPS
-}
 #else
-// Column i of four codes of 8 bits, or of eight of 4 bits (the low halves of the bytes come first).
-INLINE vf codes_of(int four, vf table, vu held, int i) {
-    if (four) return look_up(table, (vi)(held >> (i < 4 ? 8 * i : 8 * (i - 4) + 4)));
-    return __builtin_convertvector((vi)(held >> (8 * i) & 255) - 128, vf);
+#define CODES_UNIT 0x1p-24f // what a code's number is to be multiplied by
+
+INLINE Table code_table(const Weight *weight) {
+    float entries[16] = {0};
+    for (int i = 0; i < 16 && weight->table; i++) entries[i] = (float)weight->table[i] - 128.0f;
+    return table_of(entries);
 }
 
-INLINE vf code_table(const Weight *weight) {
-    float entries[LANES] = {0};
-    for (int i = 0; i < LANES && weight->table; i++) entries[i] = (float)weight->table[i] - 128.0f;
-    return load(entries);
+// Four columns of codes of a register's outputs as numbers times 2^24: of 8 bits, or of eight of 4 bits (the low halves come first).
+INLINE void four_columns(int four, int high, Table table, vu held, vf *out) {
+    if (four) look_up(table, held, high, out);
+    else UNROLL for (int i = 0; i < 4; i++) out[i] = to_floats(byte_on_top(held ^ 0x80808080u, i));
 }
 
-INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x, vf *out) {
-    vf sums[MOST_ROWS * MOST_PANELS], table = code_table(weight);
-    int wide = four ? 8 : 4;
-    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
-    for (long column = k0; column < k1; column += weight->group) {
-        vf d[MOST_PANELS], m[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) scale_at(weight, first + p, column, d + p, m + p);
-        for (long k = column; k < column + weight->group; k += wide) {
-            vu held[MOST_PANELS];
-            UNROLL for (int p = 0; p < P; p++)
-                held[p] = *(const vu *)(weight->panels + (first + p) * weight->panel_bytes + k / wide * 64);
-            UNROLL for (int i = 0; i < wide; i++) {
-                vf w[MOST_PANELS];
-                UNROLL for (int p = 0; p < P; p++) w[p] = codes_of(four, table, held[p], i) * d[p] + m[p];
-                add_columns(M, P, sums, w, x + (k + i) * M);
+// Where the scales of a group are. (M rows of sums over one group are scaled at once, so that a code costs no more than its conversion.)
+INLINE const uint8_t *scales_at(const Weight *weight, int scheme, int N, long panel, long column) {
+    return weight->scales + panel * weight->scale_bytes + column / N * group_bytes(scheme);
+}
+INLINE const uint16_t *supers_at(const Weight *weight, int scheme, long panel, long column) {
+    if (scheme < SCALE_SUPER) return NULL;
+    const uint16_t *supers = (const uint16_t *)((const uint8_t *)weight->supers + panel * weight->super_bytes);
+    return supers + column / SUPERBLOCK * (scheme == SCALE_SUPER ? LANES : 2 * LANES);
+}
+
+// w: four columns of a register's outputs; x: [4][M]; sums: of M rows, V apart.
+INLINE void add_four(const vf *w, int M, int V, const float *x, vf *sums) {
+    UNROLL for (int i = 0; i < 4; i++) UNROLL for (int r = 0; r < M; r++) sums[r * V] += w[i] * splat(x[i * M + r]);
+}
+
+INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight *weight, long first, long k0, long k1, const float *x,
+                         vf *out) {
+    vf sums[MOST_SUMS];
+    const float *totals = x + weight->k * M;
+    Table table = code_table(weight);
+    begin_sums(M * P * PARTS, k0, out, sums);
+    long bytes = four ? 8 : 16; // of a column
+    for (long column = k0; column < k1; column += N) {
+        vf group[MOST_SUMS];
+        UNROLL for (int i = 0; i < M * P * PARTS; i++) group[i] = (vf){};
+        for (long k = column; k < column + N; k += four ? 8 : 4) {
+            const float *rows = x + k * M;
+            EACH_PART(P) {
+                vu held = *(const vu *)(weight->panels + (first + p) * weight->panel_bytes + k * bytes + 4 * at);
+                vf w[4];
+                four_columns(four, 0, table, held, w);
+                add_four(w, M, P * PARTS, rows, group + v);
+                if (!four) continue;
+                four_columns(four, 1, table, held, w);
+                add_four(w, M, P * PARTS, rows + 4 * M, group + v);
+            }
+        }
+        EACH_PART(P) {
+            vf d, m;
+            group_scale(scheme, scales_at(weight, scheme, N, first + p, column), supers_at(weight, scheme, first + p, column), at, &d, &m);
+            d *= splat(CODES_UNIT);
+            UNROLL for (int r = 0; r < M; r++) {
+                sums[r * P * PARTS + v] += group[r * P * PARTS + v] * d;
+                if (scheme == SCALE_DM || scheme == SCALE_SUPER_DM) sums[r * P * PARTS + v] += m * splat(totals[column / SUMMED * M + r]);
             }
         }
     }
-    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+    UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }
 
 // Room for the panels that are turned into floats; 0: none are.
@@ -196,17 +209,45 @@ INLINE size_t expanded_floats(const Weight *weight, long rows) {
 }
 
 // A panel of codes as one of floats, [k][16].
-static void expand_panel(const Weight *weight, long panel, float *out) {
-    vf table = code_table(weight);
-    int four = weight->form == PANEL_CODES4, wide = four ? 8 : 4;
+INLINE void expand_groups(int four, int N, int scheme, const Weight *weight, long panel, float *out) {
+    Table table = code_table(weight);
     const uint8_t *bytes = weight->panels + panel * weight->panel_bytes;
-    for (long column = 0; column < weight->k; column += weight->group) {
-        vf d, m;
-        scale_at(weight, panel, column, &d, &m);
-        for (long k = column; k < column + weight->group; k++) {
-            vu held = *(const vu *)(bytes + k / wide * 64);
-            store(out + k * LANES, codes_of(four, table, held, (int)(k % wide)) * d + m);
+    for (long column = 0; column < weight->k; column += N) {
+        EACH_PART(1) {
+            vf d, m;
+            group_scale(scheme, scales_at(weight, scheme, N, panel, column), supers_at(weight, scheme, panel, column), at, &d, &m);
+            d *= splat(CODES_UNIT);
+            for (long k = column; k < column + N; k += four ? 8 : 4) {
+                vu held = *(const vu *)(bytes + k * (four ? 8 : 16) + 4 * at);
+                float *numbers = out + k * LANES + at;
+                vf w[4];
+                four_columns(four, 0, table, held, w);
+                UNROLL for (int i = 0; i < 4; i++) store(numbers + i * LANES, w[i] * d + m);
+                if (!four) continue;
+                four_columns(four, 1, table, held, w);
+                UNROLL for (int i = 0; i < 4; i++) store(numbers + (4 + i) * LANES, w[i] * d + m);
+            }
+            (void)v;
         }
     }
+}
+#endif
+
+// The schemes that .gguf files have: codes of 4 bits in groups of 32 columns, of 8 bits also of 16 (Q6_K).
+#define BY_SCHEME(DO, FOUR, ...)                                                       \
+    if (weight->scale == SCALE_D) DO(FOUR, 32, SCALE_D, __VA_ARGS__);                  \
+    else if (weight->scale == SCALE_DM) DO(FOUR, 32, SCALE_DM, __VA_ARGS__);           \
+    else if (weight->scale == SCALE_SUPER_DM) DO(FOUR, 32, SCALE_SUPER_DM, __VA_ARGS__); \
+    else if (FOUR) DO(FOUR, 32, SCALE_SUPER, __VA_ARGS__);                             \
+    else DO(FOUR, 16, SCALE_SUPER, __VA_ARGS__);
+
+INLINE void coded_panels(int four, int M, int P, const Weight *weight, long first, long k0, long k1, const void *x, vf *out) {
+    BY_SCHEME(coded_groups, four, M, P, weight, first, k0, k1, x, out)
+}
+
+#if !ROUNDS_X
+static void expand_panel(const Weight *weight, long panel, float *out) {
+    if (weight->form == PANEL_CODES4) { BY_SCHEME(expand_groups, 1, weight, panel, out) }
+    else { BY_SCHEME(expand_groups, 0, weight, panel, out) }
 }
 #endif

@@ -14,8 +14,10 @@
     }
 #define KERNEL(M, P) static void rows_##M##_panels_##P(const Weight *weight, long first, long k0, long k1, const void *x, vf *out) { FORMS(M, P) }
 KERNEL(1, 4) KERNEL(1, 1) KERNEL(2, 2) KERNEL(2, 1) KERNEL(4, 1)
-#if defined(__AVX512F__)
+#if WIDTH == 16
 KERNEL(4, 4) KERNEL(8, 2) KERNEL(8, 1) KERNEL(12, 2) KERNEL(12, 1)
+#elif WIDTH == 8
+KERNEL(6, 1)
 #endif
 #if ROUNDS_X
 KERNEL(4, 2)
@@ -26,15 +28,20 @@ typedef struct { int rows, panels; Run *many, *one; } Kernel;
 static const Kernel KERNELS[] = {
     {1, 4, rows_1_panels_4, rows_1_panels_1},
     {2, 2, rows_2_panels_2, rows_2_panels_1},
-#if defined(__AVX512F__)
+#if WIDTH == 16
     {4, 4, rows_4_panels_4, rows_4_panels_1},
     {8, 2, rows_8_panels_2, rows_8_panels_1},
     {12, 2, rows_12_panels_2, rows_12_panels_1},
 #else
     {4, 1, rows_4_panels_1, rows_4_panels_1},
+#if WIDTH == 8
+    {6, 1, rows_6_panels_1, rows_6_panels_1},
+#endif
 #endif
 };
 #define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
+
+#define SUMS_AT_ONCE 8 // so many alone leave the CPU waiting for each sum's last addition
 
 // The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros.
 static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
@@ -43,6 +50,7 @@ static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
         for (int i = 0; i < count; i++) if (kernels[i].rows >= rows) return kernels + i;
     }
     for (int i = count - 1; i >= 0 && 2 * kernels[i].rows > best->rows; i--) {
+        if (kernels[i].rows * kernels[i].panels * PARTS <= SUMS_AT_ONCE) continue;
         long own = (rows + kernels[i].rows - 1) / kernels[i].rows * kernels[i].rows, least = (rows + best->rows - 1) / best->rows * best->rows;
         if (own < least) best = kernels + i;
     }
@@ -62,5 +70,10 @@ static const Kernel *kernel_for(const Weight *weight, long rows) {
 #else
     (void)weight;
 #endif
-    return best_of(KERNELS, COUNT(KERNELS), rows);
+    int count = COUNT(KERNELS);
+#if WIDTH == 8
+    // Where weights are converted on the way, 16 registers do not hold the sums of 6 rows too.
+    if (weight->form != PANEL_FLOAT32 && !expanded_floats(weight, rows)) count--;
+#endif
+    return best_of(KERNELS, count, rows);
 }

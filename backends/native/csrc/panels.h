@@ -1,7 +1,8 @@
 // Products of a few rows over weights in panels: 16 outputs side by side, column after column, so that a panel is one stream.
 //
-// Kernels take columns k0 up to k1 (0: sums begin there; else they go on from `out`), M rows of x, packed column after column (M numbers of a column, then the next), and P panels; M and P are constants,
-// and the M x P sums stay in registers. The order of each sum is that of the columns, whatever M and P are.
+// Kernels take columns k0 up to k1 (0: sums begin there; else they go on from `out`), M rows of x, packed column after column (M numbers
+// of a column, then the next), and P panels; M and P are constants, and the sums, [M][P][PARTS] registers, stay in registers. The order of
+// each sum is that of the columns, whatever M and P are.
 #pragma once
 #include "vectors.h"
 
@@ -27,61 +28,79 @@ typedef struct Weight {
 INLINE int is_coded(const Weight *weight) { return weight->form == PANEL_CODES4 || weight->form == PANEL_CODES8; }
 
 #define MOST_PANELS 4
-#if defined(__AVX512F__)
+#if WIDTH == 16
 #define MOST_ROWS 12
+#elif WIDTH == 8
+#define MOST_ROWS 6
 #else
 #define MOST_ROWS 4
 #endif
+#define MOST_PARTS (MOST_PANELS * PARTS) // registers of a column
+#define MOST_SUMS (MOST_ROWS * MOST_PARTS)
 
 #define UNROLL _Pragma("GCC unroll 16")
+#if WIDTH == 16
+#define UNROLL_COLUMNS
+#else
+#define UNROLL_COLUMNS _Pragma("GCC unroll 4") // of few additions each
+#endif
 
 // Bytes from what is read to what is fetched meanwhile: the same place of the next P panels, or nearer where these are long. Sums of
 // several rows fill the CPU's window, so that its own reads do not run far enough ahead.
 INLINE long ahead(int P, const Weight *weight) { long next = P * weight->panel_bytes; return next < 65536 ? next : 65536; }
 INLINE void fetch(int M, const void *p) { if (M >= 2) __builtin_prefetch(p, 0, 2); }
 
-INLINE void add_columns(int M, int P, vf *sums, const vf *w, const float *x) {
-    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) sums[r * P + p] += w[p] * splat(x[r]);
+// For P panels: `v` counts their registers, of which `at` is the first output's place in panel `p`.
+#define EACH_PART(P) UNROLL for (int p = 0; p < (P); p++) UNROLL for (int h = 0, v = p * PARTS, at = 0; h < PARTS; h++, v++, at += WIDTH)
+
+// sums: [M][V]; w: V registers of one column; x: its M rows.
+INLINE void add_columns(int M, int V, vf *sums, const vf *w, const float *x) {
+    UNROLL for (int r = 0; r < M; r++) UNROLL for (int v = 0; v < V; v++) sums[r * V + v] += w[v] * splat(x[r]);
 }
 
+INLINE void begin_sums(int count, long k0, const vf *out, vf *sums) { UNROLL for (int i = 0; i < count; i++) sums[i] = k0 ? out[i] : (vf){}; }
+
 INLINE void float32_panels(int M, int P, const Weight *weight, long first, long k0, long k1, const float *x, vf *out) {
-    vf sums[MOST_ROWS * MOST_PANELS];
+    vf sums[MOST_SUMS];
     const float *panel[MOST_PANELS];
     UNROLL for (int p = 0; p < P; p++) panel[p] = (const float *)(weight->panels + (first + p) * weight->panel_bytes);
-    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    begin_sums(M * P * PARTS, k0, out, sums);
     long next = ahead(P, weight);
-    for (long k = k0; k < k1; k++) {
-        vf w[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) { w[p] = load(panel[p] + k * LANES); fetch(M, (const uint8_t *)(panel[p] + k * LANES) + next); }
-        add_columns(M, P, sums, w, x + k * M);
+    UNROLL_COLUMNS for (long k = k0; k < k1; k++) {
+        vf w[MOST_PARTS];
+        EACH_PART(P) {
+            w[v] = load(panel[p] + k * LANES + at);
+            if (h == 0) fetch(M, (const uint8_t *)(panel[p] + k * LANES) + next);
+        }
+        add_columns(M, P * PARTS, sums, w, x + k * M);
     }
-    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+    UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }
 
 INLINE void half_panels(int M, int P, const Weight *weight, long first, long k0, long k1, const float *x, vf *out) {
-    vf sums[MOST_ROWS * MOST_PANELS];
-    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    vf sums[MOST_SUMS];
+    begin_sums(M * P * PARTS, k0, out, sums);
     const uint16_t *panel = (const uint16_t *)(weight->panels + first * weight->panel_bytes);
     for (long k = k0; k < k1; k++) {
-        vf w[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) w[p] = load_half(panel + (p * weight->panel_bytes / 2) + k * LANES);
-        add_columns(M, P, sums, w, x + k * M);
+        vf w[MOST_PARTS];
+        EACH_PART(P) w[v] = load_half(panel + (p * weight->panel_bytes / 2) + k * LANES + at);
+        add_columns(M, P * PARTS, sums, w, x + k * M);
     }
-    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+    UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }
 
 // x: pairs of bfloat16 as uint32 where the CPU multiplies those, floats elsewhere.
 INLINE void pair_panels(int M, int P, const Weight *weight, long first, long k0, long k1, const void *x, vf *out) {
-    vf sums[MOST_ROWS * MOST_PANELS];
-    UNROLL for (int i = 0; i < M * P; i++) sums[i] = k0 ? out[i] : (vf){};
+    vf sums[MOST_SUMS];
+    begin_sums(M * P * PARTS, k0, out, sums);
     const uint8_t *panel = weight->panels + first * weight->panel_bytes;
     long next = ahead(P, weight);
     for (long pair = k0 / 2; pair < k1 / 2; pair++) {
-        vu w[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) {
-            const uint8_t *at = panel + p * weight->panel_bytes + pair * 64;
-            w[p] = *(const vu *)at;
-            fetch(M, at + next);
+        vu w[MOST_PARTS];
+        EACH_PART(P) {
+            const uint8_t *both = panel + p * weight->panel_bytes + pair * 64;
+            w[v] = *(const vu *)(both + 4 * at);
+            if (h == 0) fetch(M, both + next);
         }
 #if defined(__AVX512BF16__)
         const uint32_t *both = (const uint32_t *)x + pair * M;
@@ -91,11 +110,11 @@ INLINE void pair_panels(int M, int P, const Weight *weight, long first, long k0,
                 sums[r * P + p] = (vf)_mm512_dpbf16_ps((__m512)sums[r * P + p], (__m512bh)w[p], (__m512bh)rows);
         }
 #else
-        vf low[MOST_PANELS], high[MOST_PANELS];
-        UNROLL for (int p = 0; p < P; p++) { low[p] = (vf)(w[p] << 16); high[p] = (vf)(w[p] & 0xffff0000u); }
-        add_columns(M, P, sums, low, (const float *)x + 2 * pair * M);
-        add_columns(M, P, sums, high, (const float *)x + (2 * pair + 1) * M);
+        vf low[MOST_PARTS], high[MOST_PARTS];
+        UNROLL for (int v = 0; v < P * PARTS; v++) { low[v] = (vf)(w[v] << 16); high[v] = (vf)(w[v] & 0xffff0000u); }
+        add_columns(M, P * PARTS, sums, low, (const float *)x + 2 * pair * M);
+        add_columns(M, P * PARTS, sums, high, (const float *)x + (2 * pair + 1) * M);
 #endif
     }
-    UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
+    UNROLL for (int i = 0; i < M * P * PARTS; i++) out[i] = sums[i];
 }

@@ -40,16 +40,17 @@ static uint8_t *room(size_t bytes) {
 INLINE float norm_factor(const void *x, int type, long at, long size, float least) {
     vf squares = {};
     long i = 0;
-    for (; i + LANES <= size; i += LANES) { vf v = load_any(x, type, at + i); squares += v * v; }
+    for (; i + WIDTH <= size; i += WIDTH) { vf v = load_any(x, type, at + i); squares += v * v; }
     float total = sum(squares);
     for (; i < size; i++) { float v = load_one(x, type, at + i); total += v * v; }
     return 1.0f / sqrtf(total + least);
 }
 
-// How a product reads x: one column after the other, two of bfloat16, or groups of columns rounded to 8 bits.
-enum { IN_FLOATS, IN_PAIRS, IN_BYTES };
+// How a product reads x: one column after the other (behind them, for codes, the sums of groups of columns), two of bfloat16, or groups of
+// columns rounded to 8 bits.
+enum { IN_FLOATS, IN_SUMMED_FLOATS, IN_PAIRS, IN_BYTES };
 INLINE int packing_for(const Weight *w) {
-    if (ROUNDS_X && is_coded(w)) return IN_BYTES;
+    if (is_coded(w)) return ROUNDS_X ? IN_BYTES : IN_SUMMED_FLOATS;
 #if defined(__AVX512BF16__)
     if (w->form == PANEL_PAIRS) return IN_PAIRS;
 #endif
@@ -61,13 +62,14 @@ INLINE long packed_bytes(int packing, int M, long k) {
 #if ROUNDS_X
     if (packing == IN_BYTES) return k / ROUNDED * ROUNDED_BYTES(M);
 #endif
-    return k * M * (packing == IN_PAIRS ? 2 : 4);
+    long totals = packing == IN_SUMMED_FLOATS ? k / SUMMED * 4 * M : 0;
+    return k * M * (packing == IN_PAIRS ? 2 : 4) + totals;
 }
 
-// 16 columns of a row, normed with a factor; of the last ones n.
+// A register's columns of a row, normed with a factor; of the last ones n.
 INLINE vf normed(const void *x, int type, long at, long column, int n, Norm norm, float factor) {
     vf v = {};
-    if (n == LANES) {
+    if (n == WIDTH) {
         v = load_any(x, type, at + column);
         return norm.weight ? v * splat(factor) * load(norm.weight + column) : v;
     }
@@ -90,20 +92,23 @@ static void pack_block(const Product *p, long block, long k0, long k1, int packi
         for (long i = k0; i < k1; i += ROUNDED) for (int r = 0; r < M; r++) {
             vf low = {}, high = {};
             if (first + r < rows) {
-                low = normed(x, type, (first + r) * ldx, i, LANES, norm, factors[r]);
-                high = normed(x, type, (first + r) * ldx, i + LANES, LANES, norm, factors[r]);
+                low = normed(x, type, (first + r) * ldx, i, WIDTH, norm, factors[r]);
+                high = normed(x, type, (first + r) * ldx, i + WIDTH, WIDTH, norm, factors[r]);
             }
             round_group(low, high, r, M, own, i / ROUNDED);
         }
         return;
     }
 #endif
-    for (long i = k0; i < k1; i += LANES) {
-        int n = k1 - i < LANES ? (int)(k1 - i) : LANES;
-        float values[MOST_ROWS][LANES];
-        uint16_t rounded[MOST_ROWS][LANES];
+    float *totals = packing == IN_SUMMED_FLOATS ? floats + k * M : NULL;
+    for (long group = k0 / SUMMED; totals && group < k1 / SUMMED; group++) memset(totals + group * M, 0, 4 * M);
+    for (long i = k0; i < k1; i += WIDTH) {
+        int n = k1 - i < WIDTH ? (int)(k1 - i) : WIDTH;
+        float values[MOST_ROWS][WIDTH];
+        uint16_t rounded[MOST_ROWS][WIDTH];
         for (int r = 0; r < M; r++) {
             vf v = first + r < rows ? normed(x, type, (first + r) * ldx, i, n, norm, factors[r]) : (vf){};
+            if (totals) totals[i / SUMMED * M + r] += sum(v);
             if (packing == IN_PAIRS) store_any(rounded[r], BFLOAT16, 0, v); else store(values[r], v);
         }
         if (packing == IN_PAIRS) {
@@ -125,11 +130,11 @@ INLINE vf activated(vf x, int activation) {
     return x;
 }
 
-// Sums of one panel to the result. part: M sums, `apart` from one another.
-static void finish(const Product *p, long panel, long row, int M, const vf *part, const vf *gate, int apart) {
+// Sums of a register of outputs, from `column` on, to the result. part: M sums, `apart` from one another.
+INLINE void finish(const Product *p, long column, long row, int M, const vf *part, const vf *gate, int apart) {
     const Weight *w = p->weight;
-    long half = w->n / 2, column = panel * LANES, limit = p->mode == GATED ? half : w->n;
-    long n = limit - column < LANES ? limit - column : LANES;
+    long half = w->n / 2, limit = p->mode == GATED ? half : w->n;
+    long n = limit - column < WIDTH ? limit - column : WIDTH;
     for (int r = 0; r < M && row + r < p->rows; r++) {
         vf y = part[r * apart];
         long at = (row + r) * p->ldo + column;
@@ -141,7 +146,7 @@ static void finish(const Product *p, long panel, long row, int M, const vf *part
             if (w->bias) y += load(w->bias + column);
             y = activated(y, p->activation);
         }
-        if (n == LANES) {
+        if (n == WIDTH) {
             if (p->mode == ADD) y += load_any(p->out, p->type, at);
             store_any(p->out, p->type, at, y);
         } else {
@@ -186,7 +191,7 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
         long gate = expands ? 0 : panel, up = half ? (expands ? P : half + panel) : gate;
         for (long from = 0; from < blocks; from += HELD_BLOCKS) {
             long to = from + HELD_BLOCKS < blocks ? from + HELD_BLOCKS : blocks, step = to - from > 1 ? CHUNK : w->k;
-            vf sums[HELD_BLOCKS][MOST_ROWS * MOST_PANELS], gates[HELD_BLOCKS][MOST_ROWS * MOST_PANELS];
+            vf sums[HELD_BLOCKS][MOST_SUMS], gates[HELD_BLOCKS][MOST_SUMS];
             for (long k0 = 0; k0 < w->k; k0 += step) {
                 long k1 = k0 + step < w->k ? k0 + step : w->k;
                 for (long block = from; block < to; block++) run(read, up, k0, k1, packed + block * block_bytes, sums[block - from]);
@@ -194,7 +199,8 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
                 for (long block = from; block < to; block++) run(read, gate, k0, k1, packed + block * block_bytes, gates[block - from]);
             }
             for (long block = from; block < to; block++) {
-                for (int i = 0; i < P; i++) finish(p, panel + i, block * M, M, sums[block - from] + i, gates[block - from] + i, P);
+                for (int i = 0; i < P * PARTS; i++)
+                    finish(p, panel * LANES + i * WIDTH, block * M, M, sums[block - from] + i, gates[block - from] + i, P * PARTS);
             }
         }
         panel += P;
@@ -209,7 +215,7 @@ static void turn_head(const Product *p, long row, long head) {
     Norm norm = head < p->q_heads ? p->q_norm : p->k_norm;
     float factor = norm.weight ? norm_factor(out, type, at, dim, (float)norm.least) : 1.0f;
     long i = 0;
-    for (; i + LANES <= half; i += LANES) {
+    for (; i + WIDTH <= half; i += WIDTH) {
         vf a = load_any(out, type, at + i), b = load_any(out, type, at + half + i);
         if (norm.weight) { a = a * splat(factor) * load(norm.weight + i); b = b * splat(factor) * load(norm.weight + half + i); }
         if (p->cos) {
@@ -299,10 +305,63 @@ int headway_norm(const NormRows *n) {
     for (long r = 0; r < n->rows; r++) {
         float factor = norm_factor(n->x, type, r * n->ldx, size, (float)n->norm.least);
         long i = 0;
-        for (; i + LANES <= size; i += LANES)
+        for (; i + WIDTH <= size; i += WIDTH)
             store_any(n->out, type, r * size + i, load_any(n->x, type, r * n->ldx + i) * splat(factor) * load(weight + i));
         for (; i < size; i++) store_one(n->out, type, r * size + i, load_one(n->x, type, r * n->ldx + i) * factor * weight[i]);
     }
+    return 0;
+}
+
+typedef struct {
+    const void *logits; // [rows, size], rows apart from one another
+    int64_t *tokens; // [rows]
+    int64_t rows, apart, size, none; // none: the token of a row with a NaN
+    int32_t type;
+} Greedy;
+
+// The largest of logits from i up to end; a NaN if one of them is.
+INLINE float largest_of(const Greedy *g, long i, long end) {
+    vf most = splat(-INFINITY), sums = {}; // a sum of x - x is 0 but with a NaN, or an infinity, for which the caller looks
+    for (; i + WIDTH <= end; i += WIDTH) {
+        vf x = load_any(g->logits, g->type, i);
+        sums += x - x;
+        most = larger(x, most);
+    }
+    float best = -INFINITY, total = sum(sums);
+    for (int j = 0; j < WIDTH; j++) best = most[j] > best ? most[j] : best;
+    for (; i < end; i++) {
+        float x = load_one(g->logits, g->type, i);
+        total += x - x;
+        best = x > best ? x : best;
+    }
+    return total == 0 ? best : NAN;
+}
+
+#define SEARCHED 1024 // logits, of which the largest is remembered
+// The first of a row's largest logits.
+INLINE long largest_at(const Greedy *g, long row) {
+    long start = row * g->apart, found = 0;
+    float best = -INFINITY;
+    for (long from = 0; from < g->size; from += SEARCHED) {
+        long to = from + SEARCHED < g->size ? from + SEARCHED : g->size;
+        float largest = largest_of(g, start + from, start + to);
+        if (largest != largest) {
+            largest = -INFINITY;
+            for (long i = from; i < to; i++) {
+                float x = load_one(g->logits, g->type, start + i);
+                if (x != x) return g->none;
+                largest = x > largest ? x : largest;
+            }
+        }
+        if (largest > best) { best = largest; found = from; }
+    }
+    while (load_one(g->logits, g->type, start + found) != best) found++;
+    return found;
+}
+
+int headway_greedy(const Greedy *g) {
+#pragma omp parallel for if (g->rows > 1)
+    for (long row = 0; row < g->rows; row++) g->tokens[row] = largest_at(g, row);
     return 0;
 }
 

@@ -1,4 +1,4 @@
-// Vectors of 16 floats in the compiler's own terms, which become AVX-512, AVX2 or NEON; intrinsics where those terms have no word.
+// Vectors of floats as wide as the CPU's registers, in the compiler's own terms; intrinsics where those terms have no word.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,18 +7,34 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
+#define LANES 16 // outputs of a panel
+// Lanes of a register. (gcc keeps vectors wider than that in memory: products on a CPU with AVX2 took 20 times as long.)
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#define PARTS (LANES / WIDTH) // registers of a panel's outputs
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vf __attribute__((vector_size(64), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
-typedef int8_t v16b __attribute__((vector_size(16), aligned(1)));
-typedef uint16_t v16h __attribute__((vector_size(32), aligned(2)));
+typedef float vf __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t vu __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int8_t vb __attribute__((vector_size(WIDTH), aligned(1)));
+typedef uint16_t vh __attribute__((vector_size(2 * WIDTH), aligned(2)));
 
 enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; } // (0 + x would be an addition)
+// (0 + x would be an addition.)
+#if WIDTH == 16
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+#elif WIDTH == 8
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x}; }
+#else
+INLINE vf splat(float x) { return (vf){x, x, x, x}; }
+#endif
 INLINE vf load(const float *p) { return *(const vf *)p; }
 INLINE void store(float *p, vf x) { *(vf *)p = x; }
 INLINE float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
@@ -46,51 +62,85 @@ INLINE uint16_t float_half(float x) {
 #endif
 }
 
-INLINE vf load_bf16(const uint16_t *p) { return (vf)(__builtin_convertvector(*(const v16h *)p, vu) << 16); }
-INLINE vf load_half(const uint16_t *p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#else
-    vf x;
-    for (int i = 0; i < LANES; i++) x[i] = half_float(p[i]);
-    return x;
-#endif
-}
 // (By __builtin_convertvector gcc 12 takes bytes one at a time.)
-INLINE vf load_bytes(const int8_t *p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#if WIDTH == 16
+INLINE vu load_u16(const uint16_t *p) { return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf load_half(const uint16_t *p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf load_bytes(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE vf load_unsigned(const int8_t *p) { return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p))); }
+INLINE vf to_floats(vi x) { return (vf)_mm512_cvtepi32_ps((__m512i)x); }
+#elif WIDTH == 8
+INLINE vu load_u16(const uint16_t *p) { return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf load_half(const uint16_t *p) { return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE vf load_bytes(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE vf load_unsigned(const int8_t *p) { return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))); }
+INLINE vf to_floats(vi x) { return (vf)_mm256_cvtepi32_ps((__m256i)x); }
 #else
-    return __builtin_convertvector(*(const v16b *)p, vf);
-#endif
+INLINE vu load_u16(const uint16_t *p) { return __builtin_convertvector(*(const vh *)p, vu); }
+INLINE vf load_half(const uint16_t *p) {
+    vf x;
+    for (int i = 0; i < WIDTH; i++) x[i] = half_float(p[i]);
+    return x;
 }
-INLINE vf load_unsigned(const int8_t *p) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+INLINE vf load_bytes(const int8_t *p) { return __builtin_convertvector(*(const vb *)p, vf); }
+INLINE vf load_unsigned(const int8_t *p) { return __builtin_convertvector(__builtin_convertvector(*(const vb *)p, vi) & 255, vf); }
+INLINE vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
+#endif
+INLINE vf load_bf16(const uint16_t *p) { return (vf)(load_u16(p) << 16); }
+
+// Byte `at` of each lane as its highest one, above zeros.
+INLINE vi byte_on_top(vu x, int at) {
+    if (at == 3) return (vi)(x & 0xff000000u);
+#if WIDTH == 16 && defined(__AVX512BW__)
+    __m128i places = _mm_setr_epi8(-1, -1, -1, at, -1, -1, -1, 4 + at, -1, -1, -1, 8 + at, -1, -1, -1, 12 + at);
+    return (vi)_mm512_shuffle_epi8((__m512i)x, _mm512_broadcast_i32x4(places));
+#elif WIDTH == 8
+    __m128i places = _mm_setr_epi8(-1, -1, -1, at, -1, -1, -1, 4 + at, -1, -1, -1, 8 + at, -1, -1, -1, 12 + at);
+    return (vi)_mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(places));
 #else
-    return __builtin_convertvector((vi)(__builtin_convertvector(*(const v16b *)p, vi) & 255), vf);
+    return (vi)(x << (24 - 8 * at) & 0xff000000u);
 #endif
 }
 
-// Entries of a table of 16, by the low four bits of each lane.
-INLINE vf look_up(vf table, vi at) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_permutexvar_ps((__m512i)at, (__m512)table);
-#else
-    float entries[LANES];
-    store(entries, table);
-    vf x;
-    for (int i = 0; i < LANES; i++) x[i] = entries[at[i] & 15];
-    return x;
-#endif
+// What four columns' codes of 4 bits stand for, times 2^24: entries of a table of 16 by the low halves of each lane's bytes, or the high ones.
+#if WIDTH == 16
+typedef vf Table;
+INLINE Table table_of(const float *entries) { return load(entries) * splat(0x1p24f); }
+INLINE void look_up(Table table, vu at, int high, vf *out) {
+    for (int i = 0; i < 4; i++) out[i] = (vf)_mm512_permutexvar_ps((__m512i)(at >> (8 * i + 4 * high)), (__m512)table);
 }
+#else
+typedef struct { int8_t entries[16]; } Table;
+INLINE Table table_of(const float *entries) {
+    Table table;
+    for (int i = 0; i < 16; i++) table.entries[i] = (int8_t)entries[i];
+    return table;
+}
+INLINE void look_up(Table table, vu at, int high, vf *out) {
+    vu halves = (high ? at >> 4 : at) & 0x0f0f0f0fu;
+#if WIDTH == 8
+    __m128i entries = _mm_loadu_si128((const __m128i *)table.entries);
+    halves = (vu)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)halves);
+#else
+    uint8_t bytes[4 * WIDTH];
+    memcpy(bytes, &halves, sizeof(bytes));
+    for (int i = 0; i < 4 * WIDTH; i++) bytes[i] = (uint8_t)table.entries[bytes[i]];
+    memcpy(&halves, bytes, sizeof(bytes));
+#endif
+    for (int i = 0; i < 4; i++) out[i] = to_floats(byte_on_top(halves, i));
+}
+#endif
 
 INLINE float sum(vf x) {
-#if defined(__AVX512F__)
+#if WIDTH == 16
     return _mm512_reduce_add_ps((__m512)x);
+#elif WIDTH == 8
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 #else
     float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
+    for (int i = 0; i < WIDTH; i++) total += x[i];
     return total;
 #endif
 }
@@ -130,11 +180,13 @@ INLINE vf load_any(const void *p, int type, long at) {
 INLINE void store_any(void *p, int type, long at, vf x) {
     if (type == FLOAT32) { store((float *)p + at, x); return; }
     uint16_t *halves = (uint16_t *)p + at;
-#if defined(__AVX512F__)
+#if WIDTH == 16
     if (type == FLOAT16) { _mm256_storeu_si256((__m256i *)halves, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); return; }
+#elif WIDTH == 8
+    if (type == FLOAT16) { _mm_storeu_si128((__m128i *)halves, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); return; }
 #endif
 #if defined(__AVX512BF16__)
     if (type == BFLOAT16) { __m256bh y = _mm512_cvtneps_pbh((__m512)x); memcpy(halves, &y, 32); return; }
 #endif
-    for (int i = 0; i < LANES; i++) halves[i] = type == BFLOAT16 ? float_bf16(x[i]) : float_half(x[i]);
+    for (int i = 0; i < WIDTH; i++) halves[i] = type == BFLOAT16 ? float_bf16(x[i]) : float_half(x[i]);
 }
