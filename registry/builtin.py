@@ -72,6 +72,12 @@ def _hopper() -> type[AttentionBackend]:
     return HopperAttention
 
 
+def _hopper_latent() -> type[AttentionBackend]:
+    from headway.backends.hopper.latent_backend import HopperLatent
+
+    return HopperLatent
+
+
 def _flash_attn() -> type[AttentionBackend]:
     from headway.backends.flash_attn import FlashAttention2
 
@@ -136,6 +142,12 @@ def headway_register_backends() -> list[BackendInfo]:
             "headway[cuda]",
         ),
         _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
+        _info(
+            "hopper_latent",
+            "our decode and extend of latents in CUDA C++ for H100 and H200, compiled at first use",
+            _hopper_latent,
+            "headway[cuda]",
+        ),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info(
             "flash_attn_3",
@@ -186,6 +198,7 @@ _PROMPTS = (
     "flash_attn",
     "torch_varlen",
     "triton",
+    "hopper_latent",
     "xformers",
     "sdpa",
     "sdpa.math",
@@ -196,6 +209,7 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
         Phase.EXTEND: _PROMPTS,
         Phase.DECODE: (
             "triton",
+            "hopper_latent",
             "flash_attn_3",
             "vllm_paged",
             "flash_attn",

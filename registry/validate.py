@@ -216,7 +216,7 @@ def _check_claims(claims: Capabilities, where: str) -> None:
         *_SHARED_RULES,
         ("kv_dtypes", lambda found: _all_of(found, torch.dtype), "a tuple of torch.dtype"),
         ("block_multiple", _is_count, "a whole number of at least 1"),
-        ("head_dims", lambda found: found is None or _counts(found), _SIZES),
+        ("head_dims", lambda found: found is None or found == () or _counts(found), _SIZES),
         ("v_head_dims", lambda found: found is None or pairs(found), "a tuple of pairs (head_dim, v_head_dim), or None for any"),
         ("max_group_size", lambda found: found is None or _is_count(found), "a whole number of at least 1, or None for any"),
         ("features", lambda found: _all_of(found, str, (set, frozenset)), "a frozenset of texts"),

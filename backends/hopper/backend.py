@@ -49,20 +49,20 @@ class HopperAttention(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        self._attention = HopperKernels(spec, block_size, num_splits_of(options))
+        self._attention = HopperKernels(spec, block_size, count_of(self.name, options, "num_splits"))
 
     @classmethod
     def available(cls) -> Support:
         """A GPU of this generation, and something to compile with."""
         support = has_gpu()
         if support:
-            support &= _is_hopper(torch.device("cuda"))
+            support &= is_hopper(torch.device("cuda"))
         return support & find_compiler()[1]
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
-        support = super().supports(spec, layout, block_size, phase) & _is_hopper(spec.device)
+        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
         if spec.scale <= 0:
             support &= Support.no("scale", "a positive number", spec.scale)
         return support
@@ -73,10 +73,8 @@ class HopperAttention(AttentionBackend):
         if cache.layout not in (cls.capabilities.layouts or ()):
             return YES  # prompts alone are served beside it
         for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
-            size = logical.element_size()
-            if logical.stride(3) != 1 or logical.data_ptr() % 16 or any(stride * size % 16 for stride in logical.stride()[:3]):
-                got = f"strides {logical.stride()[:4]} at address ...{logical.data_ptr() % 16:x}"
-                return Support.no(f"cache, {name}", "rows in one piece, at multiples of 16 bytes", got, _HINT)
+            if not (support := has_rows_of_16_bytes(name, logical)):
+                return support
         return YES
 
     @classmethod
@@ -99,21 +97,31 @@ class HopperAttention(AttentionBackend):
         self._attention.run(q, k, v, cache, plan, out, lse)
 
 
-def _is_hopper(device: torch.device) -> Support:
+def is_hopper(device: torch.device) -> Support:
+    """Whether a device has the instructions; YES where there is none to ask."""
     found = capability(device)
     if found is None or found == CAPABILITY:
         return YES
     return Support.no("compute capability", "9.0 (H100, H200), whose instructions it uses", "{}.{}".format(*found), _HINT)
 
 
-def num_splits_of(options: Mapping[str, str] | None) -> int | None:
-    """The number of splits that the options ask for; None: the built-in rule.
+def has_rows_of_16_bytes(name: str, logical: Tensor) -> Support:
+    """Whether the tensor memory accelerator can copy rows of a cache tensor, seen as [block, slot, head, dim, 1]."""
+    size = logical.element_size()
+    if logical.stride(3) == 1 and not logical.data_ptr() % 16 and not any(s * size % 16 for s in logical.stride()[:3]):
+        return YES
+    got = f"strides {logical.stride()[:4]} at address ...{logical.data_ptr() % 16:x}"
+    return Support.no(f"cache, {name}", "rows in one piece, at multiples of 16 bytes", got, _HINT)
+
+
+def count_of(backend: str, options: Mapping[str, str] | None, name: str) -> int | None:
+    """The number that an option asks for; None: the built-in rule.
 
     :raises ConfigError: it is no number of at least 1.
     """
-    text = (options or {}).get("num_splits")
+    text = (options or {}).get(name)
     if text is None:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--attn-opt {HopperAttention.name}.num_splits", "a number of at least 1", repr(text))
+        raise ConfigError(f"--attn-opt {backend}.{name}", "a number of at least 1", repr(text))
     return int(text)

@@ -17,7 +17,7 @@ from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, Deco
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.launch import Launcher, Workspace, aligned, launches_early, specialised
 from headway.backends.triton.layer import INTERPRETED, NO_SCALES, Addressing, Layer, scales_of
-from headway.backends.triton.splits import FAN, MAX_ROUNDS, choose_cut
+from headway.backends.triton.splits import FAN, choose_cut
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -122,13 +122,17 @@ class Decode:
         items = len(live) * self._spec.num_kv_heads * tiles_m
         return choose_cut(items, keys, key_bytes, rows, self.multiprocessors, tuple(configs))
 
+    def cuts_evenly(self, programs: int, splits: int) -> bool:
+        """Whether every sequence is cut into `splits`, whatever the others are. programs: of all sequences, without a split."""
+        return self._num_splits is not None
+
     def plan(self, metadata: AttentionMetadata) -> DecodePlan:
         """Fix the kernel and its buffers for a view of decoding sequences, and cut them into chunks."""
         block_m, rows, tiles_m = self.tile(metadata.max_query_len)
         config, splits = self.choose(metadata.kv_lens, metadata.max_query_len)
-        even, window = self._num_splits is not None, self._spec.sliding_window
+        items, window = self._spec.num_kv_heads * tiles_m, self._spec.sliding_window
+        even = self.cuts_evenly(metadata.num_seqs * items, splits)
         chunks = Chunks(metadata.seq_lens, metadata.query_start_loc, splits, config.block_n, window, even)
-        items = self._spec.num_kv_heads * tiles_m
         results = len(chunks.table) * items * rows if chunks.split else 0
         floats = self.workspace.floats(results * (self._layer.block_dv + 1))
         plan = DecodePlan(
@@ -283,5 +287,6 @@ class Decode:
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take: the split rule keeps launches small."""
         items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
-        most = max(items, 2 * MAX_ROUNDS * self.multiprocessors)  # splits, and as many again at most where they are one
+        # Splits, and as many again at most where they are one.
+        most = max(items, 2 * self.configs[0].most_rounds * self.multiprocessors)
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4

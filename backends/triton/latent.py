@@ -88,19 +88,23 @@ class LatentDecode(Decode):
         grid = (plan.items, len(plan.chunks.table), 1)
         first = (q, rows, out, sums)
         places = (pointers[0], pointers[1], pointers[3], pointers[6])
-        options = {"num_warps": plan.config.num_warps}
-        kernel = self._launch_latent.bind(compiled_for, grid, first, places, rest, constants, **options)
-        merge = None
-        if plan.chunks.split:
-            rest = (
-                plan.chunks.seqs, layer.sinks, plan.partial, plan.lse, layer.scalars["v_scale"], out.stride(0), out.stride(1),
-                sums_stride,
-            )  # fmt: skip
-            grid = (plan.items, plan.rows, len(plan.chunks.seqs))
-            constants = self._merging(plan, lse is not None)
-            merge = self._launch_merge.bind(compiled_for, grid, (out, sums), places[2:], rest, constants, num_warps=MERGE_WARPS)
+        kernel = self._launch_latent.bind(compiled_for, grid, first, places, rest, constants, num_warps=plan.config.num_warps)
+        merge = self._merge(plan, out, sums, lse, compiled_for)
         if kernel is not None:
             plan.launches[key] = _Both(kernel, merge)
+
+    def _merge(self, plan: DecodePlan, out: Tensor, sums: Tensor, lse: Tensor | None, key: Hashable) -> BoundKernel | None:
+        """Merge what programs have left; returns the launch for layers that are like this one, if anything was launched.
+
+        key: of all that is compiled in, and of what the arguments are aligned to.
+        """
+        if not plan.chunks.split:
+            return None
+        sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
+        rest = (plan.chunks.seqs, self._layer.sinks, plan.partial, plan.lse, v_scale, out.stride(0), out.stride(1), sums_stride)
+        grid = (plan.items, plan.rows, len(plan.chunks.seqs))
+        constants, pointers = self._merging(plan, lse is not None), (out.data_ptr(), sums.data_ptr())
+        return self._launch_merge.bind(key, grid, (out, sums), pointers, rest, constants, num_warps=MERGE_WARPS)
 
     def _latent_constants(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
         shared = (

@@ -13,9 +13,6 @@ from headway.backends.triton.prefill_schedule import Ints
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Splits of a sequence, those that were measured: what lies between them gains nothing."""
 
-MAX_ROUNDS = 40
-"""Splits stop where every multiprocessor has this many programs: the partial results would cost more than the balance brings."""
-
 MOST_WAVES = 4
 """Programs of a prefill or extend whose keys are split, in waves over the GPU."""
 
@@ -40,7 +37,7 @@ def choose_cut(
     """
     if keys == 0 or items == 0:
         return configs[0], 1
-    most = max(1, min(-(-keys // configs[0].block_n), MAX_ROUNDS * multiprocessors // items))
+    most = max(1, min(-(-keys // configs[0].block_n), configs[0].most_rounds * multiprocessors // items))
     cuts = [(configs[0], splits) for splits in SPLITS if splits <= most]
     if items >= FEWEST * multiprocessors:
         cuts += [(config, 1) for config in configs[1:]]

@@ -34,7 +34,7 @@ class Capabilities:
     block_multiple: int = 1
     """block_size must be a multiple of this."""
     head_dims: tuple[int, ...] | None = None
-    """Accepted head_dim; None: any."""
+    """Accepted head_dim where values are as long as keys; None: any; empty: none, as of a backend for latents alone."""
     v_head_dims: tuple[tuple[int, int], ...] | None = ()
     """Accepted pairs (head_dim, v_head_dim) that differ; equal ones are those of `head_dims`. None: any pair."""
     value_in_key: bool = False
@@ -132,7 +132,8 @@ class Capabilities:
         dims = (spec.head_dim, spec.v_head_dim)
         if dims[0] == dims[1]:
             known = self.head_dims
-            yield from _need(known is None or dims[0] in known, "head_dim", _either(map(str, known or ())), dims[0])
+            sizes = _either(map(str, known or ())) or "values of another length than keys"
+            yield from _need(known is None or dims[0] in known, "head_dim", sizes, dims[0])
         elif self.v_head_dims is not None and dims not in self.v_head_dims:
             pairs = _either(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
             yield Reason("head_dim/v_head_dim", pairs or "equal ones", f"{dims[0]}/{dims[1]}")

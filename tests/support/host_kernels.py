@@ -25,7 +25,7 @@ from headway.models.experts.cuda_variant import ExpertVariant, expert_variant
 from headway.models.experts.router import Routed
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.cuda_cuts import CudaCutRule, most_rows_of
-from headway.models.fused.cuda_products import CSRC, POINTERS, CudaVariant, arranged
+from headway.models.fused.cuda_products import POINTERS, CudaVariant, arranged
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
 
@@ -39,14 +39,18 @@ SAID = "see what the kernel wrote to stderr"
 
 @cache
 def compiled(source: Variant) -> ctypes.CDLL:
-    """Build what a file of HOST beside the kernel's own makes of it."""
+    """Build what the stand-ins for the kernel's backend make of it: a file of HOST and a folder named as the kernel's owner."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     folder = Path(mkdtemp(prefix="host-cuda-"))
-    for file in (*CSRC.glob("*.cuh"), *HOST.iterdir()):  # the stand-ins in place of what they stand for
+    for file in (
+        *source.folder.glob("*.cuh"),
+        *HOST.glob("*.h"),
+        *(HOST / source.owner).iterdir(),
+    ):  # the stand-ins replace the real
         shutil.copy(file, folder)
-    text, found = _SHARED_ARRAY.subn("", (CSRC / source.source).read_text())
+    text, found = _SHARED_ARRAY.subn("", (source.folder / source.source).read_text())
     assert found == 1
     (folder / "kernel.cu").write_text(text)
     macros = [f"-D{name}={value}" for name, value in source.constants]

@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_keys(u32 base, const TensorMap& map, const 
     for (int i = 0; i < ITEM_INTS; ++i) reinterpret_cast<int*>(&item)[i] = __shfl_sync(~0u, word, i);
     barrier_wait(base + Layout::item_empty + 8 * shown.index, shown.parity ^ 1);
     const u32 at = base + Layout::items + shown.index * static_cast<u32>(sizeof(Item)) + 4 * lane;
-    if (lane < ITEM_INTS) asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+    if (lane < ITEM_INTS) store_word(at, word);
     __syncwarp();
     if (lane == 0) barrier_arrive(base + Layout::item_full + 8 * shown.index);
     shown.advance();

@@ -42,6 +42,23 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       "}\n" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// Whether the phase of this parity has ended; nobody waits.
+__device__ __forceinline__ bool barrier_passed(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
+// Arrive at the barrier that lies at the same place in another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_in(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(block) : "memory");
+}
+
 // Make barrier_init visible to the copy engine.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
@@ -58,6 +75,16 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Wait for all threads of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// --- programmatic dependent launch ---
+
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // --- copies ---
 
 // One box of a tensor with four axes into shared memory, the innermost first: (dim, slot, head, block) of keys and values, (dim, head of the
@@ -69,8 +96,25 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x, in
       : "memory");
 }
 
+// The same into several blocks of a cluster, at the same places in each; the barrier of each counts what it gets. blocks: a bit each.
+__device__ __forceinline__ void copy_box_to(u32 to, const TensorMap& map, int x, int y, int z, int w, u32 barrier, unsigned short blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], "
+      "%7;" ::"r"(to),
+      "l"(reinterpret_cast<u64>(&map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(&map)) : "memory");
+}
+
+__device__ __forceinline__ void store_word(u32 to, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }
+
+__device__ __forceinline__ u32 load_word(u32 from) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
 }
 
 __device__ __forceinline__ void store_zeros(u32 to) {

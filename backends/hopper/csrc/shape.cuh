@@ -77,22 +77,16 @@ struct Layout {
   static constexpr u32 bytes = v_empty + STAGES * 8;
 };
 
-// An element of queries, keys, values and answers; two of them are made from float32 at once.
+// An element of queries, keys, values and answers.
 struct Half {
   unsigned short bits;
 };
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 both;
-  asm("cvt.rn." HALF_NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 // An item as the copying warp shows it.
 __device__ __forceinline__ Item read_item(u32 at) {
   int words[ITEM_INTS];
 #pragma unroll
-  for (int i = 0; i < ITEM_INTS; ++i) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[i]) : "r"(at + 4 * i) : "memory");
+  for (int i = 0; i < ITEM_INTS; ++i) words[i] = load_word(at + 4 * i);
   return *reinterpret_cast<const Item*>(words);
 }
 

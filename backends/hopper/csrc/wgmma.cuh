@@ -14,6 +14,13 @@
 
 namespace hopper {
 
+// Two elements out of float32.
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn." HALF_NAME "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
 // Where an operand lies. The low half changes from product to product, the high half never does.
 //
 // leading: bytes from one panel to the next, for an operand whose rows are summed over (the value); without meaning otherwise.

@@ -59,7 +59,7 @@ def test_a_cache_whose_rows_are_scattered_is_refused() -> None:
 
 def test_options_are_numbers() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        module.num_splits_of({"num_splits": "none"})
+        module.count_of("hopper", {"num_splits": "none"}, "num_splits")
 
 
 STEPS = [

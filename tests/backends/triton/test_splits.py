@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.backends.triton.configs import DEFAULT, SM_90, decode_configs
-from headway.backends.triton.splits import FEWEST, MAX_ROUNDS, RunRule, choose_cut, expected_us
+from headway.backends.triton.splits import FEWEST, RunRule, choose_cut, expected_us
 
 H200 = 132
 KV = 512  # bytes of K and V of a key, 128 dims in half precision
@@ -54,7 +54,7 @@ def test_no_keys_and_no_sequences_need_no_splits() -> None:
 def test_the_cut_is_the_cheapest_and_within_its_bounds(items: int, keys: int, multiprocessors: int, rows: int) -> None:
     config, splits = choose_cut(items, keys, KV, rows, multiprocessors, (FEW, MANY))
     assert 1 <= splits <= max(1, -(-keys // FEW.block_n))
-    assert splits == 1 or items * splits <= MAX_ROUNDS * multiprocessors
+    assert splits == 1 or items * splits <= FEW.most_rounds * multiprocessors
     assert config is FEW or splits == 1
     able = (FEW, MANY) if items >= FEWEST * multiprocessors else (FEW,)
     whole = min(expected_us(each, 1, items, keys, KV, rows, multiprocessors) for each in able)

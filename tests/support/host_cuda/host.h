@@ -1,5 +1,6 @@
 // Blocks of CUDA threads on one thread of the host: each thread is a coroutine that runs until it waits for others. The blocks of a
-// cluster run in turn, each until all of its threads wait for the cluster or have ended.
+// cluster run in turn, each until all of its threads wait for the cluster or have ended, or, where they wait for each other's barriers,
+// side by side; arrays that a kernel declares as shared by name are one for all blocks then, and must not be there.
 #pragma once
 
 #include <ucontext.h>
@@ -25,18 +26,24 @@ struct Dim {
   unsigned x, y, z;
 };
 inline Dim threadIdx, blockIdx, gridDim;
-alignas(1024) inline char dynamic_shared[256 * 1024];
+#define dynamic_shared host::own_memory()
 
 namespace host {
 
 constexpr int MOST_BLOCKS = 8, MOST_THREADS = MOST_BLOCKS * 384;  // of a cluster
+constexpr int MEMORY_BYTES = 256 * 1024;
+alignas(1024) inline char memories[MOST_BLOCKS][MEMORY_BYTES];
 inline ucontext_t scheduler, contexts[MOST_THREADS];
 inline std::vector<char> stacks[MOST_THREADS];
 inline bool done[MOST_THREADS], in_cluster_wait[MOST_THREADS];
-inline std::vector<char> memories[MOST_BLOCKS];  // of the blocks that are not running
+inline bool blocked[MOST_THREADS];  // what these wait for has not changed since they looked
 inline unsigned cluster_round;
 inline bool early;  // whether copies that barriers count arrive as early as they may; else as late
+inline bool at_once;  // whether products of warpgroups are computed when they are begun; else when they are waited for
 inline int current, threads, failures;  // current: in the cluster; threads: of a block
+
+inline int own_block() { return current / threads; }
+inline char* own_memory() { return memories[own_block()]; }
 
 inline void fail(const char* what) {
   if (!failures++) std::fprintf(stderr, "block %u, %u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
@@ -45,7 +52,7 @@ inline void fail(const char* what) {
 inline void let_others_run() {
   const int me = current;
   swapcontext(&contexts[me], &scheduler);
-  current = me, threadIdx.x = me % threads;
+  current = me, threadIdx.x = me % threads, blockIdx.y = own_block();
 }
 
 inline void wait_for_cluster() {
@@ -53,19 +60,36 @@ inline void wait_for_cluster() {
   for (const unsigned round = cluster_round; cluster_round == round;) let_others_run();
 }
 
+// Threads that wait for something to change; each looks anew when it has.
+struct Waiting {
+  std::vector<int> threads;
+
+  void wait() {
+    threads.push_back(current), blocked[current] = true;
+    let_others_run();
+  }
+  void wake() {
+    for (const int thread : threads) blocked[thread] = false;
+    threads.clear();
+  }
+};
+
 struct Meeting {
   int arrived = 0;
   unsigned round = 0;
+  Waiting waiting;
+
+  // Arrive without waiting.
+  void arrive(int size) {
+    if (++arrived == size) arrived = 0, ++round, waiting.wake();
+  }
 };
 inline Meeting of_block[MOST_BLOCKS], of_name[MOST_BLOCKS][16], of_warp[MOST_THREADS / 32];
 
 inline void meet(Meeting& meeting, int size) {
   const unsigned round = meeting.round;
-  if (++meeting.arrived == size) {
-    meeting.arrived = 0, ++meeting.round;
-    return;
-  }
-  while (meeting.round == round) let_others_run();
+  meeting.arrive(size);
+  while (meeting.round == round) meeting.waiting.wait();
 }
 
 // Every lane of a warp gives some words, and gets those of all lanes. Two rounds have room, so that none overwrites what others read.
@@ -127,40 +151,40 @@ inline void arrive(int most) {
 }
 
 // Run the threads of a block of the cluster until all wait for the cluster or have ended. order: 0: in turn, 1: from the last, 2: some
-// of them at a time. Returns how many have not ended.
-inline int run_block(int block, int order) {
+// of them at a time. once: each a single time. Returns how many could run on.
+inline int run_block(int block, int order, bool once) {
   static unsigned random = 1;
-  blockIdx.y = block;
-  std::memcpy(dynamic_shared, memories[block].data(), sizeof dynamic_shared);
-  int left = 0, running = threads;
-  for (long turns = 0; running; ++turns) {
+  int running = threads;
+  for (long turns = 0; running && !(once && turns); ++turns) {
     if (turns > 1000000) return fail("threads wait for each other for ever"), 0;
-    left = running = 0;
+    running = 0;
     for (int i = 0; i < threads; ++i) {
       const int thread = block * threads + (order == 1 ? threads - 1 - i : i);
       random = random * 1664525 + 1013904223;
-      if (done[thread]) continue;
-      if (!in_cluster_wait[thread] && (order != 2 || random >> 30 == 0)) {
-        current = thread, threadIdx.x = thread % threads;
+      if (done[thread] || in_cluster_wait[thread]) continue;
+      if (!blocked[thread] && (order != 2 || random >> 30 == 0)) {
+        current = thread, threadIdx.x = thread % threads, blockIdx.y = block;
         swapcontext(&scheduler, &contexts[thread]);
       }
-      left += !done[thread], running += !done[thread] && !in_cluster_wait[thread];
+      running += !done[thread] && !in_cluster_wait[thread];
     }
   }
-  std::memcpy(memories[block].data(), dynamic_shared, sizeof dynamic_shared);
-  return left;
+  return running;
 }
 
-// Run all clusters, one after the other, of so many blocks each. order: as above; 1: besides, copies that barriers count arrive at once.
+// Run all clusters, one after the other, of so many blocks each. order: as above; 1: besides, copies that barriers count arrive at once;
+// 2: products are computed at once. together: the blocks of a cluster run side by side.
 template <typename Kernel>
-int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int shared_bytes, int order) {
+int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int shared_bytes, int order, bool together = false) {
   static Kernel started;
-  started = kernel, threads = block_threads, gridDim.x = clusters, gridDim.y = cluster_blocks, failures = 0, early = order == 1;
+  started = kernel, threads = block_threads, gridDim.x = clusters, gridDim.y = cluster_blocks, failures = 0;
+  early = order == 1, at_once = order == 2;
+  const int all = cluster_blocks * threads;
   for (int cluster = 0; cluster < clusters; ++cluster) {
     blockIdx.x = cluster;
-    for (int block = 0; block < cluster_blocks; ++block) memories[block].assign(sizeof dynamic_shared, '\xff');  // NaN
-    for (int thread = 0; thread < cluster_blocks * threads; ++thread) {
-      done[thread] = in_cluster_wait[thread] = false;
+    std::memset(memories, '\xff', sizeof memories[0] * cluster_blocks);  // NaN
+    for (int thread = 0; thread < all; ++thread) {
+      done[thread] = in_cluster_wait[thread] = blocked[thread] = false;
       groups[thread].clear(), begun[thread].clear(), stacks[thread].resize(1 << 16);
       getcontext(&contexts[thread]);
       contexts[thread].uc_stack.ss_sp = stacks[thread].data();
@@ -168,14 +192,18 @@ int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int 
       contexts[thread].uc_link = &scheduler;
       makecontext(&contexts[thread], +[] { const int me = current; started(); done[me] = true; }, 0);
     }
-    for (int left = 1; left && !failures; ++cluster_round) {
-      left = 0;
-      for (int block = 0; block < cluster_blocks; ++block) left += run_block(block, order);
-      std::fill(in_cluster_wait, in_cluster_wait + cluster_blocks * threads, false);
+    for (long turns = 0; !failures && std::count(done, done + all, false); ++turns) {
+      if (turns > 1000000) fail("blocks wait for each other for ever");
+      int running = 0;
+      for (int block = 0; block < cluster_blocks; ++block) running += run_block(block, order, together);
+      if (!running) std::fill(in_cluster_wait, in_cluster_wait + all, false), ++cluster_round;
     }
-    for (int block = 0; block < cluster_blocks; ++block) {
-      for (int i = shared_bytes; i < static_cast<int>(sizeof dynamic_shared); ++i) {
+    for (int block = 0; block < cluster_blocks && !failures; ++block) {
+      for (int i = shared_bytes; i < MEMORY_BYTES; ++i) {
         if (memories[block][i] != '\xff') return fail("a write behind the shared memory that was asked for"), failures;
+      }
+      for (const Meeting& meeting : of_name[block]) {
+        if (meeting.arrived) return fail("threads still wait at a barrier when all have ended"), failures;
       }
     }
     if (failures) return failures;
@@ -183,9 +211,32 @@ int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int 
   return failures;
 }
 
+inline float from_bfloat16(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+inline float from_float16(uint16_t bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+inline uint16_t to_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint16_t to_float16(float value) {
+  const _Float16 rounded = static_cast<_Float16>(value);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+
 }  // namespace host
 
-inline void __syncthreads() { host::meet(host::of_block[blockIdx.y], host::threads); }
+inline void __syncthreads() { host::meet(host::of_block[host::own_block()], host::threads); }
 inline void __syncwarp() { host::meet(host::of_warp[host::current / 32], 32); }
 inline void __threadfence() {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
@@ -195,6 +246,12 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+inline float __int_as_float(int bits) { return __uint_as_float(bits); }
 inline unsigned __match_any_sync(unsigned, int value) {
   const uint32_t own = value;
   const auto all = host::exchange(&own, 1);
@@ -225,6 +282,11 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T own, int distance) {
   return of_lane(own, host::current % 32 ^ distance);
 }
+inline bool __any_sync(unsigned, bool own) {
+  const uint32_t word = own;
+  const auto all = host::exchange(&word, 1);
+  return std::any_of(all, all + 32, [](const uint32_t* lane) { return lane[0]; });
+}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 struct uint4 {
   unsigned x, y, z, w;
@@ -232,5 +294,9 @@ struct uint4 {
 struct uint2 {
   unsigned x, y;
 };
+struct float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

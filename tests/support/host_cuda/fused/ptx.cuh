@@ -1,9 +1,7 @@
 // In place of models/fused/csrc/ptx.cuh: what its instructions do, on the host.
 #pragma once
 
-#include <map>
-
-#include "host.h"
+#include "barriers.h"
 
 namespace fused {
 
@@ -70,65 +68,12 @@ void store_shared(u32 to, T value) {
   std::memcpy(host::shared(to, sizeof(T)), &value, sizeof(T));
 }
 
-// Copies by one thread that a barrier counts. They arrive as late as they may, when threads wait for them; or as early.
-struct Bulk {
-  char* to;
-  const char* from;  // null: zeros
-  u32 bytes;
-
-  void arrive() const { from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); }
-};
-struct Awaited {
-  u32 expected = 0, asked = 0;  // bytes
-  std::vector<Bulk> copies;
-
-  void ask(const Bulk& copy) {
-    asked += copy.bytes;
-    if (host::early) {
-      copy.arrive();
-    } else {
-      copies.push_back(copy);
-    }
-  }
-};
-inline std::map<u32, Awaited> awaited;
-
-struct Barrier {
-  u16 expected, missing;
-  u32 phase;
-};
-inline Barrier& barrier_at(u32 address) { return *reinterpret_cast<Barrier*>(host::shared(address, 8)); }
-inline void barrier_init(u32 barrier, u32 arrivals) {
-  barrier_at(barrier) = {static_cast<u16>(arrivals), static_cast<u16>(arrivals), 0};
-  awaited[barrier] = {};
-}
-inline void end_phase(u32 barrier) {
-  Barrier& at = barrier_at(barrier);
-  Awaited& wait = awaited[barrier];
-  if (wait.asked > wait.expected) host::fail("more bytes are copied than a barrier expects");
-  if (at.missing || wait.asked != wait.expected) return;
-  for (const Bulk& copy : wait.copies) copy.arrive();
-  wait = {}, at.missing = at.expected, ++at.phase;
-}
-inline void barrier_arrive(u32 barrier) {
-  --barrier_at(barrier).missing;
-  if (!awaited[barrier].expected) end_phase(barrier);
-}
-inline void barrier_expect(u32 barrier, u32 bytes) {
-  awaited[barrier].expected += bytes;
-  barrier_arrive(barrier);
-}
+using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
 inline void barriers_ready() {}
-inline void barrier_wait(u32 barrier, u32 parity) {
-  while ((barrier_at(barrier).phase & 1) == parity) {
-    if (awaited[barrier].expected) end_phase(barrier);
-    if ((barrier_at(barrier).phase & 1) == parity) host::let_others_run();
-  }
-}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("a copy in bulk that is not of whole 16 bytes");
   host::check(from, bytes);
-  awaited[barrier].ask({host::shared(to, 16), static_cast<const char*>(from), bytes});
+  host::awaited_at(barrier).ask({host::shared(to, 16), static_cast<const char*>(from), bytes});
 }
 
 // What a tensor map says, in place of the driver's form.
@@ -146,10 +91,10 @@ inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 bar
     if (at < map.rows && left) {
       const char* const from = map.start + at * map.row_bytes + column;
       host::check(from, left);
-      awaited[barrier].ask({target, from, static_cast<u32>(left)});
+      host::awaited_at(barrier).ask({target, from, static_cast<u32>(left)});
     }
     const u32 copied = at < map.rows ? left : 0;
-    if (copied < map.box_bytes) awaited[barrier].ask({target + copied, nullptr, map.box_bytes - copied});
+    if (copied < map.box_bytes) host::awaited_at(barrier).ask({target + copied, nullptr, map.box_bytes - copied});
   }
 }
 
@@ -157,14 +102,14 @@ inline void cluster_wait() { host::wait_for_cluster(); }
 inline Floats load_floats_of_block(u32 from, int block) {
   Floats four;
   host::shared(from, 16);
-  std::memcpy(&four, host::memories[block].data() + from, 16);
+  std::memcpy(&four, host::memories[block] + from, 16);
   return four;
 }
 template <int count>
 void take_registers() {}
 template <int count>
 void give_registers() {}
-inline void named_sync(int id, int threads) { host::meet(host::of_name[blockIdx.y][id], threads); }
+inline void named_sync(int id, int threads) { host::meet(host::of_name[host::own_block()][id], threads); }
 inline void launch_dependents() {}
 inline void wait_for_earlier() {}
 

@@ -5,30 +5,16 @@
 
 namespace fused {
 
-inline float from_bfloat16(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
-inline float from_float16(u16 bits) {
-  _Float16 value;
-  std::memcpy(&value, &bits, 2);
-  return static_cast<float>(value);
-}
+using host::from_bfloat16, host::from_float16;
 
 #if HALF_TYPE == 1
 constexpr u32 ONES = 0x3c003c00;
 inline float from_half(u16 bits) { return from_float16(bits); }
-inline u16 to_half(float value) {
-  const _Float16 rounded = static_cast<_Float16>(value);
-  u16 bits;
-  std::memcpy(&bits, &rounded, 2);
-  return bits;
-}
+inline u16 to_half(float value) { return host::to_float16(value); }
 #else
 constexpr u32 ONES = 0x3f803f80;
 inline float from_half(u16 bits) { return from_bfloat16(bits); }
-inline u16 to_half(float value) {
-  u32 bits;
-  std::memcpy(&bits, &value, 4);
-  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
+inline u16 to_half(float value) { return host::to_bfloat16(value); }
 #endif
 
 inline float low_of(u32 pair) { return from_half(static_cast<u16>(pair)); }

@@ -1,0 +1,100 @@
+// Attention over latents: what a block of threads works on, and where things lie in its shared memory.
+//
+// A cached row of 576 elements is the key of all query heads and, its first 512, the value of all. A block of threads takes 64 query rows
+// (heads of one token, or all heads of neighbouring tokens) and a run of their sequence's keys. A tile of 64 keys is copied once, for key
+// and value, in three parts, each let go of as soon as it is read for the last time. Where a token has more heads than rows, the CLUSTER
+// blocks of its heads run together, and each copies a share of every tile into all of them.
+//
+// Constants given by the compiler's command line, beside those of shape.cuh: HEADS and TOKENS (of a tile of query rows), CLUSTER.
+#pragma once
+
+#include "softmax.cuh"
+
+namespace hopper {
+
+constexpr u32 PANEL_BYTES = 64 * 128;
+constexpr int USED = HEADS * TOKENS;  // rows of a tile
+constexpr int HALF_PANELS = 4, HALF_COLUMNS = HALF_PANELS * PANEL;
+constexpr int PARTS = 3;  // of a tile of keys: the values of one warpgroup, those of the other, and what is key alone
+constexpr int MULTIPLIERS = 2, LATENT_THREADS = 128 * (MULTIPLIERS + 1);
+constexpr int LATENT_COPY_REGISTERS = 40, LATENT_PRODUCT_REGISTERS = 232;
+constexpr int WORDS = KEYS / 4 + 2;  // that a thread tells its partner of a tile: weights, and what to multiply the sums by
+static_assert(HEAD_DIM == 576 && V_HEAD_DIM == 512 && KEYS == 64 && GROUPS == 1 && STAGES == 2 && PAGED, "what this is written for");
+static_assert(USED <= 64 && BOXES * HALF_PANELS <= 32 && CLUSTER <= HALF_PANELS, "a row for each query, a lane for each box");
+
+struct LatentArguments {
+  void* out;
+  float* lse;          // [heads, tokens], or null
+  const int* table;    // [sequences, blocks]
+  const int* chunks;   // [chunks, 8], as triton/chunk_kernel.py makes them; a tile of keys there is one here
+  float* partials;     // [chunks, tiles, partial_rows, 512], divided by their sums
+  float* partial_lse;  // [chunks, tiles, partial_rows], to the base 2
+  long long out_token, out_head, lse_head, table_row;  // strides in elements
+  int heads;         // of a token
+  int tiles;         // of query rows of each sequence; a multiple of CLUSTER
+  int partial_rows;  // of a tile
+  float scale;       // of scores, to the base-2 domain
+};
+
+// In bytes from a multiple of 1,024.
+struct LatentLayout {
+  static constexpr u32 q = 0;
+  static constexpr u32 k = q + K_PANELS * PANEL_BYTES;
+  static constexpr u32 words = k + STAGES * K_PANELS * PANEL_BYTES;
+  static constexpr u32 q_full = words + WORDS * 128 * 4;
+  static constexpr u32 full = q_full + 8, empty = full + STAGES * PARTS * 8;
+  static constexpr u32 bytes = empty + STAGES * PARTS * 8;
+};
+static_assert(LatentLayout::bytes + 1023 <= SHARED_BYTES, "what the host asks for");
+
+// Named barriers between the two warpgroups that multiply.
+constexpr int TOLD = 7, HEARD = 8;
+
+__device__ __forceinline__ constexpr int first_panel(int part) { return part * HALF_PANELS; }
+__device__ __forceinline__ constexpr int panels_of(int part) { return part == PARTS - 1 ? K_PANELS - first_panel(part) : HALF_PANELS; }
+__device__ __forceinline__ u32 full_at(u32 base, int stage, int part) { return base + LatentLayout::full + 8 * (stage * PARTS + part); }
+__device__ __forceinline__ u32 empty_at(u32 base, int stage, int part) { return base + LatentLayout::empty + 8 * (stage * PARTS + part); }
+__device__ __forceinline__ u32 tile_at(u32 base, int stage) { return base + LatentLayout::k + stage * (K_PANELS * PANEL_BYTES); }
+
+// One thread of each warp tells all blocks that copy into this one that its warp reads a part of a tile no more.
+__device__ __forceinline__ void let_go(u32 base, int stage, int part) {
+  if (CLUSTER == 1) {
+    barrier_arrive(empty_at(base, stage, part));
+  } else {
+#pragma unroll
+    for (int block = 0; block < CLUSTER; ++block) barrier_arrive_in(empty_at(base, stage, part), block);
+  }
+}
+
+// Blocks of a cluster work on the same tokens and the same keys, and differ in heads alone.
+struct Work {
+  int seq, kv_len;
+  int first_token, last_token;  // of the sequence's query
+  int packed_token;             // the packed token of first_token
+  int first_head;
+  int before;                   // keys of the context
+  int first, last;              // tiles of keys
+  bool whole;                   // no other block has keys of these rows
+  long long slot;               // number of the tile's first row among partial results
+
+  // Whether there is anything to do.
+  __device__ __forceinline__ bool read(const LatentArguments& arguments) {
+    const int groups = arguments.tiles / CLUSTER, number = blockIdx.x / groups;
+    const int tile = blockIdx.x % groups * CLUSTER + (CLUSTER > 1 ? blockIdx.y : 0), parts = arguments.heads / HEADS;
+    const int* chunk = arguments.chunks + 8 * number;
+    const int query_len = chunk[3];
+    seq = chunk[0], kv_len = chunk[1];
+    first_token = tile / parts * TOKENS;
+    if (seq < 0 || first_token >= query_len) return false;
+    last_token = min(first_token + TOKENS, query_len) - 1;
+    packed_token = chunk[2] + first_token;
+    first_head = tile % parts * HEADS;
+    before = kv_len - query_len;
+    first = chunk[4], last = (min(chunk[5], before + last_token + 1) + KEYS - 1) / KEYS;
+    whole = chunk[7] == 1;
+    slot = (static_cast<long long>(number) * arguments.tiles + tile) * arguments.partial_rows;
+    return true;
+  }
+};
+
+}  // namespace hopper

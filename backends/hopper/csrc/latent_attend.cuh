@@ -1,0 +1,197 @@
+// The two warpgroups that multiply. One scores a tile of keys, weighs it, and multiplies the first 256 columns of its values; the other is
+// told the weights and multiplies the other 256: the sums of 64 rows by 512 columns are too many for the registers of one.
+#pragma once
+
+#include "latent_store.cuh"
+
+namespace hopper {
+
+template <int PART>
+__device__ __forceinline__ void score_part(float (&scores)[KEYS / 2], u32 rows, u32 keys, u32 full, u32 parity) {
+  barrier_wait(full + 8 * PART, parity);
+#pragma unroll
+  for (int i = 0; i < 4 * panels_of(PART); ++i) {
+    const u32 at = (first_panel(PART) + i / 4) * PANEL_BYTES + i % 4 * 32;
+    Products<KEYS>::rows(scores, descriptor(rows, at), descriptor(keys, at), PART < PARTS - 1 || i > 0);
+  }
+}
+
+// Scores of a tile, part by part as they arrive.
+__device__ __forceinline__ void score_products(float (&scores)[KEYS / 2], u32 base, const Ring<STAGES>& ring) {
+  const u32 rows = operand(base + LatentLayout::q, 0), keys = operand(tile_at(base, ring.index), 0);
+  const u32 full = full_at(base, ring.index, 0);
+  score_part<2>(scores, rows, keys, full, ring.parity);
+  score_part<0>(scores, rows, keys, full, ring.parity);
+  score_part<1>(scores, rows, keys, full, ring.parity);
+  products_commit();
+}
+
+// sums += weights times the values of a warpgroup's columns.
+__device__ __forceinline__ void value_products(float (&sums)[HALF_COLUMNS / 2], const u32 (&weights)[KEYS / 4], u32 tile, int half) {
+  const u32 values = operand(tile + half * (HALF_PANELS * PANEL_BYTES), PANEL_BYTES);
+#pragma unroll
+  for (int i = 0; i < KEYS / 16; ++i) Products<HALF_COLUMNS>::columns(sums, weights + 4 * i, descriptor(values, i * (16 * 128)), 1);
+  products_commit();
+}
+
+// Rows of values behind the sequence's end become zero: a weight of zero does not silence a NaN there.
+__device__ __forceinline__ void clear_values(u32 tile, int present, int half, int thread) {
+#pragma unroll 1
+  for (int i = present * (HALF_PANELS * 8) + thread; i < KEYS * (HALF_PANELS * 8); i += 128) {
+    const int row = i / (HALF_PANELS * 8), chunk = i % (HALF_PANELS * 8);
+    store_zeros(tile + (half * HALF_PANELS + chunk / 8) * PANEL_BYTES + row * 128 + chunk % 8 * 16);
+  }
+  fence_async();
+  named_sync(ALONE + half, 128);
+}
+
+__device__ __forceinline__ void rescale(float (&sums)[HALF_COLUMNS / 2], const float (&keep)[2]) {
+#pragma unroll
+  for (int i = 0; i < HALF_COLUMNS / 2; ++i) sums[i] *= keep[i / 2 % 2];
+}
+
+// What a thread of the scoring warpgroup tells its partner, which holds the same rows.
+struct Told {
+  u32 words;  // of this thread
+
+  __device__ __forceinline__ void tell(const u32 (&weights)[KEYS / 4], const float (&keep)[2]) const {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) store_word(words + (2 + i) * 512, weights[i]);
+    tell(keep);
+  }
+  __device__ __forceinline__ void tell(const float (&pair)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) store_word(words + r * 512, __float_as_uint(pair[r]));
+    named_arrive(TOLD, 256);
+  }
+  __device__ __forceinline__ void hear(float (&pair)[2]) const {
+    named_sync(TOLD, 256);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) pair[r] = __uint_as_float(load_word(words + r * 512));
+  }
+  __device__ __forceinline__ void hear(u32 (&weights)[KEYS / 4], float (&keep)[2]) const {
+    hear(keep);
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; ++i) weights[i] = load_word(words + (2 + i) * 512);
+    named_arrive(HEARD, 256);
+  }
+};
+
+// The scores of the next tile follow the products of this tile's values without a gap; while they are weighed, the other warpgroup
+// multiplies (Shah et al. 2024).
+__device__ __forceinline__ void score_and_multiply(u32 base, const LatentArguments& arguments, const Work& work, int thread) {
+  const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const bool leads = lane == 0;
+  Sight sight;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sight.high[r] = work.before + min(work.first_token + (row + 8 * r) / HEADS, work.last_token) + 1;
+    sight.low[r] = 0;
+  }
+  const int clear = (work.before + work.first_token + 1) / KEYS;  // tiles below need no mask
+
+  float scores[KEYS / 2], sums[HALF_COLUMNS / 2] = {}, keep[2];
+  u32 weights[KEYS / 4];
+  Softmax softmax;
+  Ring<STAGES> k, v;  // tiles to be scored, and to be multiplied
+  const Told partner{base + LatentLayout::words + 4 * thread};
+  const auto weigh = [&](int tile) {
+    if (leads) let_go(base, k.index, PARTS - 1);
+    k.advance();
+    bool grows;
+    if (tile >= clear) {
+      sight.mask(scores, tile * KEYS + 2 * (lane % 4));
+      grows = softmax.template update<true>(scores, arguments.scale, keep);
+    } else {
+      grows = softmax.template update<false>(scores, arguments.scale, keep);
+    }
+    pack_weights(scores, weights);
+    if (tile > work.first) named_sync(HEARD, 256);
+    partner.tell(weights, keep);
+    return grows;
+  };
+  const auto let_go_of_values = [&]() {
+    if (leads) let_go(base, v.index, 0);
+    v.advance();
+  };
+
+  barrier_wait(base + LatentLayout::q_full, 0);
+  pin(scores);
+  products_begin();
+  score_products(scores, base, k);
+  products_wait<0>();
+  pin(scores);
+  weigh(work.first);
+#pragma unroll 1
+  for (int tile = work.first + 1; tile < work.last; ++tile) {
+    pin(scores);
+    pin(sums);
+    pin(weights);
+    products_begin();
+    value_products(sums, weights, tile_at(base, v.index), 0);
+    // Where the next tile is late, the memory decides: values are let go of before it is waited for, so that copies never pause.
+    const bool late = !__shfl_sync(~0u, static_cast<int>(barrier_passed(full_at(base, k.index, 1), k.parity)), 0);
+    if (late) {
+      products_wait<0>();
+      let_go_of_values();
+    }
+    score_products(scores, base, k);
+    if (!late) {
+      products_wait<1>();
+      let_go_of_values();
+    }
+    products_wait<0>();
+    pin(scores);
+    pin(sums);
+    pin(weights);
+    if (weigh(tile)) rescale(sums, keep);
+  }
+  const int present = work.kv_len - (work.last - 1) * KEYS;  // only a sequence's last tile has fewer keys
+  if (present < KEYS) clear_values(tile_at(base, v.index), present, 0, thread);
+  pin(sums);
+  pin(weights);
+  products_begin();
+  value_products(sums, weights, tile_at(base, v.index), 0);
+  float total[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) total[r] = row_sum(softmax.sum[r]);
+  named_sync(HEARD, 256);
+  partner.tell(total);
+  store_lse(arguments, work, softmax, total, thread);
+  products_wait<0>();
+  pin(sums);
+  pin(weights);
+  launch_dependents();
+  store_columns(arguments, work, sums, total, 0, thread);
+}
+
+// The other 256 columns. Scores were complete before their weights were told, so that this warpgroup alone lets go of its part of a tile.
+__device__ __forceinline__ void multiply_told(u32 base, const LatentArguments& arguments, const Work& work, int thread) {
+  const Told partner{base + LatentLayout::words + 4 * thread};
+  float sums[HALF_COLUMNS / 2] = {}, keep[2];
+  u32 weights[KEYS / 4];
+  Ring<STAGES> v;
+#pragma unroll 1
+  for (int tile = work.first; tile < work.last; ++tile) {
+    partner.hear(weights, keep);
+    if (__any_sync(~0u, keep[0] != 1.0f || keep[1] != 1.0f)) rescale(sums, keep);
+    barrier_wait(full_at(base, v.index, 1), v.parity);
+    const u32 at = tile_at(base, v.index);
+    if (work.kv_len - tile * KEYS < KEYS) clear_values(at, work.kv_len - tile * KEYS, 1, thread);
+    pin(sums);
+    pin(weights);
+    products_begin();
+    value_products(sums, weights, at, 1);
+    products_wait<0>();
+    pin(sums);
+    pin(weights);
+    if (thread % 32 == 0) let_go(base, v.index, 1);
+    v.advance();
+  }
+  float total[2];
+  partner.hear(total);
+  launch_dependents();
+  store_columns(arguments, work, sums, total, 1, thread);
+}
+
+}  // namespace hopper

@@ -1,0 +1,56 @@
+// The warp that copies queries, and keys tile by tile.
+#pragma once
+
+#include "latent.cuh"
+
+namespace hopper {
+
+__device__ __forceinline__ void copy_latents(u32 base, const TensorMap& query_map, const TensorMap& key_map, const LatentArguments& arguments,
+                                             const Work& work, int lane) {
+  if (lane == 0) {
+    barrier_expect(base + LatentLayout::q_full, K_PANELS * USED * 128);
+#pragma unroll 1
+    for (int panel = 0; panel < K_PANELS; ++panel) {
+      copy_box(base + LatentLayout::q + panel * PANEL_BYTES, query_map, panel * PANEL, work.first_head, 0, work.packed_token,
+               base + LatentLayout::q_full);
+    }
+  }
+  __syncwarp();
+  // Of each part this block copies every CLUSTER-th panel: to all blocks of the cluster.
+  const int box = lane % BOXES, place = lane / BOXES * CLUSTER + (CLUSTER > 1 ? blockIdx.y : 0);
+  const int* blocks = arguments.table + work.seq * arguments.table_row;
+  // Block numbers are asked for one tile ahead, since they come from memory.
+  const auto block_of = [&](int tile) {
+    const int slot = tile * KEYS + box * BOX;
+    return tile < work.last && slot < work.kv_len ? blocks[slot / BLOCK_SIZE] : 0;
+  };
+  Ring<STAGES> ring;
+  int block = block_of(work.first);
+#pragma unroll 1
+  for (int tile = work.first; tile < work.last; ++tile) {
+    const int below = block_of(tile + 1);
+    const int key = tile * KEYS, slot = key + box * BOX, boxes = min(BOXES, (work.kv_len - key + BOX - 1) / BOX);
+    // In the order in which the parts of the tile before are let go of, and read.
+#pragma unroll 1
+    for (int i = 0; i < PARTS; ++i) {
+      const int part = i == 0 ? PARTS - 1 : i - 1, panel = first_panel(part) + place;
+      const u32 barrier = full_at(base, ring.index, part);
+      barrier_wait(empty_at(base, ring.index, part), ring.parity ^ 1);
+      if (lane == 0) barrier_expect(barrier, boxes * panels_of(part) * BOX * 128);
+      __syncwarp();
+      if (box < boxes && place < panels_of(part)) {
+        const u32 to = tile_at(base, ring.index) + panel * PANEL_BYTES + box * (BOX * 128);
+        if (CLUSTER == 1) {
+          copy_box(to, key_map, panel * PANEL, slot % BLOCK_SIZE, 0, block, barrier);
+        } else {
+          copy_box_to(to, key_map, panel * PANEL, slot % BLOCK_SIZE, 0, block, barrier, (1 << CLUSTER) - 1);
+        }
+      }
+      __syncwarp();
+    }
+    block = below;
+    ring.advance();
+  }
+}
+
+}  // namespace hopper

@@ -1,0 +1,63 @@
+// What follows the last tile: sums are divided and stored, as the answer or as a part of it.
+#pragma once
+
+#include "exchange.cuh"
+#include "latent.cuh"
+
+namespace hopper {
+
+// 256 columns of the rows. total: of each row's weights.
+__device__ __forceinline__ void store_columns(const LatentArguments& arguments, const Work& work, float (&sums)[HALF_COLUMNS / 2],
+                                              const float (&total)[2], int half, int thread) {
+  const int lane = thread % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * r, token = row / HEADS, head = work.first_head + row % HEADS;
+    const bool present = row < USED && work.first_token + token <= work.last_token;
+    const float share = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+    if (work.whole) {
+      Half* to = static_cast<Half*>(arguments.out) + (work.packed_token + token) * arguments.out_token + head * arguments.out_head;
+#pragma unroll
+      for (int j = 0; j < HALF_COLUMNS / 8; j += 4) {
+        const auto word = [&](int i) { return pack(sums[4 * (j + i) + 2 * r] * share, sums[4 * (j + i) + 2 * r + 1] * share); };
+        const uint4 piece = exchange(word(0), word(1), word(2), word(3), lane);
+        if (present) *reinterpret_cast<uint4*>(to + half * HALF_COLUMNS + 8 * (j + lane % 4)) = piece;
+      }
+    } else if (present) {
+      float* to = arguments.partials + (work.slot + row) * V_HEAD_DIM + half * HALF_COLUMNS + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < HALF_COLUMNS / 8; ++j) {
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(sums[4 * j + 2 * r] * share, sums[4 * j + 2 * r + 1] * share);
+      }
+    }
+  }
+}
+
+// The logarithm of each row's sum, by the first of the four threads that hold the row.
+__device__ __forceinline__ void store_lse(const LatentArguments& arguments, const Work& work, const Softmax& softmax, const float (&total)[2],
+                                          int thread) {
+  constexpr float LN2 = 0.6931471805599453f;
+  const int lane = thread % 32;
+  if (lane % 4) return;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * r, token = row / HEADS;
+    if (row >= USED || work.first_token + token > work.last_token) continue;
+    const float lse = total[r] > 0.0f ? softmax.most[r] * arguments.scale + log2_approx(total[r]) : NEVER;
+    if (!work.whole) {
+      arguments.partial_lse[work.slot + row] = lse;
+    } else if (arguments.lse != nullptr) {
+      arguments.lse[(work.first_head + row % HEADS) * arguments.lse_head + work.packed_token + token] = lse * LN2;
+    }
+  }
+}
+
+// A chunk of which these rows see nothing: no weight, and sums that are numbers.
+__device__ __forceinline__ void store_nothing(const LatentArguments& arguments, const Work& work, int half, int thread) {
+  float sums[HALF_COLUMNS / 2] = {};
+  const float total[2] = {};
+  if (half == 0) store_lse(arguments, work, Softmax(), total, thread);
+  store_columns(arguments, work, sums, total, half, thread);
+}
+
+}  // namespace hopper

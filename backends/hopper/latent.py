@@ -1,0 +1,216 @@
+"""Plan and launch of the latent kernel: keys are cut and parts merged by the kernels of Triton's latent decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
+from headway.backends.nvrtc.launch import Launch
+from headway.backends.nvrtc.store import load
+from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
+from headway.backends.triton.chunks import most_chunks
+from headway.backends.triton.configs import Architecture, DecodeConfig
+from headway.backends.triton.decode import DecodePlan
+from headway.backends.triton.latent import LatentDecode
+from headway.backends.triton.launch import Workspace, aligned
+from headway.backends.triton.layer import Layer
+from headway.core.contract.errors import BackendError
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.spec import AttentionSpec
+
+HEAD = (576, 512)
+"""head_dim and v_head_dim: DeepSeek's."""
+ROWS = 64
+"""Query rows of a tile."""
+KEYS = 64
+"""Keys of a tile."""
+MOST_ROUNDS = 8
+"""Programs of each multiprocessor, at most, where keys are split."""
+MOST_PARTS = 10
+"""Partial results of each multiprocessor, at most: each takes 131 KB. The cut rounds, which may add a quarter to the rounds."""
+THREADS = 384
+ARGUMENTS = Struct("=6Q4q3if")
+"""struct LatentArguments of latent.cuh."""
+_PANEL = 64
+"""Elements of a row that one copy takes, 128 bytes."""
+_LOG2E = math.log2(math.e)
+_MEMORY_BYTES_PER_US, _L2_BYTES_PER_US = 4.1e6, 5.5e6
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """How query rows are divided into tiles: several tokens where all of their heads fit, else a part of a token's heads."""
+
+    heads: int
+    tokens: int
+    cluster: int = 1
+    """Blocks of threads that copy keys for each other: those of one token's heads."""
+
+    @classmethod
+    def of(cls, num_heads: int, cluster: int | None = None) -> HeadTile | None:
+        """Tiles for a layer; None: the heads are no equal parts of at most ROWS. cluster: in place of the rule."""
+        parts = -(-num_heads // ROWS)
+        if num_heads % parts:
+            return None
+        best = 2 if parts % 2 == 0 else 1
+        return cls(num_heads // parts, max(ROWS // num_heads, 1), min(cluster or best, best))
+
+    @property
+    def rows(self) -> int:
+        """Rows in use."""
+        return self.heads * self.tokens
+
+
+def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
+    """The compilation that serves a layer."""
+    constants = {
+        "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
+        "HEAD_DIM": spec.head_dim,
+        "V_HEAD_DIM": spec.v_head_dim,
+        "GROUPS": 1,
+        "KEYS": KEYS,
+        "STAGES": 2,
+        "QUERY_STAGES": 1,
+        "BOX": math.gcd(KEYS, block_size),
+        "BLOCK_SIZE": block_size,
+        "TURNS": 0,
+        "SOFTCAP": 0,
+        "WINDOW": 0,
+        "SHARED_BYTES": SHARED_BYTES,
+        "HEADS": tile.heads,
+        "TOKENS": tile.tokens,
+        "CLUSTER": tile.cluster,
+    }
+    return Variant(Path(__file__).parent / "csrc", "latent.cu", tuple(constants.items()))
+
+
+class HopperLatentDecode(LatentDecode):
+    """Decode, verification and extend of one layer kind, on one stream at a time."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layer: Layer,
+        layout: CacheLayout,
+        block_size: int,
+        arch: Architecture,
+        multiprocessors: int,
+        num_splits: int | None,
+        workspace: Workspace,
+        tile: HeadTile,
+    ) -> None:
+        """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
+        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        self._tile = tile
+        self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
+        self._kernel.allow_shared(SHARED_BYTES)
+        self._arguments = Arguments(bytes(MAP_BYTES), bytes(MAP_BYTES), bytes(ARGUMENTS.size))
+        self._grids: dict[int, Launch] = {}
+
+    def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:
+        """What the split rule assumes: tiles of one sequence are at work together, and read keys out of the L2 cache."""
+        alone = self.tile(max_query_len)[2] == self._tile.cluster
+        return (config_of(_MEMORY_BYTES_PER_US * self._tile.cluster if alone else _L2_BYTES_PER_US * self._tile.cluster),)
+
+    def tile(self, max_query_len: int) -> tuple[int, int, int]:
+        """(Rows of a tile, rows of its partial results, tiles of a sequence) for so many query tokens."""
+        rows = max_query_len * self._spec.num_heads
+        return self._tile.rows, min(next_power_of_2(rows), self._tile.rows), -(-rows // self._tile.rows)
+
+    def cuts_evenly(self, programs: int, splits: int) -> bool:
+        """Besides, where rows fill the GPU so often that one long sequence among them is not worth its partial results."""
+        many = splits == 1 and 3 * programs > 2 * MOST_PARTS * self.multiprocessors
+        return many or super().cuts_evenly(programs, splits)
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Most bytes of partial results: where there are more programs, none is split, unless splits are fixed."""
+        fixed = most_chunks(max_num_seqs, self._num_splits, True) * self.tile(1)[2] if self._num_splits else 0
+        most = max(MOST_PARTS * self.multiprocessors, fixed)
+        return most * ROWS * (self._spec.v_head_dim + 1) * 4
+
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: DecodePlan,
+        out: Tensor,
+        lse: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
+        assert new is None
+        if len(plan.chunks.table) == 0:
+            return
+        if out.data_ptr() & 15 or (out.stride(0) | out.stride(1)) & 7:
+            raise BackendError(f"hopper_latent: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
+        addresses = (plan.block_table, plan.chunks.table, plan.partial, plan.lse)
+        packed = ARGUMENTS.pack(
+            out.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            *(tensor.data_ptr() for tensor in addresses),
+            out.stride(0),
+            out.stride(1),
+            0 if lse is None else lse.stride(0),
+            plan.block_table.stride(0),
+            self._spec.num_heads,
+            plan.items,
+            plan.rows,
+            self._spec.scale * _LOG2E,
+        )
+        self._arguments.set(self._query_map(q), self._key_map(cache), packed)
+        self._kernel(self._launch(plan.items * len(plan.chunks.table)), self._arguments)
+        if not plan.chunks.split:
+            return
+        sums = q if lse is None else lse
+        key = out.stride(), aligned(out.data_ptr()), lse is None or lse.stride(0), self._own
+        known = plan.launches.get(key)
+        if known is not None:
+            known(out.data_ptr(), sums.data_ptr())
+        elif (bound := self._merge(plan, out, sums, lse, (key, plan.rows))) is not None:
+            plan.launches[key] = bound
+
+    def _launch(self, programs: int) -> Launch:
+        launch = self._grids.get(programs)
+        if launch is None:
+            cluster = 1, self._tile.cluster, 1
+            grid = programs // self._tile.cluster, self._tile.cluster, 1
+            launch = self._grids[programs] = Launch(grid, THREADS, SHARED_BYTES, overlaps=True, cluster=cluster)
+        return launch
+
+    def _query_map(self, q: Tensor) -> bytes:
+        """Queries as [token, kv head, head, dim], by tiles."""
+        return tensor_map(q.unsqueeze(1), (self._tile.tokens, 1, self._tile.heads, _PANEL))
+
+    def _key_map(self, cache: LayerCache) -> bytes:
+        """Latents as [block, head, slot, dim]."""
+        return tensor_map(cache.logical_key.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
+
+
+def config_of(bytes_per_us: float) -> DecodeConfig:
+    """What the split rule assumes of the kernel: computed from its products, not yet fitted to measurements.
+
+    A tile takes the tensor cores 2,176 cycles, and they wait some 600 for its weights.
+    """
+    return DecodeConfig(
+        KEYS,
+        num_warps=THREADS // 32,
+        num_stages=2,
+        block_m=ROWS,
+        residents=1,
+        tile_us=1.6,
+        wave_us=5.5,
+        merge_us=0.08,
+        merge_row_us=0,
+        merge_launch_us=2.8,
+        bytes_per_us=bytes_per_us,
+        most_rounds=MOST_ROUNDS,
+    )
