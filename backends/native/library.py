@@ -56,16 +56,6 @@ class NormStruct(ctypes.Structure):
     )
 
 
-class GreedyStruct(ctypes.Structure):
-    """`Greedy` of steps.c."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "tokens")),
-        *((name, c_int64) for name in ("rows", "apart", "size", "none")),
-        ("type", c_int32),
-    )
-
-
 class CacheStruct(ctypes.Structure):
     """`Cache` of attention.c."""
 
@@ -144,14 +134,8 @@ class Functions:
         self.product = _recorded(0, built.headway_product)
         self.norm = _recorded(1, built.headway_norm)
         self.decode = _recorded(2, built.headway_decode)
-        self._greedy = built.headway_greedy
-        self._greedy.argtypes = [c_void_p]
         self._repeat = built.headway_repeat
         self._repeat.argtypes = [c_void_p, c_int64]
-
-    def greedy(self, of: GreedyStruct) -> None:
-        """Find the first of the largest logits of each row."""
-        _check(self._greedy(ctypes.addressof(of)))
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:

@@ -6,8 +6,6 @@ import logging
 
 import torch
 
-from headway.backends.native.library import functions
-from headway.backends.native.sampling import NativeGreedy
 from headway.core.contract.compiled import CompileAhead
 from headway.core.sampling.filtering import verified_filter
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
@@ -39,6 +37,4 @@ def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead 
                 winners=part.winners,
                 accept_drafts=fused.accept_drafts,
             )
-    elif device.type == "cpu" and (found := functions()) is not None:
-        return SamplingOps(NativeGreedy(found))
     return TORCH_SAMPLING

@@ -17,7 +17,7 @@ from headway.models.axes import Axis
 from headway.models.linear import Linear, ProductOrigin
 from headway.models.lora.folder import AdapterFolder, LowRank, check_targets, read_folder
 
-_FEWEST_ROWS = 8
+FEWEST_ROWS = 8
 """Times the rows of A that a weight must have for them to lie behind it: every step with an adapter multiplies all of them."""
 _STD = 0.02
 """Standard deviation of random adapters: what they add stays small beside what products are."""
@@ -108,7 +108,7 @@ class AdapterBank:
             b = self._placed(at + size_a, (linear.out_features, self._rank))
             behind = num_slots * width
             joined = None
-            if joins and linear.is_dense and behind * _FEWEST_ROWS <= linear.out_features:
+            if joins and linear.is_dense and behind * FEWEST_ROWS <= linear.out_features:
                 joined = linear.followed_by(behind)
             parts = _parts(origin, linear.out_features)
             self.products[linear] = AdaptedProduct(origin, linear.out_features, a, b, parts, joined)

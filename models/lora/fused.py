@@ -16,7 +16,8 @@ from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.errors import ModelError
 from headway.models.config import Activation
 from headway.models.lora.bank import AdaptedProduct, AdapterBank, Shrunk
-from headway.models.lora.kernels import expand_gated, expand_joined, expand_rows, norm_and_shrink, shrink_rows
+from headway.models.lora.expand_kernels import expand_gated, expand_joined, expand_rows
+from headway.models.lora.shrink_kernels import norm_and_shrink, shrink_rows
 from headway.models.operations import Norm
 
 _BLOCK_M = 64
@@ -162,7 +163,7 @@ class FusedAdditions:
         if launch is None:
             gated, rank, num_slots = activation is not None, product.rank, len(product.b)
             ranks = min(rank, _WIDE)
-            sizes = {
+            sizes: dict[str, object] = {
                 "SLOT_STRIDE": product.b.stride(0),
                 "N": product.out_features // 2 if gated else product.out_features,
                 "MODULES": cut.width // rank,

@@ -41,7 +41,7 @@ class PlainAdditions:
         """See Additions."""
         size, rank = product.out_features, product.rank
         y = both[:, :size].clone()
-        lows = both[:, size:].unflatten(1, product.a.shape[:2])
+        lows = both[:, size:].reshape(len(both), *product.a.shape[:2])
         for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
             rows = (slots == slot).nonzero().squeeze(1)
             for start, end, module in product.parts:

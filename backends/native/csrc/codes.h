@@ -139,7 +139,7 @@ INLINE void coded_groups(int four, int N, int scheme, int M, int P, const Weight
     UNROLL for (int i = 0; i < M * P; i++) out[i] = sums[i];
 }
 #else
-#define CODES_UNIT 0x1p-24f // what a code's number is to be multiplied by
+#define CODES_UNIT 0x1p-24f // what a code's number is to be multiplied by (a group's sums have room for numbers of x up to 1e29)
 
 INLINE Table code_table(const Weight *weight) {
     float entries[16] = {0};

@@ -312,59 +312,6 @@ int headway_norm(const NormRows *n) {
     return 0;
 }
 
-typedef struct {
-    const void *logits; // [rows, size], rows apart from one another
-    int64_t *tokens; // [rows]
-    int64_t rows, apart, size, none; // none: the token of a row with a NaN
-    int32_t type;
-} Greedy;
-
-// The largest of logits from i up to end; a NaN if one of them is.
-INLINE float largest_of(const Greedy *g, long i, long end) {
-    vf most = splat(-INFINITY), sums = {}; // a sum of x - x is 0 but with a NaN, or an infinity, for which the caller looks
-    for (; i + WIDTH <= end; i += WIDTH) {
-        vf x = load_any(g->logits, g->type, i);
-        sums += x - x;
-        most = larger(x, most);
-    }
-    float best = -INFINITY, total = sum(sums);
-    for (int j = 0; j < WIDTH; j++) best = most[j] > best ? most[j] : best;
-    for (; i < end; i++) {
-        float x = load_one(g->logits, g->type, i);
-        total += x - x;
-        best = x > best ? x : best;
-    }
-    return total == 0 ? best : NAN;
-}
-
-#define SEARCHED 1024 // logits, of which the largest is remembered
-// The first of a row's largest logits.
-INLINE long largest_at(const Greedy *g, long row) {
-    long start = row * g->apart, found = 0;
-    float best = -INFINITY;
-    for (long from = 0; from < g->size; from += SEARCHED) {
-        long to = from + SEARCHED < g->size ? from + SEARCHED : g->size;
-        float largest = largest_of(g, start + from, start + to);
-        if (largest != largest) {
-            largest = -INFINITY;
-            for (long i = from; i < to; i++) {
-                float x = load_one(g->logits, g->type, start + i);
-                if (x != x) return g->none;
-                largest = x > largest ? x : largest;
-            }
-        }
-        if (largest > best) { best = largest; found = from; }
-    }
-    while (load_one(g->logits, g->type, start + found) != best) found++;
-    return found;
-}
-
-int headway_greedy(const Greedy *g) {
-#pragma omp parallel for if (g->rows > 1)
-    for (long row = 0; row < g->rows; row++) g->tokens[row] = largest_at(g, row);
-    return 0;
-}
-
 int headway_decode(const void *decode);
 
 typedef struct { int64_t kind; const void *of; } Call;

@@ -13,10 +13,11 @@ pytest.importorskip("cuda.bindings")
 
 from backend_cases import spec
 from headway.backends.hopper import backend, latent
-from headway.backends.hopper.latent import HeadTile, HopperLatentDecode, variant_of
+from headway.backends.hopper.latent import HeadTile, variant_of
 from headway.backends.hopper.latent_backend import HopperLatent
 from headway.backends.hopper.tiles import ARCH
 from headway.backends.nvrtc.compiler import Compiler
+from headway.backends.triton.chunks import Chunks
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import LATENT, NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -144,7 +145,7 @@ def test_partial_results_fit_what_is_kept_free(
     monkeypatch: pytest.MonkeyPatch, num_heads: int, query_len: int, kv_lens: list[int]
 ) -> None:
     run_by_the_host(monkeypatch, 0, multiprocessors=132)
-    monkeypatch.setattr(HopperLatentDecode, "_cut", lambda *_: None)
+    monkeypatch.setattr(Chunks, "cut", lambda *_: None)  # which is launched
     made = HostLatent(layer(num_heads, device=torch.device("cpu")), LATENT, 64)
     contexts = [length - min(query_len, length - 1) for length in kv_lens]
     queries = [length - context for length, context in zip(kv_lens, contexts, strict=True)]

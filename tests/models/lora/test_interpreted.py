@@ -119,7 +119,7 @@ def test_the_norm_and_what_adapters_make_of_it_come_of_one_launch(columns: int, 
 def test_one_product_makes_what_adapters_shrink(
     modules: dict[str, int], columns: int, slots: int, rank: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bank_module, "_FEWEST_ROWS", 0)
+    monkeypatch.setattr(bank_module, "FEWEST_ROWS", 0)
     bank, product = made_bank(modules, columns, slots, rank, dtype, joins=True)
     bank.arrange()
     draw = torch.Generator().manual_seed(rows)
@@ -147,7 +147,7 @@ def test_one_product_makes_what_adapters_shrink(
 @pytest.mark.parametrize(("qk_norm", "joins"), [pytest.param(False, False, marks=pytest.mark.slow), (True, False), (True, True)])
 def test_steps_of_a_decoder_equal_the_plain_ones(qk_norm: bool, joins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, keys and values, rotated; a gated MLP; and a last product: the kernels behind the fused operations."""
-    monkeypatch.setattr(bank_module, "_FEWEST_ROWS", 0)
+    monkeypatch.setattr(bank_module, "FEWEST_ROWS", 0)
     draw = torch.Generator().manual_seed(11)
 
     def random(*shape: int) -> Tensor:
