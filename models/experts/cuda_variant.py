@@ -93,11 +93,18 @@ class ExpertVariant:
     first: bool
     alpha: float
     limit: float | None
+    most_tokens: int = MOST_TOKENS
 
     @property
     def tokens(self) -> int:
         """Tokens of a launch, at most."""
-        return 1 if self.each.most_rows == 1 else MOST_TOKENS
+        return 1 if self.each.most_rows == 1 else self.most_tokens
+
+    @property
+    def most_lots(self) -> int:
+        """Lots of a launch, at most."""
+        pairs, rows = self.tokens * self.slots, self.each.most_rows
+        return (pairs + min(pairs, self.experts) * (rows - 1)) // rows
 
     @property
     def tiles(self) -> int:
@@ -111,9 +118,8 @@ class ExpertVariant:
     @property
     def lots_bytes(self) -> int:
         """Size of `struct Lots`."""
-        pairs, rows = self.tokens * self.slots, self.each.most_rows
-        lots = (pairs + min(pairs, self.experts) * (rows - 1)) // rows
-        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * lots + 1 + 2 * (self.experts + 1)
+        pairs = self.tokens * self.slots
+        floats, shorts = 1 if self.first else pairs, 3 * pairs + 2 * self.most_lots + 1 + 2 * (self.experts + 1)
         return 4 + 4 * floats + -(-shorts // 2) * 4
 
     @property
@@ -123,8 +129,8 @@ class ExpertVariant:
         return self.each.shared_bytes + totals + self.lots_bytes
 
     @property
-    def source(self) -> Variant:
-        """What the compiler is given."""
+    def constants(self) -> dict[str, str | int]:
+        """Macros of expert_rows.cu."""
         each = self.each
         constants: dict[str, str | int] = {
             **each.constants,
@@ -139,7 +145,12 @@ class ExpertVariant:
         }
         if each.gated:
             constants |= {"ACTIVATION": _SWISH, "ALPHA": f"{float(self.alpha)!r}f"}
-        return Variant(CSRC, "expert_rows.cu", tuple(constants.items()))
+        return constants
+
+    @property
+    def source(self) -> Variant:
+        """What the compiler is given."""
+        return Variant(CSRC, "expert_rows.cu", tuple(self.constants.items()))
 
 
 def expert_variant(

@@ -8,6 +8,8 @@ from torch import Tensor
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
 from headway.models.experts.config import ExpertsConfig
+from headway.models.experts import cuda_lots
+from headway.models.experts.cuda_lots import CudaLots, computes_lots
 from headway.models.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.models.experts.dequantized import Dequantized, scratch_bytes
 from headway.models.experts.methods import (
@@ -72,12 +74,15 @@ class FusedExperts:
                 arranged = Arrangements()
                 ways = [CudaRows(lot, self.config, self._router, self.device, arranged) for lot in LOTS]
                 self.methods = {**{way.name: way for way in ways}, **self.methods}
+                if computes_lots(self.config, self.device):
+                    lots = [CudaLots(lot, self.config, self._router, self.device, arranged) for lot in cuda_lots.LOTS]
+                    self.methods |= {way.name: way for way in lots}
         self._layers.append(weights)
         return FusedLayer(self, weights, norm)
 
     def prepare(self) -> int:
         """Arrange all layers' weights for the methods that serve and read an arrangement; bytes that it takes besides."""
-        ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows)}
+        ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows | CudaLots)}
         return max((sum(way.prepare(weights) for weights in self._layers) for way in ways), default=0)  # they share it
 
     def obey(self, times: ExpertTimes) -> None:

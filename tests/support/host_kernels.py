@@ -21,7 +21,9 @@ from torch import Tensor
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.cuda_variant import ExpertVariant, expert_variant
+from headway.models.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_variant
+from headway.models.experts.lots_variant import LotsVariant, expert_lots_cut, lots_variant
+from headway.models.experts.methods import most_blocks
 from headway.models.experts.router import Routed
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.cuda_cuts import CudaCutRule, most_rows_of
@@ -129,3 +131,41 @@ def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: in
     sizes = len(routed.experts), blocks, variant.each.threads, variant.shared_bytes, order
     places = _places([*tensors, routed.experts, routed.weights])
     assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID
+
+
+def add_lots(
+    residual: Tensor,
+    routed: Routed,
+    weights: ExpertWeights,
+    config: ExpertsConfig,
+    lot: int,
+    blocks: int,
+    order: int,
+    rule: ExpertCutRule = expert_lots_cut,
+) -> None:
+    """Do what CudaLots does, with so many blocks of threads. order: in which their threads run; see host.h."""
+    assert not isinstance(weights.gate_up, Tensor)
+    assert not isinstance(weights.down, Tensor)
+    up, down, (tokens, hidden) = arranged(weights.gate_up), arranged(weights.down), residual.shape
+    biased, pairs = weights.gate_up_bias is not None, routed.experts.numel()
+    first = lots_variant(config, up, residual.dtype, lot, down.described, biased, MULTIPROCESSORS, rule)
+    second = lots_variant(config, down, residual.dtype, lot, None, biased, MULTIPROCESSORS, rule)
+    rows = most_blocks(pairs, config.num_all, lot) * lot
+    x, between = [residual.new_full((rows * each.row_columns,), torch.nan) for each in (first, second)]
+    parts, table = torch.full((pairs, hidden), torch.nan), torch.full((first.table_words,), -1, dtype=torch.int32)
+    _launch_beside(first, [routed.x, routed.experts, table, x, between], pairs)
+    _launch_lots(first, [x, up.codes, up.scales, up.zeros, None, weights.gate_up_bias, between], table, blocks, order)
+    _launch_lots(second, [between, down.codes, down.scales, down.zeros, None, weights.down_bias, parts], table, blocks, order)
+    _launch_beside(second, [parts, table, routed.weights, residual], tokens)
+
+
+def _launch_beside(variant: LotsVariant, tensors: Sequence[Tensor], blocks: int) -> None:
+    pointers = [ctypes.c_void_p(each.data_ptr()) for each in tensors]
+    pointers += [ctypes.c_void_p(0)] * (5 - len(pointers))
+    assert not compiled(variant.source).beside(*pointers, blocks, 0, *_places(tensors)), SAID
+
+
+def _launch_lots(variant: LotsVariant, tensors: Tensors, table: Tensor, blocks: int, order: int) -> None:
+    sizes = len(table), blocks, variant.threads, variant.shared_bytes, order
+    where = ctypes.c_void_p(table.data_ptr())
+    assert not compiled(variant.source).run(_pointers(tensors), where, *sizes, *_places([*tensors, table])), SAID

@@ -165,14 +165,9 @@ struct Output {
   }
 
   __device__ __forceinline__ float finished(const float* sums) const {
-    float y = sum_of_warps(sums, row, m) * scale[0] + bias[0];
+    const float y = sum_of_warps(sums, row, m) * scale[0] + bias[0];
 #if GATED
-    float up = sum_of_warps(sums, WARP_OUT + row, m) * scale[1] + bias[1];
-#if LIMITED  // by comparisons, which leave a NaN as it is
-    y = y > LIMIT ? LIMIT : y;
-    up = (up > LIMIT ? LIMIT : up < -LIMIT ? -LIMIT : up) + 1.0f;
-#endif
-    return activate(y) * up;
+    return gate(y, sum_of_warps(sums, WARP_OUT + row, m) * scale[1] + bias[1]);
 #else
     return activate(y) * weight;
 #endif

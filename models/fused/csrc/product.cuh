@@ -133,15 +133,16 @@ struct Codes {
       : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,
               from + CODE_BYTES + SCALE_BYTES + row_of(part, lane)) {}
 
-  // Where the first row's codes, scale and zero lie; those of the other are 512 bytes and 8 rows behind.
-  __device__ __forceinline__ Codes(u32 codes, u32 scales, u32 zeros) {
+  // Where the first row's codes, scale and zero lie, and how many bytes behind it those of the other.
+  __device__ __forceinline__ Codes(
+      u32 codes, u32 scales, u32 zeros, u32 below = 512, u32 below_scales = 8 * SCALE_SIZE, u32 below_zeros = 8) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      row[i] = load_quad(codes + 512 * i);
+      row[i] = load_quad(codes + i * below);
 #if WEIGHT == INT4
-      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + 8 * i) : 8);
+      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + i * below_zeros) : 8);
 #endif
-      if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + 8 * i * SCALE_SIZE);
+      if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + i * below_scales);
     }
   }
 
@@ -201,19 +202,25 @@ __device__ __forceinline__ float activate(float x) {
 #endif
 }
 
+#if GATED && LIMITED  // experts: by comparisons, which leave a NaN as it is
+__device__ __forceinline__ float gate(float y, float up) {
+  y = y > LIMIT ? LIMIT : y;
+  return activate(y) * ((up > LIMIT ? LIMIT : up < -LIMIT ? -LIMIT : up) + 1.0f);
+}
+#else
+__device__ __forceinline__ float gate(float y, float up) { return activate(y) * up; }
+#endif
+
 // From sums of row n of W, GATED also of row N + n, to what y gets. factor: of the norm.
 __device__ __forceinline__ float finish(const Pointers& p, float sum, float up, int n, float factor) {
   if (BY_ROW) sum *= reinterpret_cast<const float*>(p.scales)[n];
   float y = sum * factor;
   if (BIAS) y += from_half(p.bias[n]);
-  y = activate(y);
-  if (GATED) {
-    if (BY_ROW) up *= reinterpret_cast<const float*>(p.scales)[N + n];
-    up *= factor;
-    if (BIAS) up += from_half(p.bias[N + n]);
-    y *= up;
-  }
-  return y;
+  if (!GATED) return activate(y);
+  if (BY_ROW) up *= reinterpret_cast<const float*>(p.scales)[N + n];
+  up *= factor;
+  if (BIAS) up += from_half(p.bias[N + n]);
+  return gate(y, up);
 }
 
 }  // namespace fused

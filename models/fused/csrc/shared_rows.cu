@@ -6,34 +6,27 @@
 // x^T [16, MOST_ROWS] where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared
 // memory, and ends. Beyond MOST_ROWS rows, neighbouring blocks of threads multiply the same rows of W, which the L2 cache then holds.
 //
-// Which columns of x the matrix units meet with which codes follows from the places of x in shared memory, so that a thread's codes
-// are 16 bytes that lie together. arrange_rows puts x into that order once, after its norm, so that a step's columns are one copy.
+// arrange_rows puts x into the order of ring_step.cuh once, after its norm, so that a step's columns are one copy.
 //
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
-#define SCALED_CODES  // in product.cuh
-#include "product.cuh"
-#include "wgmma.cuh"
+#include "ring_step.cuh"
 
 namespace fused {
 
-constexpr int STEP_SLICES = 2 / HALVES;                   // of a step: 128 columns of x, in two windows
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr bool FULL = TILES * MOST_ROWS > 128;            // sums leave too few registers, unless other warps give some of theirs
-constexpr int MULTIPLYING = WARPS * 32, THREADS = MULTIPLYING + (FULL ? 128 : 32);
-constexpr int PARTS = WARPS * TILES, BLOCK_ROWS = PARTS * 16;  // of W
-constexpr int OUT = GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;  // of y
-constexpr int INPUT_BYTES = 2 * MOST_ROWS * 128;
-constexpr int ARRANGING = 256;                            // threads of arrange_rows
-constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;     // whose scales and zeros are copied for each group
+constexpr bool FULL = TILES * MOST_ROWS > 128;         // sums leave too few registers, unless other warps give some of theirs
+constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
+constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;  // whose scales and zeros are copied for each group
 constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
-constexpr int BLOCK_BYTES = BLOCK_ROWS * SLICE + BLOCK_SCALES + BLOCK_ZEROS;  // of a slice
-constexpr int STEP_BYTES = (INPUT_BYTES + STEP_SLICES * BLOCK_BYTES + 1023) / 1024 * 1024;  // as the swizzle repeats
-constexpr int SUM_ROW = BLOCK_ROWS + 4;                   // floats: threads of a warp store to different banks
-constexpr int WORDS = 4;                                  // of codes that are multiplied at once, 16 columns of x each
-constexpr int BUFFERS = 2;                                // batches whose codes are in registers: one is multiplied
-static_assert(STEP_SLICES * HALVES == 2);
+constexpr int SUM_ROW = BLOCK_ROWS + 4;                // floats: threads of a warp store to different banks
+
+// Of a slice in shared memory; see Ring.
+struct Layout {
+  static constexpr int part = 16, group = BLOCK_ROWS, scales = BLOCK_ROWS * SLICE, zeros = scales + BLOCK_SCALES;
+  static constexpr int bytes = zeros + BLOCK_ZEROS, below = 8 * SLICE, below_scales = 8 * SCALE_SIZE, below_zeros = 8;
+};
 
 // Until the sums of all blocks are stored.
 __device__ __forceinline__ void wait_for_sums() {
@@ -71,23 +64,12 @@ __device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums
   pairs = make_uint2(to_pair(y[0], y[1]), to_pair(y[2], y[3]));
 }
 
-struct Ring {
-  u32 start, full, empty;  // of stages: where they lie, and two barriers each: whether they are there, and whether they have been read
-
-  __device__ __forceinline__ u32 inputs(int stage) const { return start + stage * STEP_BYTES; }
-  __device__ __forceinline__ u32 slice(int stage, int i) const { return inputs(stage) + INPUT_BYTES + i * BLOCK_BYTES; }
-};
-
-struct Steps {
-  int first, end;
-};
-
 // Ask for the steps of W and x, one after the other. x: of MOST_ROWS rows, arranged. row: of W, the first; GATED: of the gate. By
 // one thread.
 struct Copier {
   const Pointers& p;
   const TensorMap& map;
-  const Ring ring;
+  const Ring<Layout> ring;
   const u16* const x;
   const int row;
   const u64 policy = read_once();
@@ -133,71 +115,25 @@ struct Copier {
   }
 };
 
-#if SCALE_SPAN < ROW && SCALE_ROWS > 1
-// Of a slice, for all rows of a warp. row: of W.
-__device__ __forceinline__ float block_scale(const Pointers& p, int row, int slice) {
-  const int place = row / SCALE_ROWS * (ROW / SCALE_SPAN) + min(slice, SLICES - 1) * SLICE / SCALE_SPAN;
-  return reinterpret_cast<const float*>(p.scales)[place] * (WIDE ? 1.0f : CODE_FACTOR);
-}
-#endif
+// BY_BLOCK, of all rows of a part, asked for a step ahead. rows: of W, the first of each part.
+struct Scales {
+  const Pointers& p;
+  const int (&rows)[TILES];
+  float next[STEP_SLICES][TILES];
 
-// sums += products of a warp's parts. rows: of W, the first of each part.
-__device__ __forceinline__ void multiply(const Pointers& p, float (&sums)[TILES][MOST_ROWS / 2], const Ring& ring, Steps steps, int warp,
-                                         int lane, const int (&rows)[TILES]) {
-  // Among groups and rows. Computed inside of the loop, it has the compiler wait for every product (CUDA 13.0).
-  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * BLOCK_ROWS + warp * 16 + lane / 4;
-  u32 a[BUFFERS][WORDS][4];
-  int stage = 0, before = STAGES - 1;
-  u32 parity = 0;
-#if SCALE_SPAN < ROW && SCALE_ROWS > 1
-  float scales[STEP_SLICES][TILES];  // asked for a step ahead
+  __device__ __forceinline__ Scales(const Pointers& pointers, const int (&rows_of_w)[TILES], int step) : p(pointers), rows(rows_of_w) {
+    if constexpr (BY_BLOCK) {
 #pragma unroll
-  for (int i = 0; i < STEP_SLICES * TILES; ++i) {
-    scales[i / TILES][i % TILES] = block_scale(p, rows[i % TILES], steps.first * STEP_SLICES + i / TILES);
-  }
-#endif
-#pragma unroll 1
-  for (int step = steps.first; step < steps.end; ++step) {
-    barrier_wait(ring.full + 8 * stage, parity);
-    const u32 x = ring.inputs(stage) / 16;
-#pragma unroll
-    for (int i = 0; i < STEP_SLICES; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        const u32 slice = ring.slice(stage, i), behind = slice + BLOCK_ROWS * SLICE, part = tile * WARPS;
-        const u32 scales_at = behind + (place + part * 16) * SCALE_SIZE, zeros_at = behind + BLOCK_SCALES + place + part * 16;
-        Codes codes(slice + (part + warp) * 1024 + lane * 16, scales_at, zeros_at);
-#if SCALE_SPAN < ROW && SCALE_ROWS > 1
-        codes.scale[0] = codes.scale[1] = to_pair(scales[i][tile], scales[i][tile]);
-        scales[i][tile] = block_scale(p, rows[tile], (step + 1) * STEP_SLICES + i);
-#endif
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-          const int batch = (i * TILES + tile) * HALVES + half, columns = i * HALVES + half;
-          u32(&words)[WORDS][4] = a[batch % BUFFERS];
-          products_wait<BUFFERS - 1>();
-          if (batch == 1 && step > steps.first && lane == 0) barrier_arrive(ring.empty + 8 * before);  // that step is multiplied
-#pragma unroll
-          for (int word = 0; word < WORDS; ++word) {
-            half ? codes.unpack<HALVES - 1>(words[word], word) : codes.unpack<0>(words[word], word);
-          }
-          products_begin();
-#pragma unroll
-          for (int word = 0; word < WORDS; ++word) {
-            const u64 there = descriptor(x + (columns * (MOST_ROWS * 128) + word * 32) / 16);
-            Products<MOST_ROWS>::run(sums[tile], words[word], there, 1);
-          }
-          products_commit();
-        }
-      }
+      for (int i = 0; i < STEP_SLICES * TILES; ++i) advance(step - 1, i / TILES, i % TILES);
     }
-    before = stage;
-    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  products_wait<0>();
-#pragma unroll
-  for (int tile = 0; tile < TILES; ++tile) pin(sums[tile]);
-}
+  __device__ __forceinline__ u32 pair(int i, int tile, int) const { return to_pair(next[i][tile], next[i][tile]); }
+  __device__ __forceinline__ void advance(int step, int i, int tile) {
+    const int slice = min((step + 1) * STEP_SLICES + i, SLICES - 1);
+    const int place = rows[tile] / SCALE_ROWS * (ROW / SCALE_SPAN) + slice * SLICE / SCALE_SPAN;
+    next[i][tile] = reinterpret_cast<const float*>(p.scales)[place] * (WIDE ? 1.0f : CODE_FACTOR);
+  }
+};
 
 // part: of the block's.
 __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {
@@ -209,11 +145,6 @@ __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u
       store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
     }
   }
-}
-
-// Of a row, a number and the one PAIR_STEP behind it.
-__device__ __forceinline__ u32 pair_at(const u16* from) {
-  return PAIR_STEP == 1 ? *reinterpret_cast<const u32*>(from) : from[0] | static_cast<u32>(from[PAIR_STEP]) << 16;
 }
 
 #if NORM
@@ -253,10 +184,8 @@ __device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column,
 
 }  // namespace fused
 
-// A row of x, normed, where the matrix units look for the operand that is met by the same thread's codes: thread t of four holds, of
-// 16 places along K, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and its codes are of 16 columns that lie together, four of them in each
-// word. Rows of 128 bytes in windows of MOST_ROWS, with the 128-byte swizzle; two windows are of a step. All windows of MOST_ROWS
-// rows lie together. Grid (rows).
+// A row of x, normed, where the matrix units look for it; a step has two windows. All windows of MOST_ROWS rows lie together.
+// Grid (rows).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
   using namespace fused;
@@ -272,8 +201,7 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     u32 columns[4];
 #pragma unroll
     for (int thread = 0; thread < 4; ++thread) {
-      const int slice = HALVES == 1 ? window : window / 2, half = HALVES == 1 ? 0 : window % 2;
-      const int column = column_of(slice * SLICE + thread * 16, half) + chunk / 2 * 4 + chunk % 2 * (3 - PAIR_STEP);
+      const int column = arranged_column(window, chunk, thread);
       columns[thread] = pair_at(x + column);
 #if NORM
       columns[thread] = normed(columns[thread], norm, column, factor);
@@ -297,17 +225,11 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   const int row_blocks = (all_rows + MOST_ROWS - 1) / MOST_ROWS, split = blockIdx.y, tile = blockIdx.x / row_blocks * OUT;
   const int first = blockIdx.x % row_blocks * MOST_ROWS, rows = min(MOST_ROWS, all_rows - first);  // of x
   const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024;
-  const Ring ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
+  const Ring<Layout> ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
   const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};
 
   launch_dependents();
-  if (threadIdx.x == MULTIPLYING) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(ring.full + 8 * stage, 1);
-      barrier_init(ring.empty + 8 * stage, WARPS);
-    }
-    barriers_ready();
-  }
+  if (threadIdx.x == MULTIPLYING) ring.init();
   __syncthreads();
   if (warp >= WARPS) {
     if (FULL) give_registers<40>();
@@ -323,7 +245,9 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
     const bool up = GATED && part >= PARTS / 2;
     rows_of_w[i] = min(tile + part * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0);
   }
-  multiply(p, sums, ring, steps, warp, lane, rows_of_w);
+  Scales scales(p, rows_of_w, steps.first);
+  Place at;
+  multiply(sums, ring, at, scales, steps, warp, lane);
   named_sync(1, MULTIPLYING);  // the ring is free
 #pragma unroll
   for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);

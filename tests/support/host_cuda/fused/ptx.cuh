@@ -80,11 +80,12 @@ inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 struct alignas(64) TensorMap {
   const char* start;
   u64 rows, row_bytes;
-  u32 box_rows, box_bytes;
+  u32 box_rows, box_bytes, element = 1;  // element: bytes of what columns count
 };
 inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64) {
   if (map.box_rows > 256) host::fail("a box of more than 256 rows");
   host::shared(to, 128);
+  column *= map.element;
   for (u32 i = 0; i < map.box_rows; ++i) {
     const u64 at = row + i, left = column < map.row_bytes ? std::min<u64>(map.row_bytes - column, map.box_bytes) : 0;
     char* const target = host::shared(to + i * map.box_bytes, 16);
