@@ -2,7 +2,7 @@
 // by warps that lie side by side along the rows of W and share x, so that neither a sum over K nor a copy of x is a warp's own.
 //
 // Three launches before the sum: arrange_lots finds the lots, writes them to a table, and puts the rows of their tokens into the order of
-// ring_step.cuh; the first product (GATHER) writes its activated rows in that order for the second, whose rows lie in the order of experts.
+// ring.cuh; the first product (GATHER) writes its activated rows in that order for the second, whose rows lie in the order of experts.
 // add_slots sums those of each token, in the order of its slots: the same bits in every run, whatever the other tokens are.
 //
 // Blocks of threads take turns at all tiles of all lots, and the thread that copies runs ahead from one to the next. Neighbours have the
@@ -14,7 +14,11 @@
 // The table is there before the first product begins, and so the second asks for weights before it waits for it.
 
 #include "lots.cuh"
-#include "ring_step.cuh"
+#if MOST_ROWS <= 16
+#include "ring_mma.cuh"
+#else
+#include "ring_wgmma.cuh"
+#endif
 
 namespace fused {
 
@@ -180,7 +184,7 @@ struct Scales {
     const int slice = last ? i % EACH : min((step + 1) * STEP_SLICES + i % EACH, SLICES - 1);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
-      const int place = (last ? following : own)[tile][piece] + slice * SLICE / SCALE_SPAN;
+      const int place = (last ? following[tile][piece] : own[tile][piece]) + slice * SLICE / SCALE_SPAN;
       next[i % EACH][tile][piece] = scales[place] * (WIDE ? 1.0f : CODE_FACTOR);
     }
   }
@@ -213,10 +217,10 @@ struct NextColumn {
 
   __device__ __forceinline__ explicit NextColumn(int n) {
     const int byte = NEXT_HALVES == 1 ? n : n / (2 * NEXT_HALF) * NEXT_HALF + n % NEXT_HALF;
-    const int window = byte / SLICE * NEXT_HALVES + (NEXT_HALVES == 1 ? 0 : n / NEXT_HALF % 2), thread = byte % SLICE / 16;
-    const int second = NEXT_PAIR_STEP == 1 ? byte % 2 : byte % 4 / 2;
-    chunk = byte % 16 / 4 * 2 + (NEXT_PAIR_STEP == 1 ? byte % 4 / 2 : byte % 2);
-    place = window * ROW_PLACES + thread * 2 + second;
+    const int window = byte / SLICE * NEXT_HALVES + (NEXT_HALVES == 1 ? 0 : n / NEXT_HALF % 2);
+    const int second = NEXT_PAIR_STEP == 1 ? byte % 4 / 2 : byte % 2, upper = NEXT_PAIR_STEP == 1 ? byte % 2 : byte % 4 / 2;
+    const Pair pair = {byte % SLICE / 16, byte % 16 / 4, second};
+    chunk = chunk_of(pair), place = window * ROW_PLACES + number_of(pair) * 2 + upper;
   }
 };
 constexpr int NEXT_LOT_PLACES = (NEXT_ROW + NEXT_STEP - 1) / NEXT_STEP * 2 * ROW_PLACES;
@@ -240,7 +244,7 @@ struct Target {
       const int m = i / 2 * 8 + lane % 4 * 2 + i % 2;
       if (m >= lot.rows) continue;
 #if GATHER
-      to[m * WINDOW + (column.chunk ^ (m & 7)) * 8] = to_half(y[i]);
+      to[m * WINDOW + (column.chunk ^ (m & SWIZZLE)) * 8] = to_half(y[i]);
 #else
       to[static_cast<u64>(m) * N] = y[i];
 #endif
@@ -284,8 +288,7 @@ __device__ __forceinline__ void multiply_items(const Pointers& p, const u32* lot
     item.advance();
     scales.prepare(lots, item, warp);
     float sums[TILES][MOST_ROWS / 2] = {};
-    const int last = multiply(sums, ring, at, scales, {0, STEPS}, warp, lane);
-    if (lane == 0) barrier_arrive(ring.empty + 8 * last);
+    multiply(sums, ring, at, scales, {0, STEPS}, warp, lane);
     scales.finish();
     store_outputs({p, lot, number}, outputs, sums, lane);
   }
@@ -318,11 +321,11 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_lots(
     const int window = place / 8, chunk = place % 8;
     u32 columns[4];
 #pragma unroll
-    for (int thread = 0; thread < 4; ++thread) {
-      const bool there = window / HALVES * SLICE + thread * 16 < ROW;
-      columns[thread] = there ? pair_at(x + arranged_column(window, chunk, thread)) : 0;
+    for (int i = 0; i < 4; ++i) {
+      const Pair own = pair_of(chunk, i);
+      columns[i] = window / HALVES * SLICE + own.thread * 16 < ROW ? pair_at(x + column_of(window, own)) : 0;
     }
-    u16* to = arranged + lot * LOT_PLACES + window * ROW_PLACES + m * WINDOW + (chunk ^ (m & 7)) * 8;
+    u16* to = arranged + lot * LOT_PLACES + window * ROW_PLACES + m * WINDOW + (chunk ^ (m & SWIZZLE)) * 8;
     *reinterpret_cast<uint4*>(to) = make_uint4(columns[0], columns[1], columns[2], columns[3]);
   }
   constexpr int whole = NEXT_ROW / SLICE * NEXT_HALVES * 8, all = NEXT_LOT_PLACES / ROW_PLACES * 8;

@@ -115,7 +115,7 @@ __device__ __forceinline__ float float_scale(u32 from) {
 // The scale of a row, in both halves of a pair.
 __device__ __forceinline__ u32 pair_scale(u32 from) {
 #if WEIGHT == MXFP4
-  return scale_of(load_shared<u8>(from));
+  return scale_of(load_byte(from));
 #else
   const float scale = float_scale(from) * (WEIGHT == FP8 && !WIDE ? CODE_FACTOR : 1.0f);
   return to_pair(scale, scale);
@@ -140,7 +140,7 @@ struct Codes {
     for (int i = 0; i < 2; ++i) {
       row[i] = load_quad(codes + i * below);
 #if WEIGHT == INT4
-      offset[i] = offset_of(ZEROS ? load_shared<u8>(zeros + i * below_zeros) : 8);
+      offset[i] = offset_of(ZEROS ? load_byte(zeros + i * below_zeros) : 8);
 #endif
       if (ON_CODES && BY_GROUP) scale[i] = pair_scale(scales + i * below_scales);
     }

@@ -83,15 +83,17 @@ __device__ __forceinline__ T load_shared(u32 from) {
     u32 bits;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(from) : "memory");
     value = __builtin_bit_cast(T, bits);
-  } else if constexpr (sizeof(T) == 2) {
+  } else {
     u16 bits;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
     value = __builtin_bit_cast(T, bits);
-  } else {
-    u16 bits;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
-    value = static_cast<T>(bits);
   }
+  return value;
+}
+
+__device__ __forceinline__ u32 load_byte(u32 from) {
+  u32 value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
   return value;
 }
 

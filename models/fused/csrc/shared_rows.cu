@@ -6,12 +6,12 @@
 // x^T [16, MOST_ROWS] where it lies. One more warp copies 128 columns of W and of x at a time into a ring of STAGES steps in shared
 // memory, and ends. Beyond MOST_ROWS rows, neighbouring blocks of threads multiply the same rows of W, which the L2 cache then holds.
 //
-// arrange_rows puts x into the order of ring_step.cuh once, after its norm, so that a step's columns are one copy.
+// arrange_rows puts x into the order of ring_wgmma.cuh once, after its norm, so that a step's columns are one copy.
 //
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
-#include "ring_step.cuh"
+#include "ring_wgmma.cuh"
 
 namespace fused {
 
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     u32 columns[4];
 #pragma unroll
     for (int thread = 0; thread < 4; ++thread) {
-      const int column = arranged_column(window, chunk, thread);
+      const int column = column_of(window, pair_of(chunk, thread));
       columns[thread] = pair_at(x + column);
 #if NORM
       columns[thread] = normed(columns[thread], norm, column, factor);

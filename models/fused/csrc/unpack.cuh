@@ -82,7 +82,8 @@ __device__ __forceinline__ u32 codes(u32 word, u32 scale) {
 
 // 2 ** (exponent - 127), or 2 ** 126 times that, for exponents up to 128. The least has no place but among the subnormals.
 __device__ __forceinline__ u32 scale_of(u32 exponent) {
-  const u32 bits = !WIDE ? (exponent + 126) << 7 : exponent ? exponent << 7 : 0x40;
+  if (!WIDE) return exponent * 0x00800080 + 0x3f003f00;  // both halves at once
+  const u32 bits = exponent ? exponent << 7 : 0x40;
   return bits << 16 | bits;
 }
 #endif

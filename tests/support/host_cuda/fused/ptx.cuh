@@ -37,6 +37,7 @@ T load_shared(u32 from) {
   std::memcpy(&value, host::shared(from, sizeof(T)), sizeof(T));
   return value;
 }
+inline u32 load_byte(u32 from) { return load_shared<u8>(from); }
 inline Quad load_quad(u32 from) {
   Quad quad;
   std::memcpy(&quad, host::shared(from, 16), 16);

@@ -1,0 +1,64 @@
+// Products of a ring's steps by each warp for itself, for up to 16 rows of x, to which the matrix units give what they give by wgmma or
+// more: no warp waits for others, and a descriptor for each product is no instruction.
+#pragma once
+
+#define SCALED_CODES  // in product.cuh
+#include "ring.cuh"
+
+namespace fused {
+
+constexpr int SWIZZLE = 1;  // of a row's number, the bits that the number of a chunk of 16 bytes is changed by: rows meet other banks
+
+// In a chunk of a row of x lie four pairs of one thread: that of number i; and where a pair lies.
+__device__ __forceinline__ Pair pair_of(int chunk, int i) { return {chunk / 2, chunk % 2 * 2 + i / 2, i % 2}; }
+__device__ __forceinline__ int chunk_of(Pair pair) { return pair.thread * 2 + pair.word / 2; }
+__device__ __forceinline__ int number_of(Pair pair) { return pair.word % 2 * 2 + pair.second; }
+
+// sums += products of a warp's parts. See ring_wgmma.cuh, but all steps are told to be read.
+template <typename Layout, typename Scales>
+__device__ __forceinline__ void multiply(
+    float (&sums)[TILES][MOST_ROWS / 2], const Ring<Layout>& ring, Place& at, Scales& scales, Steps steps, int warp, int lane) {
+  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * Layout::group + warp * Layout::part + lane / 4;
+#pragma unroll 1
+  for (int step = steps.first; step < steps.end; ++step, at.advance()) {
+    barrier_wait(ring.full + 8 * at.stage, at.parity);
+    const u32 row = ring.inputs(at.stage) + lane / 4 * 128;
+#pragma unroll
+    for (int i = 0; i < STEP_SLICES; ++i) {
+      Quad x[2][HALVES][BLOCKS];
+#pragma unroll
+      for (int n = 0; n < 2 * HALVES * BLOCKS; ++n) {
+        const int words = n % 2, half = n / 2 % HALVES, block = n / 2 / HALVES;
+        const u32 chunk = (lane % 4 * 2 + words) ^ (lane / 4 & SWIZZLE);
+        x[words][half][block] = load_quad(row + ((i * HALVES + half) * MOST_ROWS + block * 8) * 128 + chunk * 16);
+      }
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        const u32 slice = ring.slice(at.stage, i), part = tile * WARPS * Layout::part;
+        const u32 scales_at = slice + Layout::scales + (place + part) * SCALE_SIZE, zeros_at = slice + Layout::zeros + place + part;
+        Codes codes(slice + (part + warp * Layout::part) * SLICE + lane * 16, scales_at, zeros_at, Layout::below,
+                    Layout::below_scales, Layout::below_zeros);
+        if constexpr (BY_BLOCK) {
+          codes.scale[0] = scales.pair(i, tile, 0), codes.scale[1] = scales.pair(i, tile, 1);
+          scales.advance(step, i, tile);
+        }
+#pragma unroll
+        for (int n = 0; n < 4 * HALVES; ++n) {
+          const int word = n % 4, half = n / 4;
+          u32 a[4];
+          half ? codes.unpack<HALVES - 1>(a, word) : codes.unpack<0>(a, word);
+#pragma unroll
+          for (int block = 0; block < BLOCKS; ++block) {
+            const Quad& columns = x[word / 2][half][block];
+            float(&four)[4] = reinterpret_cast<float(&)[4]>(sums[tile][block * 4]);
+            multiply_add(four, a, columns.part[word % 2 * 2], columns.part[word % 2 * 2 + 1]);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.empty + 8 * at.stage);
+  }
+}
+
+}  // namespace fused
