@@ -15,23 +15,24 @@ from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 256
 """Tokens up to which the kernel computes."""
-_ROOM = 108 * 1024
-"""Bytes of the ring of a block of threads, which leaves room for another and for what both declare themselves."""
+_MULTIPROCESSOR_BYTES, _KEPT_BYTES = 228 * 1024, 5 * 1024
+"""Shared memory of a multiprocessor, and what of it a block of threads has besides its ring."""
+_MOST_STAGES = 12
+"""Steps of a ring beyond which no form's bytes would cover more of the memory's latency."""
 _STEP_COLUMNS = 128
 
 
 def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     """Cut a product: blocks of threads of 128 rows of the weight, and of 64 where those would be a tenth more than there are.
 
-    Larger ones copy x fewer times. Two are on a multiprocessor, so that memory is asked by one while the other ends an item.
+    Larger ones copy x fewer times. A warp has two parts of 16 rows, for which it reads x once, where sums leave registers for them.
+    Some blocks are on a multiprocessor, so that others ask for bytes while one ends an item.
     """
-    rows = 8 * PART_ROWS // (2 if product.gated else 1)
-    padded = -(-product.out_features // rows) * rows
-    return CudaCut(1, 8 if padded <= 1.1 * product.out_features else 4, _MOST_STAGES, per_multiprocessor=2)
-
-
-_MOST_STAGES = 12
-"""Steps of a ring, of which 12 are more than the memory's latency takes in every form."""
+    blocks = 3 if product.lot <= (32 if product.weight.half else 16) else 2
+    wide = CudaCut(2, 4, _MOST_STAGES, per_multiprocessor=blocks)
+    outputs = 128 // (2 if product.gated else 1)
+    padded = -(-product.out_features // outputs) * outputs
+    return wide if padded <= 1.1 * product.out_features else replace(wide, tiles=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,5 +128,6 @@ def lots_variant(
     of = expert_variant(config, weight, dtype, lot, following is not None, bias, multiprocessors, rule)
     variant = LotsVariant(replace(of, most_tokens=MOST_TOKENS), following)
     cut = of.each.cut
-    cut = replace(cut, stages=max(2, min(cut.stages, _ROOM // variant.step_bytes)))
+    room = _MULTIPROCESSOR_BYTES // cut.per_multiprocessor - _KEPT_BYTES
+    cut = replace(cut, stages=max(2, min(cut.stages, room // variant.step_bytes)))
     return replace(variant, of=replace(variant.of, each=replace(of.each, cut=cut)))

@@ -190,12 +190,13 @@ struct Scales {
   }
 };
 
-// What a thread's sums are multiplied by and added to, found before they are there.
+// What a thread's sums are multiplied by and added to: found before they are there, unless they leave too few registers.
 struct Outputs {
+  static constexpr bool EARLY = MOST_ROWS <= 16;
   int n[TILES];  // of y, the first; not GATED: the other is 8 behind it
   float scale[TILES][2], bias[TILES][2];
 
-  __device__ __forceinline__ Outputs(const Pointers& p, const Lot& lot, int tile_of_out, int warp, int lane) {
+  __device__ __forceinline__ void find(const Pointers& p, const Lot& lot, int tile_of_out, int warp, int lane) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
       n[tile] = tile_of_out * OUT + (tile * WARPS + warp) * Layout::part + lane / 4;
@@ -283,13 +284,15 @@ __device__ __forceinline__ void multiply_items(const Pointers& p, const u32* lot
 #pragma unroll 1
   while (item.is_there()) {
     const Lot lot(lots, item.lot);
-    const int number = item.lot;
-    const Outputs outputs(p, lot, item.tile, warp, lane);
+    const int number = item.lot, tile = item.tile;
+    Outputs outputs;
+    if (Outputs::EARLY) outputs.find(p, lot, tile, warp, lane);
     item.advance();
     scales.prepare(lots, item, warp);
     float sums[TILES][MOST_ROWS / 2] = {};
     multiply(sums, ring, at, scales, {0, STEPS}, warp, lane);
     scales.finish();
+    if (!Outputs::EARLY) outputs.find(p, lot, tile, warp, lane);
     store_outputs({p, lot, number}, outputs, sums, lane);
   }
 }
