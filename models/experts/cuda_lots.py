@@ -71,8 +71,8 @@ class _Launcher:
 class CudaLots:
     """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
 
-    What experts give a token is added in the order of its slots, in float32: its bits do not depend on the other tokens, and are the
-    same in every run. One thread at a time.
+    What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
+    other tokens are. One thread at a time.
     """
 
     def __init__(

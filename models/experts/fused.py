@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.spec import DTYPE_NAMES
+from headway.models.experts import cuda_lots
 from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts import cuda_lots
 from headway.models.experts.cuda_lots import CudaLots, computes_lots
 from headway.models.experts.cuda_rows import LOTS, CudaRows, computes_experts
 from headway.models.experts.dequantized import Dequantized, scratch_bytes

@@ -25,8 +25,8 @@ _STEP_COLUMNS = 128
 def expert_lots_cut(product: ExpertProduct, multiprocessors: int) -> CudaCut:
     """Cut a product: blocks of threads of 128 rows of the weight, and of 64 where those would be a tenth more than there are.
 
-    Larger ones copy x fewer times. A warp has two parts of 16 rows, for which it reads x once, where sums leave registers for them.
-    Some blocks are on a multiprocessor, so that others ask for bytes while one ends an item.
+    Larger ones copy x fewer times. A warp has two parts of 16 rows, for which it reads x once. As many blocks as registers allow
+    are on a multiprocessor, so that others ask for bytes while one ends an item.
     """
     blocks = 3 if product.lot <= (32 if product.weight.half else 16) else 2
     wide = CudaCut(2, 4, _MOST_STAGES, per_multiprocessor=blocks)

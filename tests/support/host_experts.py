@@ -1,4 +1,4 @@
-"""Layers of quantised experts for kernels in CUDA C++ on the host, held to float64."""
+"""Layers of quantised experts for kernels in CUDA C++ without a GPU: shapes, forms, and what the host computes beside float64."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.router import Routed
 from headway.models.experts.routing import Routing
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.quantized import WeightBytes
 from headway.models.quantization.forms import merged
 from quantized_weights import float8
 
@@ -30,8 +31,23 @@ SHAPES = {
     "int8": (PLAIN, 336),
 }
 """For each form, experts and hidden size: rows that end within a slice, where the form allows it."""
+QWEN3 = ExpertsConfig(128, 8, 768)
+GPT_OSS = ExpertsConfig(32, 4, 2880, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+PUBLISHED = {"qwen3": (QWEN3, 2048), "gpt_oss": (GPT_OSS, 2880), "rank": (dataclasses.replace(QWEN3, intermediate_size=96), 2048)}
+"""Experts and hidden size of published models, and of one rank of eight."""
 Add = Callable[[Tensor, Routed, ExpertWeights, ExpertsConfig], None]
 """(residual, routed, weights, config): adds what the experts give, in place."""
+
+
+def described(form: str, columns: int) -> tuple[WeightBytes, torch.dtype]:
+    """How the kernel reads a form, and the type of its scales."""
+    if form == "fp8 blocks":
+        return WeightBytes("fp8", columns, 0, -(-columns // 128), 128, 128, False, 64), torch.float32
+    if form == "fp8 rows":
+        return WeightBytes("fp8", columns, 0, 1, columns, 1, False, 64), torch.float32
+    if form == "mxfp4":
+        return WeightBytes("mxfp4", columns // 2, 16, columns // 32, 16, 1, False, 16), torch.uint8
+    return WeightBytes("int4", columns // 2, 16, columns // 32, 16, 1, True, 16), torch.float16
 
 
 def check(

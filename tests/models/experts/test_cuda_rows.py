@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,37 +9,22 @@ import torch
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_rows import LOTS, computes_experts
 from headway.models.experts.cuda_variant import ExpertVariant, expert_variant
 from headway.models.fused.cuda_products import ArrangedWeight, computes
-from headway.models.fused.quantized import WeightBytes
 from headway.models.quantization.forms import QuantizedWeight
+from host_experts import PUBLISHED, described
 from quantized_weights import float8, int4
 
 BF16 = torch.bfloat16
 SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
 """Of a block of threads, and of an H200."""
-QWEN3 = ExpertsConfig(128, 8, 768)
-GPT_OSS = ExpertsConfig(32, 4, 2880, biases=True, swiglu_alpha=1.702, swiglu_limit=7.0)
-SHAPES = {"qwen3": (QWEN3, 2048), "gpt_oss": (GPT_OSS, 2880), "rank": (replace(QWEN3, intermediate_size=96), 2048)}
 EVERYDAY = ("fp8 blocks", "qwen3"), ("mxfp4", "gpt_oss")
-
-
-def described(form: str, columns: int) -> tuple[WeightBytes, torch.dtype]:
-    """How the kernel reads a form, and the type of its scales."""
-    if form == "fp8 blocks":
-        return WeightBytes("fp8", columns, 0, -(-columns // 128), 128, 128, False, 64), torch.float32
-    if form == "fp8 rows":
-        return WeightBytes("fp8", columns, 0, 1, columns, 1, False, 64), torch.float32
-    if form == "mxfp4":
-        return WeightBytes("mxfp4", columns // 2, 16, columns // 32, 16, 1, False, 16), torch.uint8
-    return WeightBytes("int4", columns // 2, 16, columns // 32, 16, 1, True, 16), torch.float16
 
 
 def variants(form: str, shape: str) -> list[ExpertVariant]:
     """Both products in every lot, as launches make them."""
-    config, hidden = SHAPES[shape]
+    config, hidden = PUBLISHED[shape]
     found = []
     for lot, first in product((1, *LOTS), (True, False)):
         weight, scales = described(form, hidden if first else config.intermediate_size)
@@ -50,7 +34,7 @@ def variants(form: str, shape: str) -> list[ExpertVariant]:
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", PUBLISHED)
 @pytest.mark.parametrize("form", ["fp8 blocks", "fp8 rows", "mxfp4", "int4"])
 def test_cuts_fit_into_shared_memory_and_leave_few_warps_idle(form: str, shape: str) -> None:
     for variant in variants(form, shape):
@@ -65,7 +49,7 @@ def test_cuts_fit_into_shared_memory_and_leave_few_warps_idle(form: str, shape: 
     ("form", "shape"),
     [
         pair if pair in EVERYDAY else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in product(("fp8 blocks", "fp8 rows", "mxfp4", "int4"), SHAPES)
+        for pair in product(("fp8 blocks", "fp8 rows", "mxfp4", "int4"), PUBLISHED)
         if pair != ("fp8 blocks", "rank")
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from headway.models.experts.weights import ExpertWeights
 from headway.models.operations import Norm
 from headway.models.quantization.forms import merged
 from quantized_weights import float8
+
+if TYPE_CHECKING:
+    from headway.models.experts.methods import Method
 
 pytestmark = pytest.mark.gpu
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
@@ -46,7 +50,7 @@ class Given:
         self.norm: Norm = self.layer.norm_of(dtype, "cuda")
         self.kind = FusedExperts(config, dtype, DEVICE, forms=forms_of(self.weights))
         self.kind.layer(self.weights, self.norm)
-        self.methods = [way for way in self.kind.methods.values() if way.name.startswith("cuda.rows")]
+        self.methods = [way for way in self.kind.methods.values() if way.name.startswith(("cuda.rows", "cuda.lots"))]
 
     def check(self, x: Tensor, experts: Tensor | None = None) -> None:
         """Hold each method that takes so many tokens to the reference. experts: in place of those that the router chooses."""
@@ -74,6 +78,25 @@ def test_products_of_every_form_are_right(monkeypatch: pytest.MonkeyPatch, form:
     assert bool(given.methods) == read(form, shape)
     for count in (1, 2, 7, 17, 64) if given.methods else ():
         given.check(given.layer.draw(count, given.hidden))
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "mxfp4"])
+def test_lots_take_more_tokens_and_keep_their_bits(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    given = Given(monkeypatch, form, "gpt_oss")
+    lots = [way for way in given.methods if way.name.startswith("cuda.lots")]
+    if not lots:
+        pytest.skip("needs compute capability 9.0")
+    given.methods = lots
+    given.check(given.layer.draw(200, given.hidden))
+    x = given.layer.draw(90, given.hidden).to(DEVICE, BF16)
+    for method in lots:
+        if method.takes(90, BF16) and method.takes(60, BF16):
+            found = []
+            for rows in (x, x[20:80]):
+                y = rows.clone()
+                method.add(y, method.route(y, given.norm, given.weights), given.weights)
+                found.append(y)
+            assert torch.equal(found[1], found[0][20:80]), method.name
 
 
 @pytest.mark.parametrize("form", ["fp8 blocks", "int4, zeros"])
@@ -115,7 +138,13 @@ def test_a_tokens_bits_depend_on_neither_the_others_nor_the_lots(monkeypatch: py
 
 def test_a_graph_gives_the_same_bits_for_other_tokens_than_it_was_captured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Given(monkeypatch, "fp8 blocks", "qwen3")
-    method, x = given.methods[0], given.layer.draw(12, given.hidden).to(DEVICE, BF16)
+    for method in [way for way in given.methods if way.takes(12, BF16)]:
+        replay(given, method)
+
+
+def replay(given: Given, method: Method) -> None:
+    """Capture two layers, one after the other, and replay them for other tokens."""
+    x = given.layer.draw(12, given.hidden).to(DEVICE, BF16)
     y, eager = x.flip(0).contiguous(), x.clone()
     method.add(eager, method.route(eager, given.norm, given.weights), given.weights)
     graph = torch.cuda.CUDAGraph()
