@@ -92,10 +92,8 @@ class CudaLots:
         self._launchers: dict[LotsVariant, _Launcher] = {}
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
-        """See Method. Lots that cannot be half full are left to smaller ones, and experts of many lots to larger ones."""
-        pairs = num_tokens * self._config.num_slots / self._config.num_all
-        filled = self._lot == LOTS[0] or num_tokens > self._lot // 2
-        return num_tokens <= MOST_TOKENS and filled and (self._lot == LOTS[-1] or pairs <= 4 * self._lot)
+        """See Method."""
+        return suits(self._lot, num_tokens, self._config)
 
     def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """See Method."""
@@ -139,6 +137,16 @@ class CudaLots:
         if launcher is None:
             launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
         return launcher
+
+
+def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:
+    """Whether lots of up to so many rows may be the best for so many tokens.
+
+    Those that hardly an expert fills by half are left to smaller ones, and experts of more than four to larger ones.
+    """
+    pairs = num_tokens * config.num_slots / config.num_all
+    filled = lot == LOTS[0] or (num_tokens > lot // 2 and pairs >= lot / 8)
+    return num_tokens <= MOST_TOKENS and filled and (lot == LOTS[-1] or pairs <= 4 * lot)
 
 
 def computes_lots(config: ExpertsConfig, device: torch.device) -> Support:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.cuda_lots import LOTS, computes_lots
+from headway.models.experts.cuda_lots import LOTS, computes_lots, suits
 from headway.models.experts.lots_variant import LotsVariant, lots_variant
 from headway.models.fused.cuda_products import ArrangedWeight
 from host_experts import PUBLISHED, described
@@ -64,6 +64,22 @@ def test_sources_compile(form: str, shape: str, caplog: pytest.LogCaptureFixture
     for variant in variants(form, shape):
         assert variant.source.compile("sm_90a", compiler).startswith(b"\x7fELF")
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "lots"),
+    [
+        ("gpt_oss", 1, [8]),
+        ("gpt_oss", 16, [8, 16]),
+        ("gpt_oss", 64, [8, 16, 32, 64]),
+        ("gpt_oss", 256, [8, 16, 32, 64]),
+        ("qwen3", 16, [8]),
+        ("qwen3", 64, [8, 16, 32]),
+        ("qwen3", 257, []),
+    ],
+)
+def test_lots_are_offered_where_experts_fill_them(shape: str, tokens: int, lots: list[int]) -> None:
+    assert [lot for lot in LOTS if suits(lot, tokens, PUBLISHED[shape][0])] == lots
 
 
 def test_what_cannot_be_computed_is_refused_with_a_reason() -> None:
