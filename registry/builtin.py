@@ -72,7 +72,7 @@ def _hopper() -> type[AttentionBackend]:
     return HopperAttention
 
 
-def _hopper_latent() -> type[AttentionBackend]:
+def _hopper_mla() -> type[AttentionBackend]:
     from headway.backends.hopper.latent_backend import HopperLatent
 
     return HopperLatent
@@ -143,9 +143,9 @@ def headway_register_backends() -> list[BackendInfo]:
         ),
         _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
         _info(
-            "hopper_latent",
+            "hopper_mla",
             "our decode and extend of latents in CUDA C++ for H100 and H200, compiled at first use",
-            _hopper_latent,
+            _hopper_mla,
             "headway[cuda]",
         ),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
@@ -198,7 +198,7 @@ _PROMPTS = (
     "flash_attn",
     "torch_varlen",
     "triton",
-    "hopper_latent",
+    "hopper_mla",
     "xformers",
     "sdpa",
     "sdpa.math",
@@ -209,7 +209,7 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
         Phase.EXTEND: _PROMPTS,
         Phase.DECODE: (
             "triton",
-            "hopper_latent",
+            "hopper_mla",
             "flash_attn_3",
             "vllm_paged",
             "flash_attn",

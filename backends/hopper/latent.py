@@ -151,7 +151,7 @@ class HopperLatentDecode(LatentDecode):
         if len(plan.chunks.table) == 0:
             return
         if out.data_ptr() & 15 or (out.stride(0) | out.stride(1)) & 7:
-            raise BackendError(f"hopper_latent: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
+            raise BackendError(f"hopper_mla: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
         addresses = (plan.block_table, plan.chunks.table, plan.partial, plan.lse)
         packed = ARGUMENTS.pack(
             out.data_ptr(),

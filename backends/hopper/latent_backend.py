@@ -1,4 +1,4 @@
-"""The backend `hopper_latent`."""
+"""The backend `hopper_mla`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HINT = "name triton, which runs on every GPU"
 class HopperLatent(AttentionBackend):
     """Our CUDA C++ attention over latents for H100 and H200: a tile of keys is copied once, as key and as value of 64 rows."""
 
-    name = "hopper_latent"
+    name = "hopper_mla"
     capabilities = Capabilities(
         phases=frozenset({Phase.EXTEND, Phase.DECODE}),
         layouts=(LATENT,),

@@ -57,7 +57,7 @@ def _print_missing(out: Terminal, supports: Mapping[str, Support]) -> None:
             out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
 
 
-_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts"}
+_SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}
 """Phases in a narrow terminal."""
 
 

@@ -1,4 +1,4 @@
-"""The backend `hopper_latent` with its kernel run by the host; Triton's interpreter cuts the keys and merges the parts."""
+"""The backend `hopper_mla` with its kernel run by the host; Triton's interpreter cuts the keys and merges the parts."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ def test_it_claims_absorbed_layers_of_deepseek(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_registry_takes_its_claims(registry: Registry) -> None:
-    assert registry.backend("hopper_latent") is HopperLatent
+    assert registry.backend("hopper_mla") is HopperLatent
     if not torch.cuda.is_available():
-        assert str(registry.availability("hopper_latent")) == "no: device: needs a CUDA GPU, got none"
+        assert str(registry.availability("hopper_mla")) == "no: device: needs a CUDA GPU, got none"
     equal = layer(v_head_dim=576, value_in_key=False)
     refused = str(HopperLatent.supports(equal, NHD, 16, Phase.DECODE))
     assert "head_dim: needs values of another length than keys, got 576" in refused
@@ -124,7 +124,7 @@ def test_a_cache_whose_rows_are_scattered_is_refused() -> None:
 
 def test_options_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     run_by_the_host(monkeypatch, 0)
-    with pytest.raises(ConfigError, match=r"hopper_latent.cluster: needs a number of at least 1"):
+    with pytest.raises(ConfigError, match=r"hopper_mla.cluster: needs a number of at least 1"):
         HostLatent(layer(device=torch.device("cpu")), LATENT, 16, {"cluster": "0"})
 
 
