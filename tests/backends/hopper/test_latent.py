@@ -58,6 +58,7 @@ def test_the_source_is_right_on_the_host() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_the_rare_cases_are_right_on_the_host() -> None:
     assert passed_in_the_interpreter(ON_THE_HOST, marks="slow") >= 20
 

@@ -45,12 +45,14 @@ def test_every_form(monkeypatch: pytest.MonkeyPatch, form: str, tokens: int, lot
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("tokens", "lot"), [(17, 8), (64, 8), (33, 16), (64, 32), (100, 64)])
 def test_experts_of_several_lots_and_of_no_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, lot: int) -> None:
     check(monkeypatch, lots_of(lot), "mxfp4", CLAMPED, 160, tokens, alike=True)
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("order", [0, 1, 2])
 @pytest.mark.parametrize("lot", [16, 32])
 @pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4", "int4, zeros"])
@@ -60,6 +62,7 @@ def test_threads_in_any_order_of_short_rings(monkeypatch: pytest.MonkeyPatch, fo
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("tiles", "warps", "lot"), [(2, 4, 8), (4, 2, 16), (1, 8, 32), (2, 4, 64)])
 def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tiles: int, warps: int, lot: int) -> None:
     config = dataclasses.replace(CLAMPED, intermediate_size=224)
@@ -68,6 +71,7 @@ def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tile
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("form", "config"),
     [
@@ -84,6 +88,7 @@ def test_experts_without_a_gate_and_shared_ones_in_float16(
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("lot", [8, 32])
 @pytest.mark.parametrize(
     ("first", "second"),
