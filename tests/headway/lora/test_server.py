@@ -95,7 +95,8 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(served: Running, ad
         assert http.post("/v1/load_lora_adapter", json={**load, "lora_path": adapters[2].lora_path}).status_code == 200
         assert http.post("/v1/completions", json={**BODY, "model": "b"}).json()["choices"][0]["token_ids"] == again
         in_place = {**load, "load_inplace": True}
-        assert http.post("/v1/load_lora_adapter", json=in_place).status_code == 200
+        answer = http.post("/v1/load_lora_adapter", json=in_place)
+        assert answer.status_code == 200, answer.text
         assert http.post("/v1/completions", json={**BODY, "model": "b"}).json()["choices"][0]["token_ids"] == expected
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "b"}).status_code == 200
 
