@@ -65,8 +65,9 @@ class AdapterRoutes:
             hint = "unload it, or say load_inplace=true"
             raise ApiError(400, f"lora_name: the adapter {name[:100]!r} {what}; {hint}", "lora_name")
         self._loading.add(name)
-        self._numbers += 1
         try:
+            known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
+            self._numbers = max(self._numbers, *known, 0) + 1
             made = LoRARequest(name, self._numbers, asked.lora_path)
             await self._llm.add_lora(made)
         finally:

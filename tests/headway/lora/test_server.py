@@ -73,6 +73,20 @@ def test_every_api_has_adapters(served: Running) -> None:
             assert plain != adapted, path
 
 
+def test_numbers_that_a_program_has_given_are_left_alone(served: Running, adapted: LLM, adapters: list[LoRARequest]) -> None:
+    number = max(adapted.list_loras()) + 1
+    adapted.add_lora(LoRARequest("the program's", number, adapters[3].lora_path))
+    with httpx.Client(base_url=served.url, timeout=30) as http:
+        for name in ("first", "second"):
+            load = {"lora_name": name, "lora_path": adapters[1].lora_path}
+            answer = http.post("/v1/load_lora_adapter", json=load)
+            assert answer.status_code == 200, answer.text
+        for name in ("first", "second"):
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+    assert number in adapted.list_loras()
+    adapted.remove_lora(number)
+
+
 def test_adapters_are_loaded_and_unloaded_while_requests_run(served: Running, adapted: LLM, adapters: list[LoRARequest]) -> None:
     expected, again = tokens(adapted, adapters[1]), tokens(adapted, adapters[2])
     for each in adapters[1:3]:
