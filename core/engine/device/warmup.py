@@ -77,8 +77,8 @@ class WarmUp:
             self._launch(step)
             if self._adapters is not None:  # in a slot of zeros
                 self._launch(replace(step, adapters=numpy.zeros(step.num_seqs, dtype=numpy.int32)))
-        first_of = {spec.kind: spec for spec in reversed(self._attention.layers.distinct)}
-        for spec in reversed(first_of.values()):  # kernels are compiled for a kind of layer
+        one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
+        for spec in one_of.values():  # kernels are compiled for a kind of layer
             self._attend(spec)
         if self._attention.states is not None:
             self._run_states(self._attention.states)

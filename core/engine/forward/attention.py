@@ -115,10 +115,11 @@ class PagedAttention:
     ) -> Plans:
         """The plans of all layers; views: for each distinct spec. plan: makes one."""
         plans: Plans = {}
-        for spec, first, view in zip(self._kinds, self._alike, views, strict=True):
-            shares = backends[self.layers.in_phase(spec, view.phase)].capabilities.shares_plans
-            known = plans.get(self._kinds[first]) if shares else None
-            plans[spec] = plan(spec, view, backends) if known is None else known
+        for number, (spec, first, view) in enumerate(zip(self._kinds, self._alike, views, strict=True)):
+            if first < number and backends[self.layers.in_phase(spec, view.phase)].capabilities.shares_plans:
+                plans[spec] = plans[self._kinds[first]]
+            else:
+                plans[spec] = plan(spec, view, backends)
         return plans
 
     def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
@@ -130,14 +131,14 @@ class PagedAttention:
 
     def begin_graph(self, metadata: GroupMetadata, decode: Backends) -> Plans:
         """Plan a decode step that is captured; the plans are kept for its replays. See AttentionBackend.plan_for_capture."""
-        views = [each for _, each in self._by_kind(metadata)]
+        views = self._views(metadata)
         plans = self._plan_all(views, decode, lambda spec, view, backends: backends[spec].plan_for_capture(view))
         self.resume_graph(metadata, decode, plans)
         return plans
 
     def begin_prefill_graph(self, metadata: GroupMetadata, prefill: Backends) -> Plans:
         """Plan a step of prompts that is captured and replayed at the same lengths; see GraphLevel.UNIFORM."""
-        plans = self._plan_all([each for _, each in self._by_kind(metadata)], prefill, self._plan)
+        plans = self._plan_all(self._views(metadata), prefill, self._plan)
         self.resume_graph(metadata, prefill, plans)
         return plans
 
@@ -146,15 +147,15 @@ class PagedAttention:
         first = self._set_up(metadata, backends)[0]
         self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans)]
 
-    def _by_kind(self, metadata: GroupMetadata) -> list[tuple[AttentionSpec, AttentionMetadata]]:
-        """The kinds of layers, each with the metadata of its group."""
+    def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
+        """For each distinct spec, the metadata of its group."""
         if isinstance(metadata, AttentionMetadata):
-            return [(spec, metadata) for spec in self._kinds]
-        return [(spec, metadata[group]) for spec, group in zip(self._kinds, self.groups, strict=True)]
+            return [metadata] * len(self._kinds)
+        return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
         """Note where a step's k and v go, and who writes them. Returns the metadata of each kind."""
-        step = [each for _, each in self._by_kind(metadata)]
+        step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
         self._decode_writes = self._writing(step[0], decode)
         return step
