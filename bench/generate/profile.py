@@ -7,7 +7,7 @@ the GPU is busy from the ones that follow with it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,6 +16,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headway.bench.generate.workloads import Requests
+from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
@@ -32,8 +33,18 @@ class Window:
     Leave it by `close`, which drops the sequences.
     """
 
-    def __init__(self, engine: EngineLoop, device: torch.device, requests: Requests, temperature: float) -> None:
-        """Queue the sequences, each as it is halfway, and run them until only decode steps are left."""
+    def __init__(
+        self,
+        engine: EngineLoop,
+        device: torch.device,
+        requests: Requests,
+        temperature: float,
+        adapters: Sequence[LoRARequest | None] = (None,),
+    ) -> None:
+        """Queue the sequences, each as it is halfway, and run them until only decode steps are left.
+
+        adapters: of the sequences, in turn.
+        """
         self._engine = engine
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
@@ -42,7 +53,8 @@ class Window:
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
             room = engine.capacity.max_model_len - len(prompt)
             params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True)
-            engine.add_request(f"window {number}", engine.limits.checked(prompt, params))
+            own = adapters[number % len(adapters)]
+            engine.add_request(f"window {number}", engine.limits.checked(prompt, params, lora_request=own))
         settled = 0
         while settled < _SETTLED and engine.has_unfinished:
             before = engine.stats.num_prefill_tokens
@@ -76,7 +88,7 @@ class Window:
         return 1 - 1e-6 * covered(spans) / profiled / wall if profiled else None
 
     def write_trace(self, path: Path) -> None:
-        """A Chrome trace of the steps (chrome://tracing, https://ui.perfetto.dev).
+        """A Chrome trace of the steps (chrome://tracing, https://ui.perfetto.dev); studies/step_trace.py adds up its kernels.
 
         :raises ConfigError: no step to look at, or a file that cannot be written.
         """

@@ -75,14 +75,14 @@ def run_offline(
     cells, busy, adapters = [], crowding(), _drawn_adapters(llm, options.adapters)
     for workload in workloads:
         requests = workload.requests(llm.model.decoder.vocab_size)
-        for own in [(), adapters] if adapters else [()]:
+        for own in [[], adapters] if adapters else [[]]:
             passes = []
             for number in range(options.warmup + options.repeat):
                 done = _run(llm, requests, workload.temperature, own)
                 passes += [done] if number >= options.warmup else []
                 advance(workload.label)
-            trace = options.trace if workload is workloads[-1] else None
-            idle = None if own else _look_inside(llm, requests, workload.temperature, trace)
+            last = workload is workloads[-1] and own == adapters
+            idle = _look_inside(llm, requests, workload.temperature, options.trace if last else None, own)
             cells.append(_summary(llm, workload, requests, passes, idle, rates, options.ranks, len(own)))
     return OfflineReport(
         command=command,
@@ -163,10 +163,12 @@ def _run(llm: LLM, requests: Requests, temperature: float, adapters: Sequence[Lo
     return _Pass(seconds, statistics.mean(first), statistics.mean(later) if later else None, stats)
 
 
-def _look_inside(llm: LLM, requests: Requests, temperature: float, trace: Path | None) -> float | None:
+def _look_inside(
+    llm: LLM, requests: Requests, temperature: float, trace: Path | None, adapters: Sequence[LoRARequest]
+) -> float | None:
     if llm.device.type != "cuda" and trace is None:
         return None
-    window = Window(llm.engine, llm.device, requests, temperature)
+    window = Window(llm.engine, llm.device, requests, temperature, adapters or (None,))
     try:
         idle = window.gpu_idle_share()
         if trace is not None:

@@ -1,0 +1,122 @@
+"""Where a decode step's time on the GPU goes: the kernels of a trace by name, and for how long the GPU was idle before each.
+
+headway bench throughput --model llama-3-8b --load-format dummy --batch-size 16 --input-len 512 --profile step.json
+python -m headway.bench.studies.step_trace step.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from headway.bench.studies.command import run_study
+from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
+
+STEP = "headway.step"
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LONGEST_NAME = 38
+
+
+@dataclass
+class KernelShare:
+    """All launches of one kernel in a trace; microseconds."""
+
+    name: str
+    launches: int = 0
+    busy: float = 0.0
+    """In which it ran and no kernel that had begun before it did: of all kernels together this is what the GPU was busy."""
+    idle: float = 0.0
+    """In which nothing ran, directly before it began."""
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """What the GPU did in the steps of a trace."""
+
+    num_steps: int
+    kernels: Sequence[KernelShare]
+    """Those that took longest first."""
+
+    @property
+    def busy(self) -> float:
+        """Microseconds of a step in which something ran."""
+        return sum(each.busy for each in self.kernels) / self.num_steps
+
+    @property
+    def idle(self) -> float:
+        """Microseconds of a step in which nothing ran, the host's pauses between steps included."""
+        return sum(each.idle for each in self.kernels) / self.num_steps
+
+
+def read_trace(path: Path) -> TracedSteps:
+    """Add up the kernels of a Chrome trace that `--profile` of `headway bench throughput` wrote.
+
+    :raises ConfigError: a file that is no such trace, or one in which no kernel ran.
+    """
+    need = "a trace that `headway bench throughput --profile` wrote on a GPU"
+    try:
+        events = json.loads(path.read_text())["traceEvents"]
+        steps = sum(event.get("name") == STEP and event.get("cat") == "user_annotation" for event in events)
+        work = [(event["ts"], event["ts"] + event["dur"], event["name"]) for event in events if event.get("cat") in _WORK]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("TRACE", need, f"{path}: {type(error).__name__}: {error}") from None
+    if not steps or not work:
+        raise ConfigError("TRACE", need, f"{path}: {steps} steps, {len(work)} kernels")
+    return TracedSteps(steps, _shares(sorted(work)))
+
+
+def _shares(work: Sequence[tuple[float, float, str]]) -> list[KernelShare]:
+    """work: start, end and name of each launch, by their starts."""
+    shares: dict[str, KernelShare] = {}
+    reached = work[0][0]
+    for start, end, name in work:
+        share = shares.setdefault(name, KernelShare(name))
+        share.launches += 1
+        share.idle += max(0.0, start - reached)
+        share.busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return sorted(shares.values(), key=lambda each: -each.busy)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its result, namespaces, template arguments and parameters."""
+    plain = re.sub(r"[<(].*", "", name.removeprefix("void ").replace("(anonymous namespace)::", ""))
+    return plain.rsplit("::", 1)[-1].strip()[:_LONGEST_NAME]
+
+
+def step_trace(
+    trace: Annotated[Path, typer.Argument(help="What `headway bench throughput --profile` wrote.")],
+    most: Annotated[int, typer.Option(min=1, help="Kernels that have a row of their own.")] = 20,
+) -> None:
+    """Show which kernels a decode step spends its time in, and before which of them the GPU is idle."""
+    found = read_trace(trace)
+    table = Table(box=box.SIMPLE_HEAD, title=f"microseconds of a step, mean of {found.num_steps}")
+    table.add_column("kernel")
+    for column in ("launches", "busy", "idle before"):
+        table.add_column(column, justify="right")
+    for each in found.kernels[:most]:
+        _add_row(table, short_name(each.name), [each], found.num_steps)
+    if found.kernels[most:]:
+        _add_row(table, f"{len(found.kernels) - most} others", found.kernels[most:], found.num_steps)
+    table.add_section()
+    _add_row(table, "all", found.kernels, found.num_steps)
+    Terminal().print(table)
+
+
+def _add_row(table: Table, name: str, shares: Sequence[KernelShare], steps: int) -> None:
+    launches = sum(each.launches for each in shares) / steps
+    busy, idle = (sum(times) / steps for times in ([each.busy for each in shares], [each.idle for each in shares]))
+    table.add_row(name, f"{launches:.4g}", f"{busy:,.1f}", f"{idle:,.1f}")
+
+
+if __name__ == "__main__":
+    run_study(step_trace)
