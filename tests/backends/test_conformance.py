@@ -45,7 +45,12 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    ("name", "step"), [("sdpa", 4), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in CPU_BACKENDS)]
+    ("name", "step"),
+    [
+        ("sdpa", 4),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in CPU_BACKENDS),
+        *(pytest.param(name, 1, marks=[pytest.mark.slow, pytest.mark.soak]) for name in CPU_BACKENDS),
+    ],
 )
 def test_the_quick_answers_of_a_phase_are_right(name: str, step: int, phase: str) -> None:
     """step: one cell of so many is run."""

@@ -64,8 +64,8 @@ def test_a_change_that_random_steps_cannot_see_is_told_from_a_mistake() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_quick_kit_finds_most_of_a_sample() -> None:
-    """The floor that CI holds, with a dozen out of a hundred; `python -m headway.bench.studies.mutants --quick` tries all."""
-    numbers = random.Random(SEED).sample(range(len(everything())), 100)[12:24]
+    """The floor that CI holds, with some out of a hundred; `python -m headway.bench.studies.mutants --quick` tries all."""
+    numbers = random.Random(SEED).sample(range(len(everything())), 100)[12:20]
     outcomes = [each for each in score(numbers, quick=True, jobs=1) if not each.raises and not each.equivalent]
     assert sum(bool(each.caught) for each in outcomes) >= 0.85 * len(outcomes), outcomes
 

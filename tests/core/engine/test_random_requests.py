@@ -83,8 +83,10 @@ def test_200_random_requests() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [1000, pytest.param(2000, marks=pytest.mark.soak)])
-def test_10_000_random_requests(first: int) -> None:
-    counts = run_worlds(first, num_worlds=100, num_requests=100)
+@pytest.mark.parametrize(
+    ("first", "num_worlds"), [(1000, 40), pytest.param(2000, 100, marks=pytest.mark.soak)], ids=["4,000", "10,000"]
+)
+def test_thousands_of_random_requests(first: int, num_worlds: int) -> None:
+    counts = run_worlds(first, num_worlds, num_requests=100)
     never = [what for what in ("swap", "recompute", "hits", "stored", "interrupts", *FAULTS) if not counts[what]]
     assert not never, "requests as random as these should have come to that"

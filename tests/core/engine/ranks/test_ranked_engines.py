@@ -157,7 +157,7 @@ def test_guesses_forms_and_more_ranks_change_no_token(size: int, tmp_path: Path,
         ("loop", r"in step \d+: it has stood still for 6 s while rank 0 waits for it in step \d+"),
     ],
 )
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_rank_that_fails_in_a_step_ends_the_engine(fault: str, text: str, size: int, engines: list[EngineLoop]) -> None:
     config = EngineConfig(block_size=8, kv_cache_memory=2**20)
     engine = ranked_engine(size, config, fault=fault)
