@@ -21,8 +21,9 @@ from headway.models.experts.lots_variant import MOST_TOKENS, LotsVariant, expert
 from headway.models.experts.methods import most_blocks
 from headway.models.experts.router import Routed, Router
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.cuda_arranged import ArrangedWeight, Arrangements
 from headway.models.fused.cuda_cuts import SLICE_BYTES
-from headway.models.fused.cuda_products import POINTERS, ArrangedWeight, Arrangements
+from headway.models.fused.cuda_launchers import POINTERS
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
 

@@ -20,7 +20,8 @@ from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import MOST_TOKENS, ExpertCutRule, ExpertVariant, expert_rows_cut, expert_variant
 from headway.models.experts.router import Routed, Router
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.cuda_products import POINTERS, Arrangements, computes
+from headway.models.fused.cuda_arranged import Arrangements, computes
+from headway.models.fused.cuda_launchers import POINTERS
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
 

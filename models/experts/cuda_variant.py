@@ -9,8 +9,9 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
+from headway.models.fused.cuda_arranged import ArrangedWeight
 from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut
-from headway.models.fused.cuda_products import CSRC, ArrangedWeight, CudaVariant
+from headway.models.fused.cuda_variant import CSRC, CudaVariant
 from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 64

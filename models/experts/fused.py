@@ -25,7 +25,7 @@ from headway.models.experts.methods import (
 )
 from headway.models.experts.router import Router
 from headway.models.experts.weights import ExpertWeights
-from headway.models.fused.cuda_products import Arrangements
+from headway.models.fused.cuda_arranged import Arrangements
 from headway.models.fused.quantized_ways import QuantizedWays
 from headway.models.operations import Norm
 

@@ -9,8 +9,9 @@ import torch
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
+from headway.models.fused.cuda_arranged import ArrangedWeight
 from headway.models.fused.cuda_cuts import PART_ROWS, SLICE_BYTES, CudaCut
-from headway.models.fused.cuda_products import CSRC, ArrangedWeight
+from headway.models.fused.cuda_variant import CSRC
 from headway.models.fused.quantized import WeightBytes
 
 MOST_TOKENS = 256

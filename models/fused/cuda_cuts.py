@@ -60,18 +60,32 @@ def shared_rows_cut_narrow(weight: WeightBytes, rows: int, out_features: int, ga
 def _shared_cut(
     weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
 ) -> CudaCut:
-    """Complete a cut by its stages and splits. most_blocks: up to which blocks share a sum.
-
-    A ring takes so much that no two blocks of a launch meet without need.
-    """
-    most, parts = max(most_rows_of(rows), 8), cut.warps * cut.tiles
-    step = 2 * most * 128 + parts * 1024 * (1 if weight.half else 2) * 17 // 16
-    row_blocks = -(-(1 << (rows - 1).bit_length()) // most)
-    blocks = -(-out_features // (parts * PART_ROWS // (2 if gated else 1))) * row_blocks
+    """Complete a cut by its stages and splits. most_blocks: up to which blocks share a sum."""
+    most = max(most_rows_of(rows), 8)
+    step = 2 * most * 128 + cut.warps * cut.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
     steps = weight.row // SLICE_BYTES * (2 if weight.half else 1) // 2
-    splits = next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= most_blocks and steps >= 4 * count))
-    room = (2 if blocks * splits <= multiprocessors or not two_fit(cut, most) else 1) * SHARED_BYTES
-    return replace(cut, stages=max(2, min((room - 2048) // step, 6)), splits=splits)
+    blocks = _blocks(cut, rows, out_features, gated)
+    cut = replace(cut, stages=6, splits=_splits(blocks, steps, most_blocks))
+    return _with_room(cut, step, blocks * cut.splits <= multiprocessors or not two_fit(cut, most))
+
+
+def _blocks(cut: CudaCut, rows: int, out_features: int, gated: bool) -> int:
+    """Blocks of threads without those that share a sum."""
+    row_blocks = -(-(1 << (rows - 1).bit_length()) // max(most_rows_of(rows), 8))
+    return -(-out_features // (cut.warps * cut.tiles * PART_ROWS // (2 if gated else 1))) * row_blocks
+
+
+def _splits(blocks: int, steps: int, most_blocks: int) -> int:
+    return next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= most_blocks and steps >= 4 * count))
+
+
+def _with_room(cut: CudaCut, step: int, alone: bool) -> CudaCut:
+    """A cut with as many stages as there is room for, of those it has. step: bytes of a stage.
+
+    alone: a ring takes so much that no two blocks of a launch meet on a multiprocessor without need.
+    """
+    room = (2 if alone else 1) * SHARED_BYTES
+    return replace(cut, stages=max(2, min((room - 2048) // step, cut.stages)))
 
 
 def two_fit(cut: CudaCut, most_rows: int) -> bool:
@@ -79,6 +93,44 @@ def two_fit(cut: CudaCut, most_rows: int) -> bool:
     return cut.warps <= 8 and cut.tiles * most_rows <= _MANY
 
 
+def float8_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+    """Cut a product for w8a8.cu, in blocks of 128 rows of the weight; of 256 where copies of x would be many bytes."""
+    tiles = 2 if rows > _FEW else 1
+    return _float8_cut(weight, rows, out_features, gated, CudaCut(tiles, 8, 12), multiprocessors, multiprocessors)
+
+
+def float8_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
+    """Likewise, in smaller blocks."""
+    most = 2 * multiprocessors if rows <= _FEW else multiprocessors
+    return _float8_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _FEW else 4, 12), most, multiprocessors)
+
+
+def _float8_cut(
+    weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
+) -> CudaCut:
+    """Complete a cut by its stages and splits, as _shared_cut does."""
+    most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
+    step = (cut.warps * cut.tiles * PART_ROWS + most) * columns + 4 * most
+    blocks = _blocks(cut, rows, out_features, gated)
+    cut = replace(cut, splits=_splits(blocks, weight.row // columns, most_blocks))
+    by_row = weight.scale_span >= weight.row
+    return _with_room(cut, step, blocks * cut.splits <= multiprocessors or not float8_two_fit(cut, most, by_row))
+
+
+def float8_two_fit(cut: CudaCut, most_rows: int, by_row: bool) -> bool:
+    """Whether the registers suffice for two blocks of threads of w8a8.cu on a multiprocessor.
+
+    They lie in four parts, and each block has as many warps in each. by_row: rows of x and the weight have one scale.
+    """
+    sums = (1 if cut.tiles * most_rows > 2 * _MANY else cut.tiles) + cut.tiles
+    warps = 2 * -(-(cut.warps + 1) // 4)
+    return sums * most_rows // 2 + (_BESIDE_ROWS if by_row else _BESIDE_BLOCKS) <= _REGISTERS // (32 * warps) // 8 * 8
+
+
+_REGISTERS, _BESIDE_ROWS, _BESIDE_BLOCKS = 16 * 1024, 16, 32
+"""Registers of a quarter of a multiprocessor, and of a thread of w8a8.cu beside its sums, by the scales that it needs."""
+_FEW = 32
+"""Rows up to which x, which each block of threads copies, is a quarter of the bytes of 128 rows of the weight."""
 _FULL = 0.9
 """Share of the multiprocessors that must have work."""
 

@@ -16,6 +16,8 @@ ROW_COUNTS = tuple(2**n for n in range(14))
 """Numbers of rows that are measured; any other takes the choice of the next larger one, whose kernel is cut alike."""
 FEW, SHARED = "few_rows", "shared_rows"
 """Kernels of ours in CUDA C++, for up to 16 rows and for up to 512."""
+FLOAT8 = "w8a8"
+"""Another, for up to 256 rows, which are rounded to floats of 8 bits."""
 KERNEL, SCALED, DEQUANTIZED = "kernel", "scaled_mm", "dequantize"
 """Our kernel in Triton; `torch._scaled_mm`, for which x is rounded to floats of 8 bits; the weight expanded for each product of
 cuBLAS."""

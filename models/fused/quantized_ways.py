@@ -8,17 +8,28 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
+from headway.backends.probe import HALF_DTYPES, capability, untried
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
-from headway.models.fused.cuda_cuts import CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
-from headway.models.fused.cuda_products import MOST_FEW_ROWS, MOST_SHARED_ROWS, Arrangements, CudaProducts, computes
+from headway.models.fused.cuda_arranged import Arrangements, computes
+from headway.models.fused.cuda_cuts import (
+    PART_ROWS,
+    CudaCutRule,
+    few_rows_cut,
+    float8_cut,
+    float8_cut_narrow,
+    shared_rows_cut,
+    shared_rows_cut_narrow,
+)
+from headway.models.fused.cuda_products import CudaProducts, Float8Products
+from headway.models.fused.cuda_variant import FLOAT8_COLUMNS, MOST_FEW_ROWS, MOST_FLOAT8_ROWS, MOST_SHARED_ROWS
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
 from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut
-from headway.models.fused.quantized_choice import FEW, KERNEL, SHARED, ProductKind
+from headway.models.fused.quantized_choice import FEW, FLOAT8, KERNEL, SHARED, ProductKind
 from headway.models.fused.quantized_cuts import CHANGES, MOST_ROWS, changed
-from headway.models.fused.torch_ways import Dequantize, RowRounding, ScaledMM
+from headway.models.fused.torch_ways import Dequantize, RowRounding, ScaledMM, float8_scales
 from headway.models.linear import Linear
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight, form_name
@@ -75,6 +86,38 @@ class CudaWay(ProductWay):
         return self._kernel(x, linear, norm, out=out)
 
 
+class Float8Way(ProductWay):
+    """A kernel of ours in CUDA C++ that multiplies rows of x, rounded to floats of 8 bits, by weights of such floats."""
+
+    norms = rounds = True
+    most_rows = MOST_FLOAT8_ROWS
+
+    def __init__(self, name: str, device: torch.device, cut: CudaCutRule, arranged: Arrangements) -> None:
+        self.name, self._device, self._arranged = name, device, arranged
+        self.kernel = self._kernel = Float8Products(device, cut, arranged)
+
+    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
+        """Floats of 8 bits, by rows or by blocks of 128 x 128, where a GPU multiplies them so and leave is given."""
+        support, (rows, columns) = float8_scales(weight, whole=False), weight.shape
+        if dtype not in HALF_DTYPES:
+            support &= Support.no("dtype", "bfloat16 or float16", dtype)
+        if rows % (2 * PART_ROWS) or columns % FLOAT8_COLUMNS:
+            support &= Support.no("shape", f"multiples of {2 * PART_ROWS} x {FLOAT8_COLUMNS}", f"{rows} x {columns}")
+        found = capability(self._device)
+        if found != (9, 0):
+            got = "none" if found is None else "{}.{}".format(*found)
+            support &= Support.no("compute capability", "9.0, whose matrix units it multiplies by", got)
+        return support & find_compiler()[1] & untried()
+
+    def prepare(self, linear: Linear) -> int:
+        """See ProductWay: scales of rows once more."""
+        return self._arranged.num_bytes(linear.weight)
+
+    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """Two launches: x is normed and rounded, and multiplied."""
+        return self._kernel(x, linear, norm, out=out)
+
+
 class QuantizedWays:
     """Products of x in half precision over quantised weights, by ways that are chosen for each kind of product."""
 
@@ -91,6 +134,8 @@ class QuantizedWays:
                 CudaWay(FEW, device, few_rows_cut, MOST_FEW_ROWS, arranged),
                 CudaWay(SHARED, device, shared_rows_cut, MOST_SHARED_ROWS, arranged, hopper=True),
                 CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, MOST_SHARED_ROWS, arranged, hopper=True),
+                Float8Way(FLOAT8, device, float8_cut, arranged),
+                Float8Way(f"{FLOAT8} narrow", device, float8_cut_narrow, arranged),
                 ScaledMM(device, self.rounding),
                 self.dequantize,
                 Marlin(device),

@@ -58,8 +58,11 @@ class RowRounding:
         return y, scales.t()
 
 
-def float8_scales(weight: QuantizedWeight) -> Support:
-    """Whether a weight is of floats of 8 bits with the scales that products of such floats take: by rows, or by blocks."""
+def float8_scales(weight: QuantizedWeight, whole: bool = True) -> Support:
+    """Whether a weight is of floats of 8 bits with the scales that products of such floats take: by rows, or by blocks.
+
+    whole: whether all blocks must be.
+    """
     if not isinstance(weight, Float8Weight):
         return Support.no("form", "floats of 8 bits", weight.kind)
     rows, columns = weight.shape
@@ -68,7 +71,7 @@ def float8_scales(weight: QuantizedWeight) -> Support:
         support &= Support.no("shape", "multiples of 16", f"{rows} x {columns}")
     by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, rows)
     if weight.block == (BLOCK, BLOCK):
-        if rows % BLOCK or columns % BLOCK:
+        if whole and (rows % BLOCK or columns % BLOCK):
             support &= Support.no("shape", f"multiples of {BLOCK} for blocks", f"{rows} x {columns}")
     elif not by_row:
         got = "{} x {}".format(*weight.block)

@@ -9,7 +9,8 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -26,8 +27,10 @@ from headway.models.experts.lots_variant import LotsVariant, expert_lots_cut, lo
 from headway.models.experts.methods import most_blocks
 from headway.models.experts.router import Routed
 from headway.models.experts.weights import ExpertWeights
+from headway.models.fused.cuda_arranged import ArrangedWeight, arranged
 from headway.models.fused.cuda_cuts import CudaCutRule, most_rows_of
-from headway.models.fused.cuda_products import POINTERS, CudaVariant, arranged
+from headway.models.fused.cuda_launchers import POINTERS
+from headway.models.fused.cuda_variant import CudaVariant, Float8Variant
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
 
@@ -75,39 +78,87 @@ def _pointers(tensors: Tensors) -> bytes:
     return POINTERS.pack(*[0 if each is None else each.data_ptr() for each in tensors], *[0] * 5)
 
 
-def multiply(
-    x: Tensor,
-    weight: QuantizedWeight,
-    rule: CudaCutRule,
-    y: Tensor,
-    norm: Norm | None = None,
-    bias: Tensor | None = None,
-    gated: bool = False,
-    activation: Activation | None = None,
-    add: bool = False,
-    order: int = 0,
-) -> None:
-    """y = the product, as CudaProducts launches it.
+@dataclass(frozen=True)
+class HostProduct:
+    """One product, as CudaProducts launches it."""
 
-    rule: of few_rows.cu or shared_rows.cu. order: in which threads run; see host.h.
-    """
-    read, (rows, columns), out = arranged(weight), x.shape, y.shape[1]
-    cut = rule(read.described, rows, out, gated, MULTIPROCESSORS)
-    shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
-    before = None if norm is None else norm.weight.dtype
-    variant = CudaVariant(x.dtype, *shape, before, gated, activation, add, bias is not None, None, None)
-    library, eps = compiled(variant.source), ctypes.c_float(0.0 if norm is None else norm.eps)
-    tensors = [x, read.codes, read.scales, read.zeros, None if norm is None else norm.weight, bias, y]
-    tiles, blocks = -(-out // (16 * cut.tiles // (2 if gated else 1))), 1
-    if cut.splits:
-        tiles, blocks = -(-tiles // cut.warps), -(-rows // variant.most_rows)
-        tensors[0] = torch.full((blocks * variant.most_rows * columns,), torch.nan, dtype=x.dtype)
-        pointers = [ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in (x, tensors[4], tensors[0])]
-        assert not library.arrange(*pointers, eps, rows, *_places([x, tensors[4], tensors[0]])), SAID
+    x: Tensor
+    weight: QuantizedWeight
+    rule: CudaCutRule
+    y: Tensor
+    """Written, or added to."""
+    norm: Norm | None = None
+    bias: Tensor | None = None
+    gated: bool = False
+    activation: Activation | None = None
+    add: bool = False
+    order: int = 0
+    """In which threads run; see host.h."""
+
+    @property
+    def eps(self) -> ctypes.c_float:
+        """Of the norm."""
+        return ctypes.c_float(0.0 if self.norm is None else self.norm.eps)
+
+    def variant(self, of: type[CudaVariant], read: ArrangedWeight) -> CudaVariant:
+        """What the kernel is compiled for."""
+        (rows, columns), out = self.x.shape, self.y.shape[1]
+        cut = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
+        shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
+        before = None if self.norm is None else self.norm.weight.dtype
+        return of(self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, None, None)
+
+    def tensors(self, read: ArrangedWeight, x: Tensor) -> list[Tensor | None]:
+        """What the kernel is given. x: as it reads it."""
+        return [x, read.codes, read.scales, read.zeros, self.norm_weight, self.bias, self.y]
+
+    @property
+    def norm_weight(self) -> Tensor | None:
+        """Of the norm."""
+        return None if self.norm is None else self.norm.weight
+
+
+def multiply(product: HostProduct) -> None:
+    """Compute a product by few_rows.cu or shared_rows.cu."""
+    read, (rows, columns) = arranged(product.weight), product.x.shape
+    variant = product.variant(CudaVariant, read)
+    library, tiles, blocks, x = compiled(variant.source), -(-variant.out_features // variant.tile_rows), 1, product.x
+    if variant.cut.splits:
+        blocks = -(-rows // variant.most_rows)
+        x = torch.full((blocks * variant.most_rows * columns,), torch.nan, dtype=x.dtype)
+        _launch_rows(library.arrange, [product.x, product.norm_weight, x], product)
         given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
     else:
-        given = eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
-    assert not library.run(_pointers(tensors), *given, variant.threads, variant.shared_bytes, order, *_places(tensors)), SAID
+        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
+    tensors = product.tensors(read, x)
+    sizes = variant.threads, variant.shared_bytes, product.order
+    assert not library.run(_pointers(tensors), *given, *sizes, *_places(tensors)), SAID
+
+
+def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
+    """Compute a product by w8a8.cu. Returns x as it was rounded, [rows, K], and its scales, [groups, rows]."""
+    read, (rows, columns) = arranged(product.weight), product.x.shape
+    variant = product.variant(Float8Variant, read)
+    assert isinstance(variant, Float8Variant)
+    library, most = compiled(variant.source), variant.most_rows
+    blocks = -(-rows // most)
+    x = torch.full((blocks, columns // 128, most, 8, 16), 255, dtype=torch.uint8)  # NaN
+    scales = torch.full((variant.groups, blocks * most), torch.nan)
+    _launch_rows(library.round_x, [product.x, product.norm_weight, x, scales], product)
+    tensors = [*product.tensors(read, x), scales]
+    sizes = len(read.codes), rows, -(-variant.out_features // variant.tile_rows) * blocks
+    how = variant.threads, variant.shared_bytes, product.order
+    given = ctypes.c_void_p(scales.data_ptr()), ctypes.c_long(sizes[0]), *sizes[1:], *how
+    assert not library.run(_pointers(tensors[:-1]), *given, *_places(tensors)), SAID
+    row, chunk = torch.arange(most)[:, None], torch.arange(8)
+    plain = x[:, :, row, chunk ^ (row & 7)].permute(0, 2, 1, 3, 4).reshape(-1, columns)
+    return plain[:rows].view(torch.float8_e4m3fn), scales[:, :rows]
+
+
+def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProduct) -> None:
+    """A launch that brings rows of x into the form that a product reads."""
+    pointers = [ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors]
+    assert not kernel(*pointers, product.eps, len(product.x), *_places(tensors)), SAID
 
 
 def add_experts(

@@ -2,7 +2,7 @@
 // by warps that lie side by side along the rows of W and share x, so that neither a sum over K nor a copy of x is a warp's own.
 //
 // Three launches before the sum: arrange_lots finds the lots, writes them to a table, and puts the rows of their tokens into the order of
-// ring.cuh; the first product (GATHER) writes its activated rows in that order for the second, whose rows lie in the order of experts.
+// pairs.cuh; the first product (GATHER) writes its activated rows in that order for the second, whose rows lie in the order of experts.
 // add_slots sums those of each token, in the order of its slots: the same bits in every run, whatever the other tokens are.
 //
 // Blocks of threads take turns at all tiles of all lots, and the thread that copies runs ahead from one to the next. Neighbours have the
@@ -33,7 +33,7 @@ constexpr int PIECE_ZEROS = ZEROS ? (GROUPS * OUT + 127) / 128 * 128 : 0;
 static_assert(OUT % BOX == 0 && N % BOX == 0);
 
 // Of a slice in shared memory; see Ring.
-struct Layout {
+struct Layout : PairsLayout {
   static constexpr int part = 16 / PIECES, group = OUT, scales = BLOCK_ROWS * SLICE, zeros = scales + PIECES * PIECE_SCALES;
   static constexpr int bytes = zeros + PIECES * PIECE_ZEROS, below = GATED ? OUT * SLICE : 8 * SLICE;
   static constexpr int below_scales = GATED ? PIECE_SCALES : 8 * SCALE_SIZE, below_zeros = GATED ? PIECE_ZEROS : 8;

@@ -91,6 +91,12 @@ __device__ __forceinline__ T load_shared(u32 from) {
   return value;
 }
 
+__device__ __forceinline__ float2 load_two(u32 from) {
+  float2 two;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(from) : "memory");
+  return two;
+}
+
 __device__ __forceinline__ u32 load_byte(u32 from) {
   u32 value;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
@@ -234,7 +240,16 @@ __device__ __forceinline__ void wait_for_earlier() {
 #endif
 }
 
-// --- bits ---
+// --- numbers ---
+
+#if __CUDA_ARCH__ >= 890
+// {low, high} in floats e4m3, each rounded to the nearest, at most 448.
+__device__ __forceinline__ u16 to_float8_pair(float low, float high) {
+  u16 out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+#endif
 
 __device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selector) {
   u32 out;

@@ -2,8 +2,7 @@
 // more: no warp waits for others, and a descriptor for each product is no instruction.
 #pragma once
 
-#define SCALED_CODES  // in product.cuh
-#include "ring.cuh"
+#include "pairs.cuh"
 
 namespace fused {
 

@@ -2,8 +2,7 @@
 // unpacked.
 #pragma once
 
-#define SCALED_CODES  // in product.cuh
-#include "ring.cuh"
+#include "pairs.cuh"
 #include "wgmma.cuh"
 
 namespace fused {

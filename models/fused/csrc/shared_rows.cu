@@ -11,6 +11,8 @@
 // Several blocks, a cluster, share a sum over K: their sums meet through the cluster's shared memory, and each block finishes its
 // share of y. GATED: half of the warps hold rows of the gate, the others those of what it multiplies.
 
+#include "cluster_sums.cuh"
+#include "norm.cuh"
 #include "ring_wgmma.cuh"
 
 namespace fused {
@@ -20,52 +22,14 @@ constexpr bool FULL = TILES * MOST_ROWS > 128;         // sums leave too few reg
 constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
 constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;  // whose scales and zeros are copied for each group
 constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
-constexpr int SUM_ROW = BLOCK_ROWS + 4;                // floats: threads of a warp store to different banks
 
 // Of a slice in shared memory; see Ring.
-struct Layout {
+struct Layout : PairsLayout {
   static constexpr int part = 16, group = BLOCK_ROWS, scales = BLOCK_ROWS * SLICE, zeros = scales + BLOCK_SCALES;
   static constexpr int bytes = zeros + BLOCK_ZEROS, below = 8 * SLICE, below_scales = 8 * SCALE_SIZE, below_zeros = 8;
 };
 
-// Until the sums of all blocks are stored.
-__device__ __forceinline__ void wait_for_sums() {
-  if (SPLITS > 1) {
-    cluster_wait();
-  } else {
-    named_sync(1, MULTIPLYING);
-  }
-}
-
-// Of four neighbouring rows of W.
-__device__ __forceinline__ Floats sums_of_blocks(u32 sums, int row, int m) {
-  const u32 from = sums + (m * SUM_ROW + row) * 4;
-  if (SPLITS == 1) return load_floats(from);
-  Floats total = {};
-#pragma unroll
-  for (int block = 0; block < SPLITS; ++block) {
-    const Floats own = load_floats_of_block(from, block);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) total.part[i] += own.part[i];
-  }
-  return total;
-}
-
-// From sums to y [n, n + 4).
-__device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums, const Floats& up, int n, u16* to) {
-  uint2& pairs = *reinterpret_cast<uint2*>(to);
-  float y[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) y[i] = finish(p, sums.part[i], up.part[i], n + i, 1.0f);
-  if (ADD) {
-    const uint2 before = pairs;
-    y[0] += low_of(before.x), y[1] += high_of(before.x), y[2] += low_of(before.y), y[3] += high_of(before.y);
-  }
-  pairs = make_uint2(to_pair(y[0], y[1]), to_pair(y[2], y[3]));
-}
-
-// Ask for the steps of W and x, one after the other. x: of MOST_ROWS rows, arranged. row: of W, the first; GATED: of the gate. By
-// one thread.
+// x: of MOST_ROWS rows, arranged. row: of W, the first; GATED: of the gate. See fill.
 struct Copier {
   const Pointers& p;
   const TensorMap& map;
@@ -98,21 +62,6 @@ struct Copier {
   __device__ __forceinline__ void inputs(int step, int stage) const {
     copy_bulk(ring.inputs(stage), x + static_cast<u64>(step) * (INPUT_BYTES / 2), INPUT_BYTES, ring.full + 8 * stage);
   }
-
-  __device__ __forceinline__ void operator()(Steps steps) const {
-    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) weights(steps.first + stage, stage);
-    wait_for_earlier();
-    for (int stage = 0; stage < STAGES && steps.first + stage < steps.end; ++stage) inputs(steps.first + stage, stage);
-    int stage = 0;
-    u32 parity = 0;
-#pragma unroll 1
-    for (int step = steps.first + STAGES; step < steps.end; ++step) {
-      barrier_wait(ring.empty + 8 * stage, parity);
-      weights(step, stage);
-      inputs(step, stage);
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-  }
 };
 
 // BY_BLOCK, of all rows of a part, asked for a step ahead. rows: of W, the first of each part.
@@ -135,53 +84,6 @@ struct Scales {
   }
 };
 
-// part: of the block's.
-__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {
-#pragma unroll
-  for (int block = 0; block < MOST_ROWS / 8; ++block) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
-      store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
-    }
-  }
-}
-
-#if NORM
-// 1 / sqrt(mean of squares + eps) of a row of x.
-__device__ __forceinline__ float norm_factor(const u16* x, float eps) {
-  __shared__ float squares[ARRANGING / 32];
-  float sum = 0.0f;
-  for (int k = threadIdx.x * 8; k < K; k += ARRANGING * 8) {
-    const Quad columns = load_constant_quad(x + k);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float low = low_of(columns.part[i]), high = high_of(columns.part[i]);
-      sum += low * low + high * high;
-    }
-  }
-#pragma unroll
-  for (int distance = 16; distance; distance /= 2) sum += __shfl_xor_sync(0xffffffff, sum, distance);
-  if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < ARRANGING / 32; ++warp) sum += squares[warp];
-  return rsqrtf(sum / K + eps);
-}
-
-// column: of the first of the pair.
-__device__ __forceinline__ u32 normed(u32 columns, const void* norm, int column, float factor) {
-#if NORM_FLOAT
-  const float* weight = static_cast<const float*>(norm) + column;
-  return to_pair(low_of(columns) * factor * weight[0], high_of(columns) * factor * weight[PAIR_STEP]);
-#else
-  const u32 weight = pair_at(static_cast<const u16*>(norm) + column);
-  return to_pair(low_of(columns) * factor * low_of(weight), high_of(columns) * factor * high_of(weight));
-#endif
-}
-#endif
-
 }  // namespace fused
 
 // A row of x, normed, where the matrix units look for it; a step has two windows. All windows of MOST_ROWS rows lie together.
@@ -194,7 +96,13 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
   launch_dependents();
   wait_for_earlier();
 #if NORM
-  const float factor = norm_factor(x, eps);
+  float own = 0.0f;
+  for (int k = threadIdx.x * 8; k < K; k += ARRANGING * 8) {
+    const Quad columns = load_constant_quad(x + k);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own += squares(columns.part[i]);
+  }
+  const float factor = norm_factor(own, eps);
 #endif
   for (int place = threadIdx.x; place < K / 8; place += ARRANGING) {
     const int window = place / 8, chunk = place % 8;
@@ -204,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
       const int column = column_of(window, pair_of(chunk, thread));
       columns[thread] = pair_at(x + column);
 #if NORM
-      columns[thread] = normed(columns[thread], norm, column, factor);
+      const float2 pair = normed(columns[thread], norm, column, factor);
+      columns[thread] = to_pair(pair.x, pair.y);
 #endif
     }
     const u64 first = static_cast<u64>(m / MOST_ROWS) * (K / WINDOW) + window;
@@ -222,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   extern __shared__ __align__(1024) char dynamic[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // the compiler is to know that warps are whole
-  const int row_blocks = (all_rows + MOST_ROWS - 1) / MOST_ROWS, split = blockIdx.y, tile = blockIdx.x / row_blocks * OUT;
-  const int first = blockIdx.x % row_blocks * MOST_ROWS, rows = min(MOST_ROWS, all_rows - first);  // of x
+  const int split = blockIdx.y;
+  const Tile tile(all_rows);
   const u32 start = (shared_address(dynamic) + 1023) / 1024 * 1024;
   const Ring<Layout> ring = {start, shared_address(barriers), shared_address(barriers + STAGES)};
   const Steps steps = {split * STEPS, min((split + 1) * STEPS, SLICES / STEP_SLICES)};
@@ -233,18 +142,13 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   __syncthreads();
   if (warp >= WARPS) {
     if (FULL) give_registers<40>();
-    if (threadIdx.x == MULTIPLYING) Copier{p, map, ring, p.x + static_cast<u64>(first) * K, tile}(steps);
+    if (threadIdx.x == MULTIPLYING) fill(ring, Copier{p, map, ring, p.x + static_cast<u64>(tile.first) * K, tile.row}, steps);
     return;
   }
   if (FULL) take_registers<224>();
   float sums[TILES][MOST_ROWS / 2] = {};
   int rows_of_w[TILES];
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) {
-    const int part = i * WARPS + warp;
-    const bool up = GATED && part >= PARTS / 2;
-    rows_of_w[i] = min(tile + part * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0);
-  }
+  find_rows(rows_of_w, tile.row, warp);
   Scales scales(p, rows_of_w, steps.first);
   Place at;
   multiply(sums, ring, at, scales, steps, warp, lane);
@@ -252,12 +156,6 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
 #pragma unroll
   for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
   wait_for_sums();
-#pragma unroll 2
-  for (int o = split * MULTIPLYING + threadIdx.x; o < OUT / 4 * rows; o += SPLITS * MULTIPLYING) {
-    const int at = o % (OUT / 4) * 4, n = tile + at, m = o / (OUT / 4);
-    if (n >= N) continue;
-    const Floats sum = sums_of_blocks(start, at, m), up = GATED ? sums_of_blocks(start, OUT + at, m) : Floats{};
-    store_four(p, sum, up, n, p.y + static_cast<u64>(first + m) * N + n);
-  }
+  store_tile(p, tile, start, split, [](int) { return 1.0f; });
   if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
 }

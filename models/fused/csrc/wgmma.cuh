@@ -1,5 +1,6 @@
-// wgmma: four warps multiply d [64, COLUMNS] += a [64, 16] b [16, COLUMNS], a out of their registers, b out of shared memory, where
-// the rows of b^T have 128 bytes, with the 128-byte swizzle (PTX ISA 8.0, "wgmma.mma_async" and "Matrix descriptor format").
+// wgmma: four warps multiply d [64, COLUMNS] += a [64, 16] b [16, COLUMNS] in half precision, a out of their registers, b out of shared
+// memory; or in floats of 8 bits, a [64, 32] and b [32, COLUMNS] out of shared memory. There rows of a, and of b^T, have 128 bytes, with
+// the 128-byte swizzle (PTX ISA 8.0, "wgmma.mma_async" and "Matrix descriptor format").
 #pragma once
 
 #include "half.cuh"
@@ -47,8 +48,10 @@ __device__ __forceinline__ void pin(float (&sums)[count]) {
 
 template <int COLUMNS>
 struct Products;
+template <int COLUMNS>
+struct Float8Products;
 
-// NUMBERS: the names of d's registers; N0 to N5: the numbers of the operands that follow. add: false clears d first.
+// NUMBERS: the names of d's registers; N0 to N5: the numbers of the operands that follow. add: 0: d is not added, but written.
 #define PRODUCTS(COLUMNS, NUMBERS, N0, N1, N2, N3, N4, N5)                                                               \
   template <>                                                                                                            \
   struct Products<COLUMNS> {                                                                                             \
@@ -58,6 +61,16 @@ struct Products;
                    " {" R##NUMBERS "}, {" N0 ", " N1 ", " N2 ", " N3 "}, " N4 ", p, 1, 1, 0;\n}\n"                       \
                    : D##NUMBERS(d)                                                                                       \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                      \
+    }                                                                                                                    \
+  };                                                                                                                     \
+  template <>                                                                                                            \
+  struct Float8Products<COLUMNS> {                                                                                       \
+    static __device__ __forceinline__ void run(float (&d)[COLUMNS / 2], u64 a, u64 b, int add) {                         \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " N2 ", 0;\n"                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32.e4m3.e4m3"                                      \
+                   " {" R##NUMBERS "}, " N0 ", " N1 ", p, 1, 1;\n}\n"                                                    \
+                   : D##NUMBERS(d)                                                                                       \
+                   : "l"(a), "l"(b), "r"(add));                                                                          \
     }                                                                                                                    \
   };
 

@@ -13,7 +13,7 @@ from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_lots import LOTS, computes_lots, suits
 from headway.models.experts.lots_variant import LotsVariant, lots_variant
-from headway.models.fused.cuda_products import ArrangedWeight
+from headway.models.fused.cuda_arranged import ArrangedWeight
 from host_experts import PUBLISHED, described
 
 BF16 = torch.bfloat16

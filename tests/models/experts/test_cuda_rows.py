@@ -11,7 +11,7 @@ from expert_layers import CONFIGS, FORMS, Layer
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.experts.cuda_rows import LOTS, computes_experts
 from headway.models.experts.cuda_variant import ExpertVariant, expert_variant
-from headway.models.fused.cuda_products import ArrangedWeight, computes
+from headway.models.fused.cuda_arranged import ArrangedWeight, computes
 from headway.models.quantization.forms import QuantizedWeight
 from host_experts import PUBLISHED, described
 from quantized_weights import float8, int4

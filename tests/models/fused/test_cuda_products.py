@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
+from headway.models.fused.cuda_arranged import arranged, computes
 from headway.models.fused.cuda_cuts import few_rows_cut, most_rows_of, shared_rows_cut
-from headway.models.fused.cuda_products import CudaVariant, arranged, computes
+from headway.models.fused.cuda_variant import CudaVariant
 from headway.models.fused.quantized import weight_bytes
 from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
 from quantized_weights import FORMS, float8, int4

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from headway.models.fused.cuda_cuts import CudaCut, CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
 from headway.models.operations import Norm
-from host_kernels import multiply
+from host_kernels import HostProduct, multiply
 from quantized_weights import FORMS, int4
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -47,7 +47,7 @@ def check(
         expected = silu(gate) * up
     if how.get("add"):
         expected = expected + y.double()
-    multiply(x, weight, rule, y, before, gated=gated, activation="silu" if gated else None, bias=bias, **how)
+    multiply(HostProduct(x, weight, rule, y, before, gated=gated, activation="silu" if gated else None, bias=bias, **how))
     assert (y.double() - expected).norm() < (6e-3 if dtype == BF16 else 1.5e-3) * expected.norm(), f"seed {seed}"
 
 

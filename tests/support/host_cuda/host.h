@@ -233,6 +233,21 @@ inline uint16_t to_float16(float value) {
   std::memcpy(&bits, &rounded, 2);
   return bits;
 }
+// Floats e4m3: no infinity; the largest is 448.
+inline float from_float8(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float size = (bits & 0x7f) == 0x7f ? NAN : std::ldexp(exponent ? 8.0f + fraction : fraction, std::max(exponent, 1) - 10);
+  return bits & 0x80 ? -size : size;
+}
+// To the nearest, to an even fraction where two are as near; at most the largest.
+inline uint8_t to_float8(float value) {
+  const int sign = std::signbit(value) ? 0x80 : 0;
+  if (value != value) return 0x7f;
+  const float size = std::min(std::fabs(value), 448.0f);
+  const int exponent = std::max(size > 0.0f ? std::ilogb(size) : -6, -6);
+  const int eighths = static_cast<int>(std::nearbyint(std::ldexp(size, 3 - exponent)));  // of a power of two; 16: of the next
+  return sign | (eighths < 8 ? eighths : (exponent + 6) * 8 + eighths);
+}
 
 }  // namespace host
 

@@ -48,6 +48,11 @@ inline Floats load_floats(u32 from) {
   std::memcpy(&four, host::shared(from, 16), 16);
   return four;
 }
+inline float2 load_two(u32 from) {
+  float2 two;
+  std::memcpy(&two, host::shared(from, 8), 8);
+  return two;
+}
 inline Quad load_constant_quad(const void* from) {
   Quad quad;
   host::check(from, 16);
@@ -82,21 +87,27 @@ struct alignas(64) TensorMap {
   const char* start;
   u64 rows, row_bytes;
   u32 box_rows, box_bytes, element = 1;  // element: bytes of what columns count
+  bool swizzled = false;                 // by 128 bytes, in 16-byte chunks
 };
+inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 barrier, u64) {
   if (map.box_rows > 256) host::fail("a box of more than 256 rows");
-  host::shared(to, 128);
+  host::shared(to, map.swizzled ? 1024 : 128);
   column *= map.element;
+  const u32 piece = map.swizzled ? 16 : map.box_bytes;  // that stays together
   for (u32 i = 0; i < map.box_rows; ++i) {
     const u64 at = row + i, left = column < map.row_bytes ? std::min<u64>(map.row_bytes - column, map.box_bytes) : 0;
-    char* const target = host::shared(to + i * map.box_bytes, 16);
-    if (at < map.rows && left) {
-      const char* const from = map.start + at * map.row_bytes + column;
-      host::check(from, left);
-      host::awaited_at(barrier).ask({target, from, static_cast<u32>(left)});
+    for (u32 byte = 0; byte < map.box_bytes; byte += piece) {
+      const u32 place = to + i * map.box_bytes + byte;
+      char* const target = host::shared(map.swizzled ? swizzled(place) : place, 16);
+      const u32 copied = at < map.rows && byte < left ? std::min<u32>(left - byte, piece) : 0;
+      if (copied) {
+        const char* const from = map.start + at * map.row_bytes + column + byte;
+        host::check(from, copied);
+        host::awaited_at(barrier).ask({target, from, copied});
+      }
+      if (copied < piece) host::awaited_at(barrier).ask({target + copied, nullptr, piece - copied});
     }
-    const u32 copied = at < map.rows ? left : 0;
-    if (copied < map.box_bytes) host::awaited_at(barrier).ask({target + copied, nullptr, map.box_bytes - copied});
   }
 }
 
@@ -115,6 +126,7 @@ inline void named_sync(int id, int threads) { host::meet(host::of_name[host::own
 inline void launch_dependents() {}
 inline void wait_for_earlier() {}
 
+inline u16 to_float8_pair(float low, float high) { return host::to_float8(low) | host::to_float8(high) << 8; }
 inline u32 permute(u32 low, u32 high, u32 selector) {
   const u64 both = static_cast<u64>(high) << 32 | low;
   u32 out = 0;

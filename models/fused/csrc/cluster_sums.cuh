@@ -1,0 +1,93 @@
+// From the sums of a block of threads, or of a cluster that shares them over K, to y: they meet in shared memory, and each block
+// finishes its share.
+#pragma once
+
+#include "ring.cuh"
+
+namespace fused {
+
+constexpr int SUM_ROW = BLOCK_ROWS + 4;  // floats: threads of a warp store to different banks
+
+// part: of the block's.
+__device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {
+#pragma unroll
+  for (int block = 0; block < MOST_ROWS / 8; ++block) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = part * 16 + lane / 4 + i / 2 * 8, column = block * 8 + lane % 4 * 2 + i % 2;
+      store_shared(to + (column * SUM_ROW + at) * 4, sums[4 * block + i]);
+    }
+  }
+}
+
+// Until the sums of all blocks are stored.
+__device__ __forceinline__ void wait_for_sums() {
+  if (SPLITS > 1) {
+    cluster_wait();
+  } else {
+    named_sync(1, MULTIPLYING);
+  }
+}
+
+// Of four neighbouring rows of W.
+__device__ __forceinline__ Floats sums_of_blocks(u32 sums, int row, int m) {
+  const u32 from = sums + (m * SUM_ROW + row) * 4;
+  if (SPLITS == 1) return load_floats(from);
+  Floats total = {};
+#pragma unroll
+  for (int block = 0; block < SPLITS; ++block) {
+    const Floats own = load_floats_of_block(from, block);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total.part[i] += own.part[i];
+  }
+  return total;
+}
+
+// From sums to y [n, n + 4). factor: of the row of x.
+__device__ __forceinline__ void store_four(const Pointers& p, const Floats& sums, const Floats& up, int n, u16* to, float factor) {
+  uint2& pairs = *reinterpret_cast<uint2*>(to);
+  float y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y[i] = finish(p, sums.part[i], up.part[i], n + i, factor);
+  if (ADD) {
+    const uint2 before = pairs;
+    y[0] += low_of(before.x), y[1] += high_of(before.x), y[2] += low_of(before.y), y[3] += high_of(before.y);
+  }
+  pairs = make_uint2(to_pair(y[0], y[1]), to_pair(y[2], y[3]));
+}
+
+// A tile of y: its first row of W, and the rows of x.
+struct Tile {
+  int row, first, rows;
+
+  // Of grid (tiles times blocks of MOST_ROWS rows): neighbours have the same rows of W.
+  __device__ __forceinline__ explicit Tile(int all_rows) {
+    const int row_blocks = (all_rows + MOST_ROWS - 1) / MOST_ROWS;
+    row = blockIdx.x / row_blocks * OUT, first = blockIdx.x % row_blocks * MOST_ROWS;
+    rows = min(MOST_ROWS, all_rows - first);
+  }
+};
+
+// A block's share of a tile, from the sums that it and the others of its cluster have stored. factor_of: of a row of x.
+template <typename Factor>
+__device__ __forceinline__ void store_tile(const Pointers& p, const Tile& tile, u32 sums, int split, const Factor& factor_of) {
+#pragma unroll 2
+  for (int o = split * MULTIPLYING + threadIdx.x; o < OUT / 4 * tile.rows; o += SPLITS * MULTIPLYING) {
+    const int at = o % (OUT / 4) * 4, n = tile.row + at, m = o / (OUT / 4);
+    if (n >= N) continue;
+    const Floats sum = sums_of_blocks(sums, at, m), up = GATED ? sums_of_blocks(sums, OUT + at, m) : Floats{};
+    store_four(p, sum, up, n, p.y + static_cast<u64>(tile.first + m) * N + n, factor_of(tile.first + m));
+  }
+}
+
+// Of each of a warp's parts, the first row of W, which is there; GATED: half of the parts are of the gate.
+__device__ __forceinline__ void find_rows(int (&rows)[TILES], int first, int warp) {
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const int part = i * WARPS + warp;
+    const bool up = GATED && part >= PARTS / 2;
+    rows[i] = min(first + part * 16 - (up ? OUT : 0), N - 16) + (up ? N : 0);
+  }
+}
+
+}  // namespace fused
