@@ -11,7 +11,7 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from headway.models.fused.cuda_cuts import CudaCut, CudaCutRule
+from headway.models.fused.cuda_cuts import CudaCut, CudaCutRule, float8_cut, float8_cut_narrow
 from headway.models.operations import Norm
 from headway.models.quantization.forms import Float8Weight
 from host_kernels import HostProduct, multiply_float8
@@ -89,8 +89,64 @@ def check(
     [
         (ROWS, 9, {"splits": 2}, (96, 512), {"add": True, "bias": True}),
         (BLOCKS, 33, {"warps": 8, "stages": 3}, (192, 384), {"gated": True, "norm": BF16, "order": 1}),
-        (TENSOR, 100, {"tiles": 2, "warps": 8}, (288, 128), {"order": 2}),
+        pytest.param(TENSOR, 100, {"tiles": 2, "warps": 8}, (288, 128), {"order": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_rounded_rows(scales: str, rows: int, cut: dict[str, int], shape: tuple[int, int], how: dict[str, Any]) -> None:
     check(scales, rows, fixed(**cut), shape, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 9, 16, 33, 64, 100, 130])
+@pytest.mark.parametrize("scales", [ROWS, TENSOR, BLOCKS])
+def test_every_number_of_rows(scales: str, rows: int) -> None:
+    rule = fixed(tiles=2 if rows > 64 else 1, splits=2)
+    check(scales, rows, rule, shape=(96, 256), dtype=FP16 if rows == 33 else BF16, bias=True, add=scales == ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [ROWS, BLOCKS])
+@pytest.mark.parametrize(("tiles", "rows"), [(1, 16), (2, 40), (2, 100)])
+def test_gate_and_up_behind_a_norm(scales: str, tiles: int, rows: int) -> None:
+    check(scales, rows, fixed(tiles=tiles, warps=8), (320, 256), norm=FP32 if tiles == 1 else BF16, gated=True, bias=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [float8_cut, float8_cut_narrow])
+@pytest.mark.parametrize("rows", [9, 33, 65])
+def test_cuts_that_rules_choose(rows: int, rule: CudaCutRule) -> None:
+    check(BLOCKS, rows, rule, shape=(288, 1024), add=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_threads_in_any_order(order: int) -> None:
+    check(BLOCKS, 20, fixed(splits=4, stages=3), shape=(96, 2304), order=order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [ROWS, BLOCKS])
+@pytest.mark.parametrize("size", [1e-28, 1e28])
+def test_huge_and_tiny_scales(scales: str, size: float) -> None:
+    check(scales, 9, fixed(), shape=(64, 256), size=size, x=torch.randn(9, 256).to(BF16) / (1e6 if size > 1 else 1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [ROWS, BLOCKS])
+def test_rows_of_zeros_stay_zeros_and_what_is_no_number_shows(scales: str) -> None:
+    weight, x = weight_of(scales, (64, 384)), torch.randn(12, 384).to(BF16)
+    x[3], x[5, 256:], x[7, 130], x[8, 2] = 0, 0, torch.nan, torch.inf
+    y = torch.empty(12, 64, dtype=BF16)
+    found, factors = multiply_float8(HostProduct(x, weight, fixed(), y))
+    assert torch.equal(y[3], torch.zeros(64, dtype=BF16))
+    assert y[7:9].isnan().all()
+    rest = [row for row in range(12) if row not in (7, 8)]
+    read = found.double() * factors.double().t().repeat_interleave(384 // len(factors), 1)
+    expected = read[rest] @ weight.dequantized(FP64).t()
+    assert (y[rest].double() - expected).norm() < LIMIT[BF16] * expected.norm()
+
+
+@pytest.mark.slow
+def test_a_block_as_long_as_a_row_and_a_long_row() -> None:
+    check(BLOCKS, 9, fixed(), shape=(160, 128))
+    check(ROWS, 9, fixed(stages=4), shape=(64, 10240), norm=BF16)
