@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.backends.probe import UNTRIED
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
@@ -115,6 +116,73 @@ def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
     back = y[:5].double() * scales[:5].double().repeat_interleave(group, 1)
     assert (back - normed).norm() < 0.035 * normed.norm()
+
+
+FLOAT8_WAYS = "w8a8", "w8a8 narrow"
+FLOAT8_SHAPES = (6144, 4096), (4096, 14336), (1536, 768), (576, 7168)
+
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kernels take part that no GPU has run, on Hopper."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("w8a8 multiplies by the matrix units of compute capability 9.0")
+    monkeypatch.setenv(UNTRIED, "1")
+
+
+@pytest.mark.usefixtures("leave")
+@pytest.mark.parametrize("rows", [1, 9, 16, 33, 64, 100, 130, 256])
+@pytest.mark.parametrize("form", [form for form in FORMS if "fp8" in form])
+@pytest.mark.parametrize("way", FLOAT8_WAYS)
+def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None:
+    """With a bias, and the same bits in a graph."""
+    from headway.models.fused.quantized_ways import QuantizedWays
+
+    generator = torch.Generator().manual_seed(rows)
+    for shape in FLOAT8_SHAPES:
+        weight = FORMS[form](torch.randn(shape, generator=generator))
+        bias = torch.randn(shape[0], generator=generator).bfloat16()
+        linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=torch.bfloat16), QuantizedWays(torch.device("cuda"))
+        support = ways.ways[way].takes(torch.bfloat16, linear.weight)
+        assert support, str(support)
+        x = torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
+        group = 128 if "blocks" in form else shape[1]
+        rounded, scales = ways.rounding(x, group, None)
+        read = rounded[:rows].double() * scales[:rows].double().repeat_interleave(group, 1)
+        exact = read @ moved(weight, "cuda").dequantized(torch.float64).t() + bias.cuda().double()
+        y = ways.ways[way](x, linear)
+        assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = ways.ways[way](x, linear)
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, y), shape
+
+
+@pytest.mark.usefixtures("leave")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [9, 64, 130])
+@pytest.mark.parametrize("form", [form for form in FORMS if "fp8" in form])
+@pytest.mark.parametrize("way", FLOAT8_WAYS)
+def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    from headway.models.fused.quantized_ways import QuantizedWays
+
+    generator = torch.Generator().manual_seed(rows)
+    kernel = QuantizedWays(torch.device("cuda")).ways[way].kernel
+    assert kernel is not None
+    x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
+    weight = FORMS[form](torch.randn(3072, 2048, generator=generator) * 0.02)
+    linear, wide = Linear(moved(weight, "cuda"), dtype=dtype), weight.dequantized(torch.float64).t()
+    gate, up = (torch.nn.functional.rms_norm(x.double(), (2048,), norm.double(), 1e-6) @ wide).chunk(2, 1)
+    y = torch.randn(rows, 3072, generator=generator).to(dtype)
+    for found, expected in (
+        (kernel(x.cuda(), linear, Norm(norm.cuda(), 1e-6), gated=True, activation="silu"), torch.nn.functional.silu(gate) * up),
+        (kernel(x.cuda(), linear, add_to=y.cuda()), y.double() + x.double() @ wide),
+    ):
+        assert float((found.cpu().double() - expected).norm() / expected.norm()) < COARSE
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])
