@@ -85,7 +85,7 @@ class CudaVariant:
 
     @property
     def name(self) -> str:
-        """Of the kernel, and of its file."""
+        """The kernel's name, and its file's."""
         return "shared_rows" if self.cut.splits else "few_rows"
 
     @property
@@ -149,7 +149,7 @@ class Float8Variant(CudaVariant):
 
     @property
     def name(self) -> str:
-        """Of the kernel, and of its file."""
+        """The kernel's name, and its file's."""
         return "w8a8"
 
     @property
