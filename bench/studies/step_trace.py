@@ -33,9 +33,9 @@ class KernelShare:
     name: str
     launches: int = 0
     busy: float = 0.0
-    """In which it ran and no kernel that had begun before it did: of all kernels together this is what the GPU was busy."""
+    """Time in which it ran and no kernel that had begun before it did: of all kernels together the GPU was busy for so long."""
     idle: float = 0.0
-    """In which nothing ran, directly before it began."""
+    """Time in which nothing ran, directly before it began."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TracedSteps:
 
     num_steps: int
     kernels: Sequence[KernelShare]
-    """Those that took longest first."""
+    """By name, those that took longest first."""
 
     @property
     def busy(self) -> float:
