@@ -44,7 +44,7 @@ class TracedSteps:
 
     num_steps: int
     kernels: Sequence[KernelShare]
-    """By name, those that took longest first."""
+    """Kernels, those that took longest first."""
 
     @property
     def busy(self) -> float:
