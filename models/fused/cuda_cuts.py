@@ -13,6 +13,8 @@ PART_ROWS = 16
 """Rows of the weight that the matrix units take."""
 SHARED_BYTES = 112 * 1024
 """Bytes of shared memory of a block of threads beside which another finds room."""
+ALONE_BYTES = 114 * 1024
+"""Likewise beside which no other of the same launch does, but a block of SHARED_BYTES of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class CudaCut:
     """Blocks of threads that share a sum over K, in shared_rows.cu; 0: few_rows.cu."""
     per_multiprocessor: int = 1
     """Blocks of threads of few_rows.cu."""
+    alone: bool = False
+    """Whether no two blocks of threads are to meet on a multiprocessor, of which there are enough: they take ALONE_BYTES."""
 
 
 CudaCutRule = Callable[[WeightBytes, int, int, bool, int], CudaCut]
@@ -65,8 +69,9 @@ def _shared_cut(
     step = 2 * most * 128 + cut.warps * cut.tiles * 1024 * (1 if weight.half else 2) * 17 // 16
     steps = weight.row // SLICE_BYTES * (2 if weight.half else 1) // 2
     blocks = _blocks(cut, rows, out_features, gated)
-    cut = replace(cut, stages=6, splits=_splits(blocks, steps, most_blocks))
-    return _with_room(cut, step, blocks * cut.splits <= multiprocessors or not two_fit(cut, most))
+    splits = _splits(blocks, steps, most_blocks)
+    cut = replace(cut, stages=6, splits=splits, alone=blocks * splits <= multiprocessors)
+    return _with_room(cut, step, 2 * SHARED_BYTES if cut.alone or not two_fit(cut, most) else SHARED_BYTES)
 
 
 def _blocks(cut: CudaCut, rows: int, out_features: int, gated: bool) -> int:
@@ -79,12 +84,8 @@ def _splits(blocks: int, steps: int, most_blocks: int) -> int:
     return next(count for count in (8, 4, 2, 1) if count == 1 or (blocks * count <= most_blocks and steps >= 4 * count))
 
 
-def _with_room(cut: CudaCut, step: int, alone: bool) -> CudaCut:
-    """A cut with as many stages as there is room for, of those it has. step: bytes of a stage.
-
-    alone: a ring takes so much that no two blocks of a launch meet on a multiprocessor without need.
-    """
-    room = (2 if alone else 1) * SHARED_BYTES
+def _with_room(cut: CudaCut, step: int, room: int) -> CudaCut:
+    """A cut with as many stages as there is room for, of those it has. step: bytes of a stage."""
     return replace(cut, stages=max(2, min((room - 2048) // step, cut.stages)))
 
 
@@ -108,22 +109,26 @@ def float8_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: 
 def _float8_cut(
     weight: WeightBytes, rows: int, out_features: int, gated: bool, cut: CudaCut, most_blocks: int, multiprocessors: int
 ) -> CudaCut:
-    """Complete a cut by its stages and splits, as _shared_cut does."""
+    """Complete a cut by its stages and splits, as _shared_cut does.
+
+    A ring that is deep enough leaves room for a block of the next launch, which asks for its first weights meanwhile.
+    """
     most, columns = max(most_rows_of(rows), 8), 2 * SLICE_BYTES
     step = (cut.warps * cut.tiles * PART_ROWS + most) * columns + 4 * most
     blocks = _blocks(cut, rows, out_features, gated)
-    cut = replace(cut, splits=_splits(blocks, weight.row // columns, most_blocks))
-    by_row = weight.scale_span >= weight.row
-    return _with_room(cut, step, blocks * cut.splits <= multiprocessors or not float8_two_fit(cut, most, by_row))
+    splits = _splits(blocks, weight.row // columns, most_blocks)
+    cut = replace(cut, splits=splits, alone=blocks * splits <= multiprocessors)
+    one = cut.alone or not float8_two_fit(cut, most, weight.scale_span >= weight.row)
+    return _with_room(cut, step, 2 * SHARED_BYTES if one and _DEEP * step > SHARED_BYTES else SHARED_BYTES)
 
 
 def float8_two_fit(cut: CudaCut, most_rows: int, by_row: bool) -> bool:
     """Whether the registers suffice for two blocks of threads of w8a8.cu on a multiprocessor.
 
-    They lie in four parts, and each block has as many warps in each. by_row: rows of x and the weight have one scale.
+    They lie in four parts, among which the warps of both are divided. by_row: rows of x and the weight have one scale.
     """
     sums = (1 if cut.tiles * most_rows > 2 * _MANY else cut.tiles) + cut.tiles
-    warps = 2 * -(-(cut.warps + 1) // 4)
+    warps = -(-2 * (cut.warps + 1) // 4)
     return sums * most_rows // 2 + (_BESIDE_ROWS if by_row else _BESIDE_BLOCKS) <= _REGISTERS // (32 * warps) // 8 * 8
 
 
@@ -131,6 +136,8 @@ _REGISTERS, _BESIDE_ROWS, _BESIDE_BLOCKS = 16 * 1024, 16, 32
 """Registers of a quarter of a multiprocessor, and of a thread of w8a8.cu beside its sums, by the scales that it needs."""
 _FEW = 32
 """Rows up to which x, which each block of threads copies, is a quarter of the bytes of 128 rows of the weight."""
+_DEEP = 5
+"""Steps of a ring that cover the memory's latency: of 16 KiB of W each, where 4.8 TB/s have 44 KB under way in 1.2 us."""
 _FULL = 0.9
 """Share of the multiprocessors that must have work."""
 

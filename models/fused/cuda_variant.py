@@ -9,7 +9,7 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.config import Activation
-from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, float8_two_fit, two_fit
+from headway.models.fused.cuda_cuts import ALONE_BYTES, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, float8_two_fit, two_fit
 from headway.models.fused.quantized import WeightBytes
 
 CSRC = Path(__file__).parent / "csrc"
@@ -68,7 +68,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "RESIDENT": 2 if self.two_fit and self.shared_bytes <= SHARED_BYTES else 1,
+            "RESIDENT": 2 if self.two_fit and self.needed_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
@@ -128,7 +128,12 @@ class CudaVariant:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory, as the kernels add it up."""
+        """Dynamic shared memory of a launch."""
+        return max(self.needed_bytes, ALONE_BYTES) if self.cut.alone else self.needed_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Dynamic shared memory that the kernels use."""
         weight, cut = self.weight, self.cut
         halves, rows = 2 if weight.half else 1, 16 * cut.tiles
         groups = max(1, SLICE_BYTES // weight.scale_span)
@@ -168,8 +173,8 @@ class Float8Variant(CudaVariant):
         return 32 * (self.cut.warps + (4 if self.cut.tiles * self.most_rows > _FULL_SUMS else 1))
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory, as the kernel adds it up."""
+    def needed_bytes(self) -> int:
+        """Dynamic shared memory that the kernel uses."""
         rows, most = PART_ROWS * self.cut.tiles * self.cut.warps, self.most_rows
         step = (rows + most) * FLOAT8_COLUMNS + (0 if self.by_row else 4 * most)
         return max(self.cut.stages * step, most * (rows + 4) * 4) + 1024

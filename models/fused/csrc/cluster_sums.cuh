@@ -7,6 +7,8 @@
 namespace fused {
 
 constexpr int SUM_ROW = BLOCK_ROWS + 4;  // floats: threads of a warp store to different banks
+constexpr bool FULL = TILES * MOST_ROWS > 128;  // sums leave too few registers, unless other warps give some of theirs
+constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
 
 // part: of the block's.
 __device__ __forceinline__ void store_sums(const float (&sums)[MOST_ROWS / 2], u32 to, int part, int lane) {

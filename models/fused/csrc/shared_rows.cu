@@ -18,8 +18,6 @@
 namespace fused {
 
 constexpr int STEPS = (SLICES / STEP_SLICES + SPLITS - 1) / SPLITS;
-constexpr bool FULL = TILES * MOST_ROWS > 128;         // sums leave too few registers, unless other warps give some of theirs
-constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
 constexpr int GROUP_ROWS = BY_GROUP ? BLOCK_ROWS : 0;  // whose scales and zeros are copied for each group
 constexpr int BLOCK_SCALES = GROUPS * GROUP_ROWS * SCALE_SIZE, BLOCK_ZEROS = ZEROS ? GROUPS * GROUP_ROWS : 0;
 

@@ -22,9 +22,6 @@ namespace fused {
 constexpr int STEP_COLUMNS = 128;                                       // bytes of a row of W, and of x
 constexpr int ROW_STEPS = K / STEP_COLUMNS;
 constexpr int STEPS = (ROW_STEPS + SPLITS - 1) / SPLITS;
-constexpr bool FULL = TILES * MOST_ROWS > 128;                          // sums leave too few registers, unless other warps give some
-constexpr int THREADS = MULTIPLYING + (FULL ? 128 : 32);
-constexpr int WHOLE_THREADS = (THREADS + 127) / 128 * 128;              // a multiprocessor's registers lie in four parts
 constexpr int BUFFERS = FULL ? 1 : TILES;                               // parts of a step whose sums have registers
 constexpr int INPUT_SCALES = BY_BLOCK ? MOST_ROWS * 4 : 0;              // bytes of x's scales of a step
 constexpr int EACH = (K / 8 + ARRANGING - 1) / ARRANGING;               // eights of a row's columns that a thread rounds
@@ -232,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) round_rows(
 
 // y = W x + bias, then activated, activation(gate) * up, or added to y, of x that round_rows rounded (p.x), and its scales. map: of W's
 // bytes, in boxes of OUT rows and 128 bytes, swizzled. Grid (tiles times blocks of MOST_ROWS rows, SPLITS), a cluster each.
-extern "C" __global__ void __launch_bounds__(fused::WHOLE_THREADS, RESIDENT) w8a8(
+extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) w8a8(
     const __grid_constant__ fused::TensorMap map, const fused::Pointers p, const float* input_scales, const int all_rows) {
   using namespace fused;
   extern __shared__ __align__(1024) char dynamic[];

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cubin_registers import blocks_that_fit
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.fused.cuda_arranged import arranged, computes
 from headway.models.fused.cuda_cuts import few_rows_cut, most_rows_of, shared_rows_cut
@@ -112,6 +113,10 @@ def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) ->
     for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)], (False, True)):
         variant = variant_of(shape_of(form, out, columns), rows, gated)
         assert variant.shared_bytes <= SHARED_BYTES, variant
+        assert variant.needed_bytes <= variant.shared_bytes
+        if variant.cut.alone:  # two of one launch do not fit on a multiprocessor, one does beside half of what others may take
+            assert 2 * (variant.shared_bytes + 1024) > 228 * 1024
+            assert variant.needed_bytes > 112 * 1024 or variant.shared_bytes + 112 * 1024 + 1024 <= 228 * 1024
         assert variant.cut.stages >= 2
         assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
 
@@ -123,8 +128,11 @@ def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture)
     assert compiler is not None, str(support)
     caplog.set_level("INFO", "headway")
     for gated, heads in ((True, False), (False, True)):
-        source = variant_of(weight_of(form, 256, 1024), rows, gated, heads).source
-        assert source.compile("sm_90a", compiler).startswith(b"\x7fELF")
+        variant = variant_of(weight_of(form, 256, 1024), rows, gated, heads)
+        compiled = variant.source.compile("sm_90a", compiler)
+        assert compiled.startswith(b"\x7fELF")
+        if variant.cut.splits:  # few_rows has one block on a multiprocessor
+            assert blocks_that_fit(compiled, variant.threads) >= int(variant.constants["RESIDENT"]), variant
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from cubin_registers import blocks_that_fit
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.backends.probe import UNTRIED
 from headway.models.fused import quantized_ways
@@ -46,11 +47,14 @@ def test_cuts_fit_into_a_multiprocessor_and_share_the_work(cut: CudaCutRule, row
         variant = variant_of(blocks, rows, shape, gated, cut)
         resident = int(variant.constants["RESIDENT"])
         assert variant.shared_bytes + RESERVED // 2 <= SHARED_BYTES, variant
-        assert resident * (variant.shared_bytes + RESERVED) <= MULTIPROCESSOR_BYTES, variant
+        assert resident * (variant.needed_bytes + RESERVED) <= MULTIPROCESSOR_BYTES, variant
         assert variant.cut.stages >= 2
         assert variant.tile_rows <= 256, "a box of a tensor map has no more rows"
         clusters = -(-variant.out_features // variant.tile_rows) * -(-rows // variant.most_rows)
         assert variant.cut.splits == 1 or clusters * variant.cut.splits <= resident * MULTIPROCESSORS
+        assert variant.cut.alone == (clusters * variant.cut.splits <= MULTIPROCESSORS) or rows in (65, 130), (
+            "of whole powers of two"
+        )
 
 
 def test_large_weights_keep_every_multiprocessor_copying() -> None:
@@ -61,7 +65,7 @@ def test_large_weights_keep_every_multiprocessor_copying() -> None:
         each = min(int(variant.constants["RESIDENT"]), blocks / MULTIPROCESSORS)
         weight = variant.tile_rows * (2 if gated else 1) * 128
         assert blocks >= 0.8 * MULTIPROCESSORS
-        assert each * variant.cut.stages * weight >= 96 * 1024, (variant.cut, each)
+        assert each * variant.cut.stages * weight >= 72 * 1024, (variant.cut, each)
 
 
 @pytest.mark.parametrize("rows", [16, 128, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 32, 64))])
@@ -71,8 +75,9 @@ def test_sources_compile(blocks: bool, rows: int, caplog: pytest.LogCaptureFixtu
     assert compiler is not None, str(support)
     caplog.set_level("INFO", "headway")
     for gated, cut in ((True, float8_cut), (False, float8_cut_narrow)):
-        source = variant_of(blocks, rows, SHAPES[1], gated, cut).source
-        assert source.compile("sm_90a", compiler).startswith(b"\x7fELF")
+        variant = variant_of(blocks, rows, SHAPES[1], gated, cut)
+        compiled = variant.source.compile("sm_90a", compiler)
+        assert blocks_that_fit(compiled, variant.threads) >= int(variant.constants["RESIDENT"]), variant
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 
