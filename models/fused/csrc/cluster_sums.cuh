@@ -82,6 +82,19 @@ __device__ __forceinline__ void store_tile(const Pointers& p, const Tile& tile, 
   }
 }
 
+// From the sums of a warp's parts to y, when all warps have read the ring's last step. start: of the ring. factor_of: see store_tile.
+template <typename Factor>
+__device__ __forceinline__ void finish_tile(
+    const Pointers& p, const float (&sums)[TILES][MOST_ROWS / 2], const Tile& tile, u32 start, int split, int warp, int lane,
+    const Factor& factor_of) {
+  named_sync(1, MULTIPLYING);
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
+  wait_for_sums();
+  store_tile(p, tile, start, split, factor_of);
+  if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
+}
+
 // Of each of a warp's parts, the first row of W, which is there; GATED: half of the parts are of the gate.
 __device__ __forceinline__ void find_rows(int (&rows)[TILES], int first, int warp) {
 #pragma unroll

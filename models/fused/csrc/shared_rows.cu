@@ -150,10 +150,5 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) shared_ro
   Scales scales(p, rows_of_w, steps.first);
   Place at;
   multiply(sums, ring, at, scales, steps, warp, lane);
-  named_sync(1, MULTIPLYING);  // the ring is free
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
-  wait_for_sums();
-  store_tile(p, tile, start, split, [](int) { return 1.0f; });
-  if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
+  finish_tile(p, sums, tile, start, split, warp, lane, [](int) { return 1.0f; });
 }

@@ -258,12 +258,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) w8a8(
   find_rows(rows, tile.row, warp);
   Scales scales(p, rows, steps.first);
   multiply(sums, ring, scales_at, scales, steps, warp, lane);
-  named_sync(1, MULTIPLYING);  // the ring is free
-#pragma unroll
-  for (int i = 0; i < TILES; ++i) store_sums(sums[i], start, i * WARPS + warp, lane);
-  wait_for_sums();
-  store_tile(p, tile, start, split, [=](int m) {
+  finish_tile(p, sums, tile, start, split, warp, lane, [=](int m) {
     return BY_BLOCK ? 1.0f : __uint_as_float(load_stored(reinterpret_cast<const u32*>(input_scales) + m));
   });
-  if (SPLITS > 1) cluster_wait();  // a block's shared memory must be there until all have read it
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,20 @@ STEPS = {
 FORMS = {**PLAIN_FORMS, "int4 of a row": lambda weight: int4(weight, weight.shape[1])}
 COARSE = 6e-2
 """Error relative to the norm where x is rounded to floats of 8 bits, too."""
+
+
+def assert_graphs_repeat(
+    way: Callable[[torch.Tensor, Linear], torch.Tensor], x: torch.Tensor, linear: Linear, y: torch.Tensor
+) -> None:
+    """A CUDA graph of a product gives the bits that a call has given."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = way(x, linear)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, y), (way, linear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -59,14 +74,7 @@ def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: 
         y = ways.ways[way](x, linear)
         error = float((y.cpu().double() - expected).norm() / expected.norm())
         assert error < (COARSE if ways.ways[way].rounds else 6e-3), (way, error)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = ways.ways[way](x, linear)
-        for _ in range(3):
-            captured.zero_()
-            graph.replay()
-            assert torch.equal(captured, y), way
+        assert_graphs_repeat(ways.ways[way], x, linear, y)
 
 
 LIBRARY_FORMS = {
@@ -152,14 +160,7 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
         exact = read @ moved(weight, "cuda").dequantized(torch.float64).t() + bias.cuda().double()
         y = ways.ways[way](x, linear)
         assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = ways.ways[way](x, linear)
-        for _ in range(3):
-            captured.zero_()
-            graph.replay()
-            assert torch.equal(captured, y), shape
+        assert_graphs_repeat(ways.ways[way], x, linear, y)
 
 
 @pytest.mark.usefixtures("leave")
