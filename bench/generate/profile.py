@@ -22,6 +22,8 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.json_files import write_bytes
 
+STEP = "headway.step"
+"""The name of a step in a trace."""
 MAX_STEPS = 20
 _SETTLED = 3
 """Steps without a prompt in them, one after the other, before anything is looked at."""
@@ -115,7 +117,7 @@ class Window:
         for number in range(self.num_steps):
             if not self._engine.has_unfinished:
                 return number
-            with record_function("headway.step"):
+            with record_function(STEP):
                 self._engine.step()
         return self.num_steps
 

@@ -2,6 +2,8 @@
 
 headway bench throughput --model llama-3-8b --load-format dummy --batch-size 16 --input-len 512 --profile step.json
 python -m headway.bench.studies.step_trace step.json
+
+With --lora N the trace is of steps with adapters.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import typer
 from rich import box
 from rich.table import Table
 
+from headway.bench.generate.profile import STEP
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
-STEP = "headway.step"
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LONGEST_NAME = 38
 
@@ -108,7 +110,8 @@ def step_trace(
     if found.kernels[most:]:
         _add_row(table, f"{len(found.kernels) - most} others", found.kernels[most:], found.num_steps)
     table.add_section()
-    _add_row(table, "all", found.kernels, found.num_steps)
+    launches = sum(each.launches for each in found.kernels) / found.num_steps
+    table.add_row("all", f"{launches:.4g}", f"{found.busy:,.1f}", f"{found.idle:,.1f}")
     Terminal().print(table)
 
 

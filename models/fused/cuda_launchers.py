@@ -53,25 +53,18 @@ class FewRowsLauncher:
     def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
         self._kernel: Kernel = load(variant.source, variant.name, device, architecture(device))
         self._kernel.allow_shared(variant.shared_bytes)
-        self._most_rows = variant.most_rows
         tiles = -(-variant.out_features // variant.tile_rows)
-        self._tiles = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
+        blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
         zero = numpy.float32(0)
         self._arguments = Arguments(bytes(POINTERS.size), zero, zero, numpy.int32(0), numpy.int32(tiles))
         early = torch.cuda.get_device_capability(device) >= (9, 0)
-        self._launch = partial(Launch, threads=variant.threads, shared_bytes=variant.shared_bytes, overlaps=early)
-        self._launches: dict[int, Launch] = {}
+        self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=early)
 
     def __call__(self, operands: ProductOperands) -> None:
         """Compute y."""
-        rows = len(operands.x)
-        blocks = -(-rows // self._most_rows)
-        launch = self._launches.get(blocks)
-        if launch is None:
-            launch = self._launches[blocks] = self._launch((self._tiles * blocks, 1, 1))
         eps = numpy.float32(operands.eps), numpy.float32(operands.head_eps)
-        self._arguments.set(operands.pointers(operands.x), *eps, numpy.int32(rows))
-        self._kernel(launch, self._arguments)
+        self._arguments.set(operands.pointers(operands.x), *eps, numpy.int32(len(operands.x)))
+        self._kernel(self._launch, self._arguments)
 
 
 class ClusterLauncher:

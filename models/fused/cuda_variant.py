@@ -168,11 +168,6 @@ class Float8Variant(CudaVariant):
         return float8_two_fit(self.cut, self.most_rows, self.by_row)
 
     @property
-    def threads(self) -> int:
-        """Threads of a block: of the warps that multiply, and of those beside them, as in shared_rows.cu."""
-        return 32 * (self.cut.warps + (4 if self.cut.tiles * self.most_rows > _FULL_SUMS else 1))
-
-    @property
     def needed_bytes(self) -> int:
         """Dynamic shared memory that the kernel uses."""
         rows, most = PART_ROWS * self.cut.tiles * self.cut.warps, self.most_rows

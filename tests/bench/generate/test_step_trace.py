@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from headway.bench.generate.profile import STEP
 from headway.bench.studies.command import study_app
-from headway.bench.studies.step_trace import STEP, read_trace, short_name, step_trace
+from headway.bench.studies.step_trace import read_trace, short_name, step_trace
 from headway.core.contract.errors import ConfigError
 
 
