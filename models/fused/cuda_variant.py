@@ -68,6 +68,7 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
+            "KEPT": int(cut.kept),
             "RESIDENT": 2 if self.two_fit and self.needed_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,
             "NORM": int(self.norm is not None),
@@ -145,7 +146,8 @@ class CudaVariant:
         if cut.splits:
             step = 2 * window + (2 // halves) * cut.warps * cut.tiles * (1024 + self._copied_scales)
             return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
-        return cut.warps * (cut.stages * (codes + halves * window) + 2 * self.most_rows * (rows + 4) * 4)
+        inputs = halves * window * (-(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages)
+        return cut.warps * (cut.stages * codes + inputs + 2 * self.most_rows * (rows + 4) * 4)
 
 
 @dataclass(frozen=True, slots=True)

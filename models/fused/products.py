@@ -20,7 +20,8 @@ from headway.models.operations import Heads, Norm, Rope
 MAX_ROWS = 16
 """Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**24
-"""Elements of the weight up to which ours serve more than one row; a larger one is read as fast by cuBLAS, or faster."""
+"""Elements of the weight up to which ours serve more than one row, and half as many more than half of MAX_ROWS; a larger one is read
+as fast by cuBLAS, or faster: 5120 x 2880 with 16 rows took an H100 25 us, where its bytes take 10."""
 HEAD_MULTIPLE = 16
 """A head that a product rotates is made of so many rows of the weight, times a whole number."""
 _BLOCK_K = 1024
@@ -61,7 +62,8 @@ class FewRows:
         """Whether the kernels serve the product of x [rows, in_features], with its heads rotated where they are given."""
         if not isinstance(linear.weight, Tensor):
             return False
-        most = MAX_ROWS if linear.out_features * linear.in_features <= MAX_WEIGHT else 1
+        size = linear.out_features * linear.in_features
+        most = MAX_ROWS if size <= MAX_WEIGHT // 2 else MAX_ROWS // 2 if size <= MAX_WEIGHT else 1
         return 0 < x.shape[0] <= most and x.dtype in _TYPES and (heads is None or heads.head_dim % HEAD_MULTIPLE == 0)
 
     def __call__(

@@ -27,6 +27,7 @@ from headway.models.experts.plain import PlainExperts
 from headway.models.experts.routing import Routing
 from headway.models.operations import Norm
 from headway.tuning.measure.device import identify_device
+from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
 from headway.tuning.measure.kept_prior import times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "headway.experts/1"
 _TURNS = InterleavedTimer(rounds=2, round_ms=2.0)
+_GRAPHED, _LAYERS = 256, 4
+"""Tokens up to which a step's layers are timed in a CUDA graph, and layers in it, each with tokens of its own. One layer alone
+has another order: a way of five launches, most of which the layers beside it hide, took 252 us so, and 180 in a step."""
 _FEW = 16
 """Tokens at most by which a method is tried before it is timed."""
 _TOLERANCE = 5e-2
@@ -150,16 +154,21 @@ def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], 
     for cell in cells:
         count = TOKEN_COUNTS[cell]
         methods = [method for method in sample.methods(count) if method.name in right]
-        calls = [partial(sample.run, method, count) for method in methods]
         if time.perf_counter() > until:
             log.warning("experts: the time did not suffice for %d tokens and more, where a rule chooses", count)
             break
+        layers = sample.layers(count)
+        calls = [sample.call(method, count) for method in methods]
         for method, timing in zip(methods, _TURNS.time(calls, kind.device), strict=True):
             if isinstance(timing, Timing):
-                us[method.name][cell] = timing.median_us
+                us[method.name][cell] = timing.median_us / layers
             else:
                 log.warning("experts: %s with %d tokens is left out: %s", method.name, count, timing)
     return us
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class SampleLayer:
@@ -179,16 +188,20 @@ class SampleLayer:
         }
         self.weights: ExpertWeights = dataclasses.replace(kind.example, router=router, **flat)
         self.norm = Norm(torch.ones_like(router[0]), 1e-6)
-        self._tokens: dict[int, Tensor] = {}
+        self._tokens: dict[int, list[Tensor]] = {}
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.kind.dtype, device=self.kind.device).normal_(generator=self._generator)
 
-    def tokens(self, count: int) -> Tensor:
-        """A residual stream [count, hidden_size]."""
-        if count not in self._tokens:
-            self._tokens = {count: self._draw(count, self.weights.router.shape[1])}  # one at a time: the largest take memory
+    def tokens(self, count: int) -> list[Tensor]:
+        """A residual stream [count, hidden_size] for each layer that is timed together."""
+        if count not in self._tokens:  # one number at a time: the largest take memory
+            self._tokens = {count: [self._draw(count, self.weights.router.shape[1]) for _ in range(self.layers(count))]}
         return self._tokens[count]
+
+    def layers(self, count: int) -> int:
+        """Layers that are timed together."""
+        return _LAYERS if self.kind.device.type == "cuda" and count <= _GRAPHED else 1
 
     def methods(self, count: int) -> list[Method]:
         """The methods that take this many tokens."""
@@ -202,9 +215,19 @@ class SampleLayer:
                     self.run(method, count)
 
     def run(self, method: Method, count: int) -> None:
-        """Compute the layer once."""
-        x = self.tokens(count)
-        method.add(x, method.route(x, self.norm, self.weights), self.weights)
+        """Compute each layer once."""
+        for x in self.tokens(count):
+            method.add(x, method.route(x, self.norm, self.weights), self.weights)
+
+    def call(self, method: Method, count: int) -> Callable[[], object]:
+        """What runs the layers: as an engine does, a graph's replay for few tokens."""
+        run = partial(self.run, method, count)
+        if self.layers(count) == 1:
+            return run
+        try:
+            return captured(run).replay
+        except Exception as error:
+            return partial(_raise, error)  # among the times, as what fails later does
 
     def is_right(self, method: Method) -> bool:
         """Whether its answers for one token and for a few agree with torch's operations; a method that raises is wrong, too."""
@@ -220,7 +243,7 @@ class SampleLayer:
         return error < _TOLERANCE
 
     def _error(self, method: Method, count: int) -> float:
-        routed = method.route(self.tokens(count), self.norm, self.weights)
+        routed = method.route(self.tokens(count)[0], self.norm, self.weights)
         found = torch.zeros_like(routed.x)
         method.add(found, routed, self.weights)
         plain = PlainExperts(self.kind.config, self.weights)

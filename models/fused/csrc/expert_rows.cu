@@ -124,7 +124,10 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
       copies_wait<STAGES - 2>();
       __syncwarp();
       const int slice = step * WARPS + warp;
-      if (SLICES % WARPS == 0 || slice < SLICES) multiply_step(p, sums, squares, false, ring + stage * STEP_BYTES, slice, lane);
+      if (SLICES % WARPS == 0 || slice < SLICES) {
+        const u32 from = ring + stage * STEP_BYTES;
+        multiply_step(p, sums, squares, false, from, from + SLICE_BYTES, slice, lane);
+      }
       __syncwarp();
       if (ahead.is_there(warp)) {
         ahead.copy_codes(p, ring + free_stage * STEP_BYTES, warp, lane, policy);

@@ -5,6 +5,9 @@
 // steps, and of the next tile, are under way meanwhile. Further warps add the sums of a tile, finish and store it, so that those that
 // multiply never wait for each other: two tiles' sums have room.
 //
+// KEPT: a warp keeps its columns of x in shared memory, which all tiles need; else they run through the ring with the slices, each
+// time out of the L2 cache, whose rate then is the limit where a tile has few rows.
+//
 // Bytes of the weight are asked for before the kernel waits for the one before it (programmatic dependent launch).
 
 #include "warp_step.cuh"
@@ -128,6 +131,7 @@ __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int t
 
 struct Shared {
   u32 rings;          // [WARPS, STAGES, STEP_BYTES]
+  u32 inputs;         // KEPT: [WARPS, STEPS, INPUT_BYTES]
   float* sums;        // [2, WARPS, MOST_ROWS, SUM_ROW]
   float* squares;     // [WARPS, MOST_ROWS]
   int* arrived;
@@ -147,6 +151,11 @@ __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOC
 __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared, int warp, int lane, int rows, int tiles) {
   const u64 policy = read_once();
   const u32 ring = shared.rings + warp * (STAGES * STEP_BYTES);
+  // Of a step in a stage of the ring.
+  const auto inputs_at = [&](int step, u32 stage) {
+    return KEPT ? shared.inputs + (warp * STEPS + step) * INPUT_BYTES : ring + stage * STEP_BYTES + SLICE_BYTES;
+  };
+  const auto needs_inputs = [](int tile) { return !KEPT || tile == static_cast<int>(blockIdx.x); };
   Place ahead = {static_cast<int>(blockIdx.x), 0};
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
@@ -159,8 +168,8 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     const int slice = place.step * WARPS + warp;
-    if (place.tile < tiles && slice < SLICES) {
-      copy_inputs(p, ring + stage * STEP_BYTES + SLICE_BYTES, slice, lane, rows);
+    if (place.tile < tiles && slice < SLICES && needs_inputs(place.tile)) {
+      copy_inputs(p, inputs_at(place.step, stage), slice, lane, rows);
     }
     copies_commit();
     place.advance();
@@ -176,12 +185,12 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
       __syncwarp();
       const int slice = step * WARPS + warp, next = ahead.step * WARPS + warp;
       if (SLICES % WARPS == 0 || slice < SLICES) {
-        multiply_step(p, sums, squares, count == 0, ring + stage * STEP_BYTES, slice, lane);
+        multiply_step(p, sums, squares, count == 0, ring + stage * STEP_BYTES, inputs_at(step, stage), slice, lane);
       }
       __syncwarp();
       if (ahead.tile < tiles && (SLICES % WARPS == 0 || next < SLICES)) {
         copy_tile(p, ring + free_stage * STEP_BYTES, ahead.tile, next, lane, policy);
-        copy_inputs(p, ring + free_stage * STEP_BYTES + SLICE_BYTES, next, lane, rows);
+        if (needs_inputs(ahead.tile)) copy_inputs(p, inputs_at(ahead.step, free_stage), next, lane, rows);
       }
       copies_commit();
       ahead.advance();
@@ -223,9 +232,11 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
   __shared__ float squares[WARPS * MOST_ROWS];
   __shared__ __align__(8) u64 barriers[4];
   __shared__ int arrived;
-  float* const sums = reinterpret_cast<float*>(dynamic + WARPS * STAGES * STEP_BYTES);
+  constexpr int rings = WARPS * STAGES * STEP_BYTES, inputs = KEPT ? WARPS * STEPS * INPUT_BYTES : 0;
+  float* const sums = reinterpret_cast<float*>(dynamic + rings + inputs);
   const u32 full = shared_address(barriers);
-  const Shared shared = {shared_address(dynamic), sums, squares, &arrived, full, full + 16};
+  const u32 start = shared_address(dynamic);
+  const Shared shared = {start, start + rings, sums, squares, &arrived, full, full + 16};
   launch_dependents();
   if (threadIdx.x < 4) barrier_init(full + 8 * threadIdx.x, threadIdx.x < 2 ? WARPS * 32 : FINISHING);
   __syncthreads();

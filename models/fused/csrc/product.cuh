@@ -128,6 +128,8 @@ struct Codes {
   u32 offset[2];
   u32 scale[2];
 
+  Codes() = default;
+
   // from: of the slice in shared memory, as copy_weights fills it.
   __device__ __forceinline__ Codes(u32 from, int part, int lane)
       : Codes(from + part * 1024 + lane * 16, from + CODE_BYTES + row_of(part, lane) * SCALE_SIZE,

@@ -13,15 +13,37 @@ __device__ __forceinline__ Pair pair_of(int chunk, int i) { return {chunk / 2, c
 __device__ __forceinline__ int chunk_of(Pair pair) { return pair.thread * 2 + pair.word / 2; }
 __device__ __forceinline__ int number_of(Pair pair) { return pair.word % 2 * 2 + pair.second; }
 
-// sums += products of a warp's parts. See ring_wgmma.cuh, but all steps are told to be read.
+// A warp's codes of one slice of W, of all its parts. BY_BLOCK: scales gives their scales, and asks for those of the step after it.
+template <typename Layout, typename Scales>
+__device__ __forceinline__ void read_codes(Codes (&codes)[TILES], u32 slice, Scales& scales, int step, int i, int warp, int lane) {
+  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * Layout::group + warp * Layout::part + lane / 4;
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile) {
+    const u32 part = tile * WARPS * Layout::part;
+    const u32 scales_at = slice + Layout::scales + (place + part) * SCALE_SIZE, zeros_at = slice + Layout::zeros + place + part;
+    codes[tile] = Codes(slice + (part + warp * Layout::part) * SLICE + lane * 16, scales_at, zeros_at, Layout::below,
+                        Layout::below_scales, Layout::below_zeros);
+    if constexpr (BY_BLOCK) {
+      codes[tile].scale[0] = scales.pair(i, tile, 0), codes[tile].scale[1] = scales.pair(i, tile, 1);
+      scales.advance(step, i, tile);
+    }
+  }
+}
+
+// sums += products of a warp's parts. See ring_wgmma.cuh, but all steps are told to be read. The codes of a slice are read while those
+// before are multiplied: else each warp would wait for shared memory at the beginning of every slice.
 template <typename Layout, typename Scales>
 __device__ __forceinline__ void multiply(
     float (&sums)[TILES][MOST_ROWS / 2], const Ring<Layout>& ring, Place& at, Scales& scales, Steps steps, int warp, int lane) {
-  const int place = (SHORT ? lane % 4 * 16 / SCALE_SPAN : 0) * Layout::group + warp * Layout::part + lane / 4;
+  if (steps.first >= steps.end) return;
+  Codes next[TILES];
+  barrier_wait(ring.full + 8 * at.stage, at.parity);
+  read_codes<Layout>(next, ring.slice(at.stage, 0), scales, steps.first, 0, warp, lane);
 #pragma unroll 1
-  for (int step = steps.first; step < steps.end; ++step, at.advance()) {
-    barrier_wait(ring.full + 8 * at.stage, at.parity);
-    const u32 row = ring.inputs(at.stage) + lane / 4 * 128;
+  for (int step = steps.first; step < steps.end; ++step) {
+    const u32 row = ring.inputs(at.stage) + lane / 4 * 128, empty = ring.empty + 8 * at.stage;
+    Place behind = at;
+    behind.advance();
 #pragma unroll
     for (int i = 0; i < STEP_SLICES; ++i) {
       Quad x[2][HALVES][BLOCKS];
@@ -31,21 +53,24 @@ __device__ __forceinline__ void multiply(
         const u32 chunk = (lane % 4 * 2 + words) ^ (lane / 4 & SWIZZLE);
         x[words][half][block] = load_quad(row + ((i * HALVES + half) * MOST_ROWS + block * 8) * 128 + chunk * 16);
       }
+      Codes codes[TILES];
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) codes[tile] = next[tile];
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
-        const u32 slice = ring.slice(at.stage, i), part = tile * WARPS * Layout::part;
-        const u32 scales_at = slice + Layout::scales + (place + part) * SCALE_SIZE, zeros_at = slice + Layout::zeros + place + part;
-        Codes codes(slice + (part + warp * Layout::part) * SLICE + lane * 16, scales_at, zeros_at, Layout::below,
-                    Layout::below_scales, Layout::below_zeros);
-        if constexpr (BY_BLOCK) {
-          codes.scale[0] = scales.pair(i, tile, 0), codes.scale[1] = scales.pair(i, tile, 1);
-          scales.advance(step, i, tile);
-        }
 #pragma unroll
         for (int n = 0; n < 4 * HALVES; ++n) {
           const int word = n % 4, half = n / 4;
+          if (tile == TILES - 1 && n == 2 * HALVES) {
+            if (i + 1 < STEP_SLICES) {
+              read_codes<Layout>(next, ring.slice(at.stage, i + 1), scales, step, i + 1, warp, lane);
+            } else if (step + 1 < steps.end) {
+              barrier_wait(ring.full + 8 * behind.stage, behind.parity);
+              read_codes<Layout>(next, ring.slice(behind.stage, 0), scales, step + 1, 0, warp, lane);
+            }
+          }
           u32 a[4];
-          half ? codes.unpack<HALVES - 1>(a, word) : codes.unpack<0>(a, word);
+          half ? codes[tile].unpack<HALVES - 1>(a, word) : codes[tile].unpack<0>(a, word);
 #pragma unroll
           for (int block = 0; block < BLOCKS; ++block) {
             const Quad& columns = x[word / 2][half][block];
@@ -56,7 +81,8 @@ __device__ __forceinline__ void multiply(
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty + 8 * at.stage);
+    if (lane == 0) barrier_arrive(empty);
+    at = behind;
   }
 }
 

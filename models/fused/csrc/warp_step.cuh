@@ -6,7 +6,11 @@
 namespace fused {
 
 constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
-constexpr int STEP_BYTES = SLICE_BYTES + HALVES * MOST_ROWS * 128;
+#ifndef KEPT  // whether a warp's columns of x lie in shared memory for all tiles, and not in the ring
+#define KEPT 0
+#endif
+constexpr int INPUT_BYTES = HALVES * MOST_ROWS * 128;     // of x, the columns of a slice
+constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);
 constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
 constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
@@ -84,9 +88,10 @@ __device__ __forceinline__ float sum_of_squares(const Quad& x) {
 
 // --- products and their sums ---
 
-// squares: sums of x's, of the rows that the thread reads; kept where first.
+// from, inputs: where the slice and its columns of x lie. squares: sums of x's, of the rows that the thread reads; kept where first.
 __device__ __forceinline__ void multiply_step(
-    const Pointers& p, float (&sums)[TILES][BLOCKS][4], float (&squares)[BLOCKS], bool first, u32 from, int slice, int lane) {
+    const Pointers& p, float (&sums)[TILES][BLOCKS][4], float (&squares)[BLOCKS], bool first, u32 from, u32 inputs, int slice,
+    int lane) {
   Quad x[2][HALVES][BLOCKS];
 #pragma unroll
   for (int words = 0; words < 2; ++words) {
@@ -95,7 +100,7 @@ __device__ __forceinline__ void multiply_step(
 #pragma unroll
       for (int block = 0; block < BLOCKS; ++block) {
         Quad& columns = x[words][half][block];
-        columns = load_columns(from + SLICE_BYTES, block, half, words, lane);
+        columns = load_columns(inputs, block, half, words, lane);
         if (NORM && first) squares[block] += sum_of_squares(columns);
         if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
         if (PAIR_STEP == 2) pair_columns(columns);

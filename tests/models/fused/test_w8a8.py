@@ -58,14 +58,14 @@ def test_cuts_fit_into_a_multiprocessor_and_share_the_work(cut: CudaCutRule, row
 
 
 def test_large_weights_keep_every_multiprocessor_copying() -> None:
-    """In flight in each: more than the memory delivers within its latency, 32 KB a microsecond."""
+    """In flight in each: more than the memory delivers within its latency of 1.2 us, 32 KB a microsecond."""
     for (shape, gated), rows in product(zip(SHAPES[:2], (True, False), strict=True), (16, 32, 64, 128)):
         variant = variant_of(False, rows, shape, gated, float8_cut)
         blocks = -(-variant.out_features // variant.tile_rows) * variant.cut.splits
         each = min(int(variant.constants["RESIDENT"]), blocks / MULTIPROCESSORS)
         weight = variant.tile_rows * (2 if gated else 1) * 128
         assert blocks >= 0.8 * MULTIPROCESSORS
-        assert each * variant.cut.stages * weight >= 72 * 1024, (variant.cut, each)
+        assert each * variant.cut.stages * weight >= 44 * 1024, (variant.cut, each)
 
 
 @pytest.mark.parametrize("rows", [16, 128, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 32, 64))])
