@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
 from headway.backends.hopper.latent import HEAD, ROWS, HeadTile, HopperLatentDecode
-from headway.backends.probe import HALF_DTYPES, untried
+from headway.backends.probe import HALF_DTYPES
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import DecodePlan
@@ -63,9 +63,9 @@ class HopperLatent(AttentionBackend):
 
     @classmethod
     def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernels cut keys and merge parts; and leave to run what no GPU has run."""
+        """What `hopper` needs, and Triton, whose kernels cut keys and merge parts."""
         support = HopperAttention.available()
-        return support & TritonAttention.available() & untried() if support else support
+        return support & TritonAttention.available() if support else support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

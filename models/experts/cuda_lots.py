@@ -13,7 +13,6 @@ from headway.backends.nvrtc.compiler import architecture
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
 from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
-from headway.backends.probe import untried
 from headway.core.contract.support import YES, Support
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import ExpertCutRule
@@ -158,4 +157,4 @@ def computes_lots(config: ExpertsConfig, device: torch.device) -> Support:
         support &= Support.no("device", "a GPU of compute capability 9.0", device)
     if config.num_slots > _MOST_SLOTS:
         support &= Support.no("experts of a token", f"up to {_MOST_SLOTS}", config.num_slots)
-    return support & untried()
+    return support

@@ -70,13 +70,13 @@ class FewRowsLauncher:
 class ClusterLauncher:
     """A kernel whose blocks of threads, a cluster, share a sum over K, and the launch before it, which puts x into its form."""
 
-    def __init__(self, variant: CudaVariant, device: torch.device, arranging: str) -> None:
-        """arranging: the name of the kernel of that launch."""
+    def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
+        """arranging: the name of the kernel of that launch. sharing: blocks of threads that share a row there."""
         specific, cut = architecture(device, specific=True), variant.cut
         self._kernel: Kernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._arrange: Kernel = load(variant.source, arranging, device, specific)
-        self._variant, self._device = variant, device
+        self._variant, self._device, self._sharing = variant, device, sharing
         self._tiles = -(-variant.out_features // variant.tile_rows)
         cluster, shared = (1, cut.splits, 1), variant.shared_bytes
         self._launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
@@ -88,10 +88,10 @@ class ClusterLauncher:
         return -(-rows // self._variant.most_rows) * self._variant.most_rows
 
     def _start_arranging(self, rows: int, arguments: Arguments) -> None:
-        """A block of threads for each row."""
+        """Launch what brings x into its form."""
         launch = self._arrange_launches.get(rows)
         if launch is None:
-            launch = self._arrange_launches[rows] = Launch((rows, 1, 1), _ARRANGING, overlaps=True)
+            launch = self._arrange_launches[rows] = Launch((rows, self._sharing, 1), _ARRANGING, overlaps=True)
         self._arrange(launch, arguments)
 
     def _start(self, rows: int, arguments: Arguments) -> None:
@@ -106,7 +106,8 @@ class SharedRowsLauncher(ClusterLauncher):
     """shared_rows.cu: x is normed and put in the order in which it is copied."""
 
     def __init__(self, variant: CudaVariant, device: torch.device) -> None:
-        super().__init__(variant, device, "arrange_rows")
+        sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread puts 8 columns
+        super().__init__(variant, device, "arrange_rows", sharing)
         self._arguments = Arguments(bytes(MAP_BYTES), bytes(POINTERS.size), numpy.int32(0))
         self._arrange_arguments = Arguments(0, 0, 0, numpy.float32(0))
 

@@ -20,8 +20,8 @@ from headway.models.operations import Heads, Norm, Rope
 MAX_ROWS = 16
 """Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**24
-"""Elements of the weight up to which ours serve more than one row, and half as many more than half of MAX_ROWS; a larger one is read
-as fast by cuBLAS, or faster: 5120 x 2880 with 16 rows took an H100 25 us, where its bytes take 10."""
+"""Elements of the weight up to which ours serve more than one row, and half as many more than half of MAX_ROWS; a larger one is
+read as fast by cuBLAS, or faster: 5120 x 2880 with 16 rows took an H100 16 us so, and 25 by ours."""
 HEAD_MULTIPLE = 16
 """A head that a product rotates is made of so many rows of the weight, times a whole number."""
 _BLOCK_K = 1024

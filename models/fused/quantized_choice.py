@@ -32,11 +32,11 @@ class ProductTimes:
     source: str
     """Where they come from, in words."""
 
-    def fastest(self, rows: int, able: Collection[str]) -> str | None:
-        """Return the fastest of the ways; None where nothing was measured."""
+    def fastest(self, rows: int, able: Collection[str], coarser: Collection[str] = ()) -> str | None:
+        """Return the fastest of the ways; None where nothing was measured. coarser: those that must be WORTH times as fast."""
         cell = cell_of(rows)
         known = [(self.us[way][cell], way) for way in able if cell < len(self.us.get(way, ()))]
-        times = [(us, way) for us, way in known if us is not None]
+        times = [(us * (WORTH if way in coarser else 1.0), way) for us, way in known if us is not None]
         return min(times)[1] if times else None
 
 
@@ -57,6 +57,8 @@ def rule(rows: int, able: Collection[str]) -> str:
     return SCALED if SCALED in able else DEQUANTIZED
 
 
+WORTH = 1.05
+"""How much faster a way that rounds x must be than one that does not."""
 LEAST_SHARED = 8
 """Rows up to which `few_rows` serves. On an H200, an 8B layer in 4 bits: 55 us to 67 at 8 rows, 73 to 65 at 16."""
 FEW_ROWS = 32
@@ -124,7 +126,8 @@ class ProductKind:
         way = self._chosen.get(rows)
         if way is None:
             able = self.able(rows)
-            measured = None if self._times is None else self._times.fastest(rows, able)
+            coarser = [name for name in able if self.ways[name].rounds]
+            measured = None if self._times is None else self._times.fastest(rows, able, coarser)
             way = self._chosen[rows] = measured or rule(rows, able)
         return way
 

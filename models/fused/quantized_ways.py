@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.backends.probe import HALF_DTYPES, capability, untried
+from headway.backends.probe import HALF_DTYPES, capability
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
 from headway.models.fused.cuda_arranged import Arrangements, computes
@@ -97,7 +97,7 @@ class Float8Way(ProductWay):
         self.kernel = self._kernel = Float8Products(device, cut, arranged)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """Floats of 8 bits, by rows or by blocks of 128 x 128, where a GPU multiplies them so and leave is given."""
+        """Floats of 8 bits, by rows or by blocks of 128 x 128, where a GPU multiplies them so."""
         support, (rows, columns) = float8_scales(weight, whole=False), weight.shape
         if dtype not in HALF_DTYPES:
             support &= Support.no("dtype", "bfloat16 or float16", dtype)
@@ -107,7 +107,7 @@ class Float8Way(ProductWay):
         if found != (9, 0):
             got = "none" if found is None else "{}.{}".format(*found)
             support &= Support.no("compute capability", "9.0, whose matrix units it multiplies by", got)
-        return support & find_compiler()[1] & untried()
+        return support & find_compiler()[1]
 
     def prepare(self, linear: Linear) -> int:
         """See ProductWay: scales of rows once more."""

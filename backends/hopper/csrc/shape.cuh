@@ -17,6 +17,12 @@ constexpr u32 K_BYTES = KEYS * K_PANELS * 128, V_BYTES = KEYS * V_PANELS * 128;
 constexpr int BOXES = KEYS / BOX;
 static_assert(KEYS % 16 == 0 && KEYS % BOX == 0 && BOX % 8 == 0 && HEAD_DIM % 16 == 0 && V_HEAD_DIM % 16 == 0, "whole products");
 
+// Where an operand of a product lies: the low half of its descriptor, which changes from product to product.
+//
+// leading: bytes from one panel to the next, for an operand whose rows are summed over (the value); without meaning otherwise.
+// In a cluster, bits of an address beyond the 18 that the descriptor has room for are the block's number.
+__device__ __forceinline__ u32 operand(u32 address, u32 leading) { return (leading >> 4) << 16 | (address & 0x3ffff) >> 4; }
+
 // One warpgroup copies, the others multiply. Registers of a thread: what a multiprocessor's 65,536 leave.
 constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int COPY_REGISTERS = GROUPS == 3 ? 32 : 40;

@@ -21,12 +21,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-// Where an operand lies. The low half changes from product to product, the high half never does.
-//
-// leading: bytes from one panel to the next, for an operand whose rows are summed over (the value); without meaning otherwise.
-// In a cluster, bits of an address beyond the 18 that the descriptor has room for are the block's number.
-__device__ __forceinline__ u32 operand(u32 address, u32 leading) { return (leading >> 4) << 16 | (address & 0x3ffff) >> 4; }
-
+// operand: of shape.cuh, where it lies.
 __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;

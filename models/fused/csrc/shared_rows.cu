@@ -85,7 +85,7 @@ struct Scales {
 }  // namespace fused
 
 // A row of x, normed, where the matrix units look for it; a step has two windows. All windows of MOST_ROWS rows lie together.
-// Grid (rows).
+// Grid (rows, blocks of threads that share a row, one where it is normed).
 extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
     const fused::u16* x, const void* norm, fused::u16* arranged, const float eps) {
   using namespace fused;
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_rows(
   }
   const float factor = norm_factor(own, eps);
 #endif
-  for (int place = threadIdx.x; place < K / 8; place += ARRANGING) {
+  for (int place = blockIdx.y * ARRANGING + threadIdx.x; place < K / 8; place += gridDim.y * ARRANGING) {
     const int window = place / 8, chunk = place % 8;
     u32 columns[4];
 #pragma unroll

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from cubin_registers import blocks_that_fit
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.backends.probe import UNTRIED
 from headway.models.fused import quantized_ways
 from headway.models.fused.cuda_cuts import CudaCutRule, float8_cut, float8_cut_narrow, most_rows_of
 from headway.models.fused.cuda_variant import Float8Variant
@@ -98,14 +97,11 @@ def test_a_refusal_says_what_was_needed(make: Callable[[], QuantizedWeight], rea
     assert reason in refusal(make())
 
 
-def test_it_takes_part_on_hopper_where_leave_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(UNTRIED, raising=False)
+def test_it_takes_part_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [float8(torch.randn(64, 256), block) for block in (None, (64, 256), (128, 128))]
     assert "compute capability: needs 9.0, whose matrix units it multiplies by, got none" in refusal(weights[0])
     assert "dtype: needs bfloat16 or float16" in refusal(weights[0], torch.float32)
     monkeypatch.setattr(quantized_ways, "capability", lambda _: (9, 0))
-    assert f"{UNTRIED}=1 lets it take part" in refusal(weights[0])
-    monkeypatch.setenv(UNTRIED, "1")
     for weight in weights:
         assert refusal(weight) == refusal(weight, torch.float16) == "yes"
     kind = QuantizedWays(CPU).kind(Linear(weights[0], dtype=BF16, kept=True), BF16)

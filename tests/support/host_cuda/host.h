@@ -114,8 +114,14 @@ inline std::vector<Copy> begun[MOST_THREADS];
 inline const char *lows[12], *highs[12];  // the tensors that a kernel was given
 inline int tensors;
 
+#ifdef BLOCK_SHIFT  // from which bit on an address is the number of a cluster's block
+inline int offset_of(uint32_t address) { return address & ((1u << BLOCK_SHIFT) - 1); }
+#else
+inline int offset_of(uint32_t address) { return static_cast<int32_t>(address); }
+#endif
+
 inline char* shared(uint32_t address, int size) {
-  char* const at = dynamic_shared + static_cast<int32_t>(address);
+  char* const at = dynamic_shared + offset_of(address);
   if (reinterpret_cast<uintptr_t>(at) % size) fail("an address in shared memory is not aligned");
   return at;
 }

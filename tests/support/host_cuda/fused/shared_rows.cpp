@@ -11,7 +11,7 @@ extern "C" int arrange(const void* x, const void* norm, void* arranged, float ep
   static float epsilon;
   from = static_cast<const fused::u16*>(x), weight = norm, to = static_cast<fused::u16*>(arranged), epsilon = eps;
   host::know(tensors, sizes, count);
-  return host::run(+[] { arrange_rows(from, weight, to, epsilon); }, rows, 1, fused::ARRANGING, 0, 0);
+  return host::run(+[] { arrange_rows(from, weight, to, epsilon); }, rows, NORM ? 1 : 2, fused::ARRANGING, 0, 0);
 }
 
 extern "C" int run(const void* pointers, const void* codes, long codes_rows, int rows, int clusters, int threads, int shared_bytes, int order,

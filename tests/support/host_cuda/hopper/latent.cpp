@@ -1,4 +1,5 @@
 // latent.cu as a function of the host.
+#define BLOCK_SHIFT 24
 #include "host.h"
 #define dynamic dynamic_shared
 #include "kernel.cu"

@@ -8,7 +8,10 @@ namespace hopper {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const char*>(pointer) - dynamic_shared); }
+// As in a GPU's cluster, the upper bits are the block's number.
+inline u32 shared_address(const void* pointer) {
+  return static_cast<u32>(static_cast<const char*>(pointer) - dynamic_shared) | host::own_block() << BLOCK_SHIFT;
+}
 
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
 inline bool barrier_passed(u32 barrier, u32 parity) {

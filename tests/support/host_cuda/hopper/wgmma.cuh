@@ -14,7 +14,6 @@ inline u32 pack(float low, float high) { return static_cast<u32>(host::to_float1
 #endif
 
 // PTX ISA, "Matrix descriptor format", with the 128-byte swizzle: the address and two distances, in 16 bytes.
-inline u32 operand(u32 address, u32 leading) { return (leading >> 4) << 16 | address >> 4; }
 inline u64 descriptor(u32 operand, u32 bytes) { return 1ull << 62 | 64ull << 32 | (operand + (bytes >> 4)); }
 
 struct Operand {
