@@ -36,12 +36,20 @@ class OneShotAllReduce:
     name = "one_shot"
 
     def __init__(
-        self, rank: int, device: torch.device, addresses: Sequence[int], keeps: object, side: torch.cuda.Stream | None = None
+        self,
+        rank: int,
+        device: torch.device,
+        addresses: Sequence[int],
+        keeps: object,
+        side: torch.cuda.Stream | None = None,
+        block_bytes: int = _BLOCK_BYTES,
     ) -> None:
         """addresses: of every rank's shared memory, as this device reaches it, filled with NOTHING; keeps: what holds it.
 
         side: a stream on which nothing else runs, so that `abort` gets through beside a launch that waits; a GPU needs one.
+        block_bytes: of a program, a power of two.
         """
+        self._block_bytes = block_bytes
         self._rank, self._size, self._device, self._keeps = rank, len(addresses), device, keeps
         self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(3, dtype=torch.int32, device=device)
@@ -59,11 +67,11 @@ class OneShotAllReduce:
         launch = self._launchers.get((x.dtype, adds))
         if launch is None:
             bits, nothing, instead = _BITS[x.dtype]
-            sizes = {"SIZE": self._size, "CAPACITY": CAPACITY // x.itemsize, "BLOCK": _BLOCK_BYTES // x.itemsize}
+            sizes = {"SIZE": self._size, "CAPACITY": CAPACITY // x.itemsize, "BLOCK": self._block_bytes // x.itemsize}
             given = {"BITS": bits, "NOTHING": nothing, "INSTEAD": instead, "ONTO": adds}
             launch = self._launchers[x.dtype, adds] = FixedLauncher(sum_over_ranks, 8, self._device, **sizes, **given)
         y = x if onto is None else onto
-        grid = triton.cdiv(x.nbytes, _BLOCK_BYTES), 1, 1
+        grid = triton.cdiv(x.nbytes, self._block_bytes), 1, 1
         launch(grid, x, y, y, self._buffers, self._state, self._ended, x.numel(), self._rank)
         return y
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,13 +138,31 @@ def _peers(ranks: TorchRanks) -> Iterator[AllReduce]:
             yield way
 
 
-def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
+def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[AllReduce]:
+    """Our kernel with programs of other sizes."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    from headway.backends.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
+    from headway.backends.all_reduce.peer_memory import PeerMemory
+
+    for each in block_bytes:
+        store = PrefixStore(f"blocks of {each}", ranks.store)
+        memory = PeerMemory(store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
+        side = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
+        way = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory, side, each)
+        way.name = f"{way.name} {each}"
+        yield way
+
+
+def _of_rank(
+    rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]], block_bytes: Sequence[int]
+) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = store or find_store(port, size)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
     choose_all_reduce(ranks, _MEASURED)
-    for way in (*ranks.sums, *_peers(ranks)):
+    for way in (*ranks.sums, *_other_blocks(ranks, block_bytes), *_peers(ranks)):
         for adds in (False, True):
             name = f"{way.name}{' + add' if adds else ''}"
             found[name] = [None] * len(SIZES)
@@ -159,6 +177,9 @@ def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[
 
 def all_reduce(
     ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
+    block_bytes: Annotated[
+        str, typer.Option(help="Times our kernel with programs of other sizes, too: bytes, several with commas.")
+    ] = "",
     output: Annotated[Path | None, typer.Option(help="Write the times to this JSON file.")] = None,
 ) -> None:
     """Time sums over GPUs, alone and added to a residual stream."""
@@ -166,10 +187,11 @@ def all_reduce(
         raise ConfigError("--ranks", f"at most {torch.cuda.device_count()}, the GPUs that torch sees", ranks)
     store, found = make_store(ranks), dict[str, list[float | None]]()
     context = torch.multiprocessing.get_context("spawn")
-    others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {})) for rank in range(1, ranks)]
+    blocks = [int(each) for each in filter(None, block_bytes.split(","))]
+    others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {}, blocks)) for rank in range(1, ranks)]
     for other in others:
         other.start()
-    _of_rank(0, ranks, store.port, store, found)
+    _of_rank(0, ranks, store.port, store, found, blocks)
     for other in others:
         other.join()
     device = identify_device(torch.device("cuda", 0))
