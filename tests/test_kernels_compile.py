@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Container, Iterable
 from types import ModuleType
 
@@ -116,6 +117,23 @@ def check(found: Compilations) -> None:
     assert {constants.get("enable_fp_fusion") for constants in found.constants} == {"True"}, "Triton 3.10 has another default"
 
 
+def narrow_copies(found: Compilations) -> dict[str, int]:
+    """Kernel -> most instructions of one of its variants that copy two bytes from the GPU's memory or to it, where 16 lie together."""
+    counts: dict[str, int] = {}
+    for (name, *_), compiled in found.variants.items():
+        narrow = len(re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global\S*\.b16\s", compiled.asm["ptx"]))
+        counts[str(name)] = max(counts.get(str(name), 0), narrow)
+    return counts
+
+
+def test_sums_over_ranks_copy_whole_words() -> None:
+    with absent_gpu(HOPPER) as found:
+        for dtype in (BF16, FP16):
+            sum_over_two_ranks(dtype)
+    check(found)
+    assert narrow_copies(found) == {"sum_over_ranks": 0}
+
+
 def test_every_kernel_passes_the_compilers_front_end() -> None:
     with absent_gpu(HOPPER, whole=False) as found:
         launch_every_kernel(("head 128", "int8 cache", "576/512"))
@@ -166,6 +184,10 @@ def test_what_adapters_add_compiles(capability: Capability, slots: int, rank: in
     with absent_gpu(capability) as found:
         run_adapted(shipped("llama-3-8b"), dtype, slots, rank)
     check(found)
+    if dtype != FP32:
+        added = {name: count for name, count in narrow_copies(found).items() if name.startswith(("expand", "shrink"))}
+        assert added
+        assert not any(added.values()), added
 
 
 @pytest.mark.slow

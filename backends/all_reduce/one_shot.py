@@ -67,12 +67,17 @@ class OneShotAllReduce:
         launch = self._launchers.get((x.dtype, adds))
         if launch is None:
             bits, nothing, instead = _BITS[x.dtype]
-            sizes = {"SIZE": self._size, "CAPACITY": CAPACITY // x.itemsize, "BLOCK": self._block_bytes // x.itemsize}
+            sizes = {
+                "SIZE": self._size,
+                "CAPACITY": CAPACITY // x.itemsize,
+                "BLOCK": self._block_bytes // x.itemsize,
+                "EACH": _WORD // x.itemsize,
+            }
             given = {"BITS": bits, "NOTHING": nothing, "INSTEAD": instead, "ONTO": adds}
             launch = self._launchers[x.dtype, adds] = FixedLauncher(sum_over_ranks, 8, self._device, **sizes, **given)
         y = x if onto is None else onto
         grid = triton.cdiv(x.nbytes, self._block_bytes), 1, 1
-        launch(grid, x, y, y, self._buffers, self._state, self._ended, x.numel(), self._rank)
+        launch(grid, x, y, y, self._buffers, self._state, self._ended, x.nbytes // _WORD, self._rank)
         return y
 
     def abort(self) -> None:

@@ -21,6 +21,12 @@ from headway.models.fused.step_kernels import activate
 
 
 @triton.jit
+def either(a, b):
+    """The bits of both."""
+    return a | b
+
+
+@triton.jit
 def wide_b(
     b_ptr,
     slots,
@@ -36,7 +42,10 @@ def wide_b(
     """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
     column = tl.arange(0, TOGETHER * RANKS)
     slot = first + column // RANKS
-    used = tl.max((slots[:, None] == slot[None, :]).to(tl.int32), 0) > 0
+    # A bit for each slot that some row has: so the compiler sees that all ranks of a slot are alike, and loads many numbers at once.
+    near = (slots >= first) & (slots < first + TOGETHER)
+    bits = tl.reduce(tl.where(near, 1 << ((slots - first) & 31), 0), 0, either)
+    used = (bits >> column // RANKS & 1) > 0
     at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (r + column % RANKS)[:, None]
     return tl.load(at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
 
