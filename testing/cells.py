@@ -53,6 +53,8 @@ WORKS = ("edges", "many", "again", "tables", "deep")
 """edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the lengths of the step before over other
 blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
 one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
+FEW = "few"
+"""The work of layers of many query heads, which is dealt to no others: three or four sequences of up to 133 tokens."""
 EXPANDED = "-expanded"
 """Behind the number of a layer of latent attention: its prompts, which have keys and values of their own."""
 OWN_SCALE = "own"
@@ -87,7 +89,7 @@ class CheckCell:
     scores: str = "normal"
     """Out of SCORES."""
     work: str = "edges"
-    """Out of WORKS."""
+    """Out of WORKS, or FEW."""
     layer: str = ""
     """A layer of the model that the kit was given, by number, whose spec counts; "": a layer of the kit's."""
 
@@ -139,7 +141,7 @@ def _input(text: str) -> tuple[str, str | int]:
     :raises ValueError: there is none of that name or value.
     """
     name, _, value = text.partition("=")
-    known: dict[str, tuple[str | int, ...]] = {"scale": tuple(SCALES), "scores": SCORES, "work": WORKS}
+    known: dict[str, tuple[str | int, ...]] = {"scale": tuple(SCALES), "scores": SCORES, "work": (*WORKS, FEW)}
     if name == "kv_heads" and int(value) > 0:
         return name, int(value)
     if name == "layer" and value.removesuffix(EXPANDED).isdecimal():

@@ -18,7 +18,11 @@ from headway.testing.steps import AS_IN_AN_ENGINE, Lens, Unlike
 _PLAIN: dict[str, str | int] = {axis: getattr(CheckCell("answer"), axis) for axis in AXES if axis != "layout"}
 _OF_ONE_CELL, _OF_ALL = 5.0, 20.0
 """Seconds that one cell's controls may take, and those of all cells of a process."""
-_SWEPT: dict[str, Sequence[str | int]] = {"kv_heads": (1, 2, 3, 8), "group": (1, 2, 4, 7, 8), "block_size": (8, 16, 24, 32, 64)}
+_SWEPT: dict[str, Sequence[str | int]] = {
+    "kv_heads": (1, 2, 3, 8),
+    "group": (1, 2, 4, 7, 8, 16, 64),
+    "block_size": (8, 16, 24, 32, 64),
+}
 """Axes of which other values are tried too, where the plain one makes a cell right."""
 _SINGLE = ("window", "softcap", "alibi", "sinks")
 """Features of which "together" is made."""

@@ -17,7 +17,7 @@ import numpy
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.testing.cells import AXES, CACHE_TYPES, FEATURES, MEMORIES, PHASES, CheckCell, make_spec
+from headway.testing.cells import AXES, CACHE_TYPES, FEATURES, FEW, MEMORIES, PHASES, CheckCell, make_spec
 from headway.testing.covering import greedy
 from headway.testing.model_layers import ModelLayer
 from headway.testing.subject import Subject
@@ -35,6 +35,14 @@ UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
 """Claimed by nobody: must be refused by all."""
 PROBES: dict[str, tuple[Value, ...]] = {"block_size": (24,), "head_dim": (72, 100, 512), "group": (16,)}
 """Odd values, tried once with everything else plain: either refused or right."""
+MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
+"""Feature -> query heads over one kv head, more than a tile of a kernel holds: what serves a few heads tells nothing of the code
+that deals them to several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 are no power of two, 64 fill a tile. Each number is
+tried where the backend accepts it, and must else be refused in words."""
+_MOST_PHASES = (4, 2)
+"""Phases in which the first and the second of these numbers are tried."""
+_BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
+"""Phases in the order in which they tell most of many heads."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,30 @@ class Claimed:
                     if odd_one is not None and self.support(odd_one, phase):
                         cells.append(odd_one)
         return cells
+
+    def many_heads(self, quick: bool) -> list[CheckCell]:
+        """Answers, and where there are any log-sum-exps and graphs, of layers with as many query heads as MANY_HEADS has; quick:
+        one answer of each. A number that is refused in every phase is a cell of `refuse`."""
+        cells = []
+        for feature, groups in MANY_HEADS.items():
+            for group, most in zip(groups, _MOST_PHASES, strict=True):
+                asked = [layer for phase in _BY_HEADS if (layer := self._of_heads(phase, feature, group)) is not None]
+                taken = [layer for layer in asked if self.support(layer, layer.phase)]
+                cells += taken[: 1 if quick else most] or [each.plain("refuse", "group", work="edges") for each in asked[:1]]
+                if taken and taken[0].phase == "decode" and not quick and group == groups[0]:
+                    cells += [taken[0].plain("lse")] if self.subject.claims.lse else []
+                    cells.append(taken[0].plain("graph"))
+        return cells
+
+    def _of_heads(self, phase: str, feature: str, group: int) -> CheckCell | None:
+        """The plainest layer of a phase with so many query heads over one kv head, accepted or not; None where one with few heads
+        is refused. In bfloat16, as models have it, and latents of DeepSeek's size, where both are accepted."""
+        wanted: dict[str, Value] = {"head_dim": LATENT_DIM} if feature == "latent" else {}
+        plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)
+        if plain is None:
+            return None
+        heads = {} if feature == "latent" else {"kv_heads": 1}
+        return replace(plain, phase=phase, group=group, work=FEW, **heads)  # type: ignore[arg-type]
 
     def _phase(self, cell: CheckCell) -> str:
         return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))

@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.testing import misreads, mistakes, solved, tiled
 from headway.testing.mistakes import Answers, Reading, Wrong, reading_of
 from headway.testing.oracle import attend, distance
+from headway.testing.some_heads import of_heads
 
 _ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
 """Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
@@ -34,7 +35,7 @@ _SAID = 2
 Concept = Callable[[Reading], Answers]
 STAGES: tuple[tuple[Concept, ...], ...] = (
     (
-        *(tiled.empties, mistakes.scores, mistakes.window, mistakes.scales, mistakes.positions, mistakes.heads),
+        *(mistakes.heads, tiled.empties, mistakes.scores, mistakes.window, mistakes.scales, mistakes.positions),
         *(misreads.lengths, misreads.places, misreads.strides, misreads.other_sequences, mistakes.weights),
     ),
     (mistakes.heads_read, misreads.displaced, misreads.rearranged, tiled.masks, tiled.merges),
@@ -76,6 +77,8 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
             break
     if search.found and (search.exact or first.row.spec.dtype != torch.float32):
         return _listed(search.found)
+    if said := _of_some_heads(wrong, fine, tolerance, shared):
+        return said
     if any(each.error <= 2 * tolerance for each in search.elsewhere) and not bool(first.out.isnan().all()):
         return search.said_elsewhere(shared)
     weighed = "" if any(bool(each.out.isnan().any()) for each in wrong) else solved.weighed([first, *others])
@@ -88,6 +91,17 @@ def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, share
     if search.elsewhere and not bool(first.out.isnan().all()):
         return search.said_elsewhere(shared)
     return solved.where(wrong[:8]) or weighed or (_ROWS if all(_sum(each) for each in wrong[:3]) else "")
+
+
+def _of_some_heads(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, shared: str) -> str:
+    """The mistake of those query heads that are wrong alone; empty where there are none, or it is none that has a name."""
+    if any(bool(each.out.isnan().any()) for each in wrong) or not (heads := solved.wrong_alone(wrong, 1)):
+        return ""
+    parts, right = ([part for each in some if (part := of_heads(each, heads))] for some in (wrong, fine))
+    said = guess(parts, right, tolerance, shared)
+    if not said or not names_a_mistake(said):
+        return ""
+    return f"{said}; in heads {solved.spans(heads)} alone, of {wrong[0].row.spec.num_heads}"
 
 
 def names_a_mistake(said: str) -> bool:

@@ -18,6 +18,7 @@ from headway.testing.cells import (
     AXES,
     BIDIRECTIONAL,
     CACHE_TYPES,
+    FEW,
     INPUTS,
     KV_HEADS,
     PLAIN_INPUTS,
@@ -113,6 +114,8 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     if work == "edges":
         # Ragged: then as many short ones, which what a longer step has left must not reach, and nothing but padding rows.
         return [first, second_step(first), *([_shortened(first), []] if phase == "ragged" else [])]
+    if work == FEW:
+        return [few] if (few := _few(phase, block_size)) else []
     if work == "again":
         shared = [turn for turn in first if turn[1] >= block_size]
         return [first, first, *([shared, shared] if shared else [])]
@@ -131,6 +134,19 @@ def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
         return [[turn for turn in found[phase] if turn[1] > _SHORT]]
     few = [turn for turn in found[phase] if turn[1] <= _SHORT]
     return [few, found[phase], _shortened(found[phase])]  # whoever keeps the width of the first step or of the second shows it
+
+
+def _few(phase: str, block_size: int) -> Lens:
+    """Three or four sequences: short ones, one around the end of a block, and one that takes three tiles of 64 keys."""
+    b = block_size
+    kinds: dict[str, Lens] = {
+        "prefill": [(1, 0, 0), (b + 1, 0, 0), (37, 0, 0)],
+        "extend": [(5, b, 0), (2, 37, 0), (3, 130, 0)],
+        "decode": [(1, 1, 0), (1, b - 1, 0), (1, 37, 0), (1, 130, 0)],
+        "mixed": [(5, 0, 0), (3, b, 0), (1, 37, 0), (1, 130, 0)],
+        "verify": [(4, 17, 3), (2, b, 1), (3, 130, 2)],
+    }
+    return kinds.get(phase, [])
 
 
 def _shortened(lens: Lens) -> Lens:

@@ -95,6 +95,7 @@ class Kit:
         answers += [cell.plain("answer", phase=phase) for cell, phases in rows for phase in PHASES if phase in phases]
         cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK)
         cells += claimed.probes()
+        cells += claimed.many_heads(quick)
         cells += self._sums_of_many(quick)
         cells += self._siblings()
         cells += self._sharing()

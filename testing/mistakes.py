@@ -280,8 +280,11 @@ def positions(reading: Reading) -> Answers:
         yield "misses the first token", reading.of_tokens(1, row.kv_len, row.context - 1)
 
 
+_HEAD_TILES = (8, 16, 32, 64)
+
+
 def heads(reading: Reading) -> Answers:
-    """Mistakes in which KV head a query head reads."""
+    """Mistakes in which kv head a query head reads, and in which query it is."""
     row, spec = reading.row, reading.row.spec
     if 1 < spec.num_kv_heads < spec.num_heads:
         yield "matches GQA map h % kv_heads (query head h reads kv head h // group_size)", reading.attend(modulo=True)
@@ -290,6 +293,12 @@ def heads(reading: Reading) -> Answers:
     if spec.num_kv_heads > 1:
         keys, values = (of_heads[:, :1].expand_as(of_heads) for of_heads in (reading.keys, reading.values))
         yield "matches kv head 0 read by every query head", reading.attend(keys=keys, values=values)
+    numbers = torch.arange(spec.num_heads, device=row.q.device)
+    place = numbers % spec.group_size
+    for size in _HEAD_TILES:
+        if size < spec.group_size:
+            text = f"matches tiles of {size} query heads of a kv head, all of which take the queries of the first tile"
+            yield text, reading.attend(q=row.q[:, numbers - place + place % size])
 
 
 _MOST_APART = 8

@@ -31,28 +31,35 @@ def where(wrong: Sequence[Wrong]) -> str:
     if any(bool(each.out.isnan().any()) for each in wrong):
         return ""
     for axis, name in ((1, "heads"), (2, "elements")):
-        others = [at for at in range(3) if at != axis]
-        apart = torch.stack([(each.out.double() - each.right).norm(dim=others) for each in wrong])
-        size = torch.stack([each.right.norm(dim=others) for each in wrong])
-        bad = (apart > _EXACT * size).any(0)
-        missed = apart.norm() / size.norm()
-        if bool(bad.all()) or not bool(bad.any()) or not missed > 10 * _EXACT:
-            continue
-        numbers = bad.nonzero().flatten().tolist()
-        zeros = all(not bool(each.out.index_select(axis, bad.nonzero().flatten()).any()) for each in wrong)
-        return f"{ONLY_IN} {name} {_spans(numbers)} alone, of {len(bad)}{': they hold zeros' if zeros else ''}"
+        if numbers := wrong_alone(wrong, axis):
+            zeros = all(not bool(each.out.index_select(axis, torch.tensor(numbers)).any()) for each in wrong)
+            return f"{ONLY_IN} {name} {spans(numbers)} alone, of {wrong[0].out.shape[axis]}{': they hold zeros' if zeros else ''}"
     return ""
 
 
-def _spans(numbers: Sequence[int]) -> str:
-    spans: list[list[int]] = []
+def wrong_alone(wrong: Sequence[Wrong], axis: int) -> list[int]:
+    """Numbers along an axis of the output (1: heads, 2: elements) that are wrong in some sequence, where the others are right in
+    all; empty where all are wrong, or by no more than rounding."""
+    others = [at for at in range(3) if at != axis]
+    rounding = max(_EXACT, torch.finfo(wrong[0].out.dtype).eps)
+    apart = torch.stack([(each.out.double() - each.right).norm(dim=others) for each in wrong])
+    size = torch.stack([each.right.norm(dim=others) for each in wrong])
+    bad = (apart > rounding * size).any(0)
+    if bool(bad.all()) or not bool(apart.norm() > 10 * rounding * size.norm()):
+        return []
+    return [int(number) for number in bad.nonzero().flatten()]
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Words for numbers, those that follow one another as one."""
+    found: list[list[int]] = []
     for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
         else:
-            spans.append([number, number])
-    said = [f"{first} to {last}" if last > first else f"{first}" for first, last in spans[:_LISTED]]
-    return ", ".join(said) + (", ..." if len(spans) > _LISTED else "")
+            found.append([number, number])
+    said = [f"{first} to {last}" if last > first else f"{first}" for first, last in found[:_LISTED]]
+    return ", ".join(said) + (", ..." if len(found) > _LISTED else "")
 
 
 ONLY_IN = "wrong in"
@@ -127,7 +134,7 @@ def _visible(solved: Solved) -> str:
         elif bool((lost == (~hidden & (solved.right.abs().amax(1) > _SEEN) & (ago >= int(ago[lost].min())))).all()):
             said.append(f"keys that lie {int(ago[lost].min())} or more before a query have no weight")
         else:
-            said.append(f"{NO_WEIGHT}: of the query at {row.context + query} those at {_spans(own)}")
+            said.append(f"{NO_WEIGHT}: of the query at {row.context + query} those at {spans(own)}")
     return f"solved for the weights: {'; '.join(said)}" if said else ""
 
 

@@ -1,4 +1,4 @@
-"""Sixteen ways to get attention wrong, each a few lines beside the plain backend."""
+"""Seventeen ways to get attention wrong, each a few lines beside the plain backend."""
 
 from __future__ import annotations
 
@@ -235,6 +235,19 @@ class CannotReadItsLayout(PlainBackend):
         return key, value
 
 
+class TakesTheFirstTileOfHeads(PlainBackend):
+    """A kernel's tile holds 64 query heads of a kv head, and a second tile takes the queries of the first."""
+
+    name = "takes-the-first-tile-of-heads"
+    capabilities = replace(PlainBackend.capabilities, value_in_key=True, v_head_dims=((576, 512),))
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
+        """The answer of other queries from a kv head's 65th query head on."""
+        group = self.spec.group_size
+        heads = torch.arange(self.spec.num_heads, device=q.device)
+        return super().sequence(q[:, heads // group * group + heads % group % 64], keys, values, context, number, metadata)
+
+
 PLANTED: dict[str, type[AttentionBackend]] = {
     each.name: each
     for each in (
@@ -254,6 +267,7 @@ PLANTED: dict[str, type[AttentionBackend]] = {
         NaNForOneSequence,
         CannotReadItsLayout,
         SharesItsSinks,
+        TakesTheFirstTileOfHeads,
     )
 }
 

@@ -198,6 +198,11 @@ class OwnLayout(_Plain):
     capabilities = replace(_Plain.capabilities, layouts=(SLOTS_FIRST,), dtypes=(torch.float32,))
 
 
+class FewHeads(_Plain):
+    name = "few-heads"
+    capabilities = replace(_Plain.capabilities, max_group_size=16, dtypes=(torch.float32,))
+
+
 class ChangesTheUmask(_Plain):
     name = "changes-the-umask"
 

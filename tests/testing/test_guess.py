@@ -89,6 +89,15 @@ class LosesHeadsBehind64(PlainBackend):
         out[:, 64:] = 0.0
 
 
+class HidesAKeyFromHeadsBehind64(PlainBackend):
+    capabilities = replace(PlainBackend.capabilities, value_in_key=True, v_head_dims=((576, 512),))
+
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        masked = super().mask(scores, context)
+        masked[torch.arange(self.spec.num_heads) % self.spec.group_size >= 64, :, 0] = -torch.inf
+        return masked
+
+
 class EndsTablesAtZero(PlainBackend):
     def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
         kept = blocks[blocks != 0]
@@ -340,6 +349,25 @@ def test_a_mistake_of_a_class_is_named(
     made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_guessed(made, changes, words, monkeypatch)
+
+
+MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (MANY_LATENT, "misses the first token; in heads 64 to 127 alone, of 128"),
+        ({"group": 71, "kv_heads": 1}, "misses the first token; in heads 64 to 70 alone, of 71"),
+        ({"group": 71, "kv_heads": 2}, "misses the first token; in heads 64 to 70, 135 to 141 alone, of 142"),
+        ({"group": 71, "kv_heads": 1, "feature": "sinks"}, "misses the first token; in heads 64 to 70 alone, of 71"),
+    ],
+    ids=["latents", "one kv head", "two kv heads", "sinks"],
+)
+def test_a_mistake_in_some_heads_is_named_as_it_is_in_all(
+    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_guessed(HidesAKeyFromHeadsBehind64, changes, words, monkeypatch)
 
 
 def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,30 @@ def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
                 assert any((cell.block_size, cell.head_dim) == (block, dim) for cell in mine)
 
 
+def test_latents_and_one_kv_head_are_tried_with_more_heads_than_a_tile_holds() -> None:
+    own = Kit(load_subject("sdpa.math", torch.device("cpu")))
+    many = [cell for cell in own.cells() if cell.group > 16]
+    tried = {(cell.check, cell.feature, cell.group, cell.phase) for cell in many}
+    phases = ("decode", "extend", "mixed", "verify")
+    for feature, group, other in (("latent", 128, 96), ("none", 71, 64)):
+        assert {("answer", feature, group, phase) for phase in phases} < tried
+        assert {("lse", feature, group, "decode"), ("graph", feature, group, "decode")} < tried
+        assert {("answer", feature, other, phase) for phase in ("decode", "extend")} < tried
+    assert len(tried) == len(many) == 16
+    assert {cell.dtype for cell in many} == {"bfloat16"}
+    assert {cell.head_dim for cell in many if cell.feature == "latent"} == {576}
+    assert {(cell.check, cell.phase) for cell in own.cells(quick=True) if cell.group > 16} == {("answer", "decode")}
+
+
+def test_many_heads_that_are_not_taken_must_be_refused_in_words() -> None:
+    own = kit("FewHeads")
+    refused = [cell for cell in own.cells() if cell.group > 16]
+    assert [(cell.check, cell.about, cell.group) for cell in refused] == [("refuse", "group", 71), ("refuse", "group", 64)]
+    results = [own.run(cell) for cell in refused]
+    assert [result.status for result in results] == ["passed", "passed"]
+    assert "query heads a kv head: needs at most 16, got 71" in results[0].reason, results[0]
+
+
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "vllm_5d", "latent"])
 def test_the_built_in_layouts_keep_their_rows(layout: str) -> None:
     own = Kit(load_subject("sdpa.math", torch.device("cpu")))

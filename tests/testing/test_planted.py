@@ -12,6 +12,7 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.testing.broken.planted import PLANTED
 from headway.testing.cells import CheckCell
+from headway.testing.cover import MANY_HEADS
 from headway.testing.kit import Kit
 from headway.testing.report import CellResult
 from headway.testing.subject import load_subject
@@ -33,8 +34,10 @@ NAMED = {
     "nan-for-one-sequence": ("answer", "none", "NaN for one sequence"),
     "claims-a-layout-it-cannot-read": ("answer", "none", "hnd cache read as nhd"),
     "shares-its-sinks": ("shared", "sinks", "its plan holds sinks or scales"),
+    "takes-the-first-tile-of-heads": ("answer", "none", "all of which take the queries of the first tile"),
 }
 """Name -> the check that finds it, the feature of the layer it is found on, and words of the guess."""
+MANY = "takes-the-first-tile-of-heads"
 
 
 @cache
@@ -46,13 +49,14 @@ def cells_for(name: str) -> list[CheckCell]:
     check, feature, _ = NAMED[name]
     layout = "hnd" if name == "claims-a-layout-it-cannot-read" else "nhd"
     plain = CheckCell(check, layout=layout, block_size=8, head_dim=32, group=2, feature=feature)
+    plain = replace(plain, group=71, kv_heads=1) if name == MANY else plain
     phases = ("decode",) if check == "graph" else ("extend", "decode", "ragged")
     return [plain.plain(check, phase=phase) for phase in phases]
 
 
-def test_there_are_sixteen_of_them() -> None:
+def test_there_are_seventeen_of_them() -> None:
     assert set(NAMED) == set(PLANTED)
-    assert len(NAMED) == 16
+    assert len(NAMED) == 17
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -60,6 +64,19 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     results = [kit(f"broken:{name}").run(cell) for cell in cells_for(name)]
     guesses = [result.guess for result in results if result.status == "failed"]
     assert any(NAMED[name][2] in guess for guess in guesses), results
+
+
+@pytest.mark.parametrize("feature", ["latent", "none"])
+def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_heads_alone(feature: str) -> None:
+    own = kit(f"broken:{MANY}")
+    cells = [cell for cell in own.cells() if (cell.check, cell.phase, cell.feature) == ("answer", "decode", feature)]
+    many = [cell for cell in cells if cell.group > 64]
+    for result in map(own.run, many):
+        assert result.status == "failed", result
+        assert NAMED[MANY][2] in result.guess, result
+    few = [cell for cell in cells if cell.group <= 64 and cell.work in ("few", "edges")]
+    assert {result.status for result in map(own.run, few[:4])} == {"passed"}
+    assert {cell.group for cell in many} == set(MANY_HEADS[feature]) - {64}
 
 
 @pytest.mark.parametrize("name", NAMED)

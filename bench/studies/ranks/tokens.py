@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -85,14 +85,23 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def check_tokens(models: Mapping[str, Path], place: RanksUnderTest, until: float) -> Iterator[tuple[str, list[FamilyTokens]]]:
-    """Compare each family's tokens. models: family -> folder. until: on time.monotonic's clock; families that would begin
-    later come with nothing."""
+    """Compare each family's tokens, and yield a family as soon as it is done, for a slow one must not hide those that a run which
+    is cut off has finished.
 
-    def of_family(name: str) -> tuple[str, list[FamilyTokens]]:
-        return name, [] if time.monotonic() > until else _of_family(name, models[name], place)
+    models: family -> folder, begun in their order. until: on time.monotonic's clock; families that would begin later come with
+    nothing.
+    """
+
+    def of_family(name: str) -> list[FamilyTokens]:
+        return [] if time.monotonic() > until else _of_family(name, models[name], place)
 
     with ThreadPoolExecutor(place.jobs) as pool:
-        yield from pool.map(of_family, models)
+        names = {pool.submit(of_family, name): name for name in models}
+        try:
+            for done in as_completed(names):
+                yield names[done], done.result()
+        finally:  # whoever stops asking waits for those that have begun alone
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def run_engines(

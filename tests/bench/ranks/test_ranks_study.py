@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,35 @@ def test_two_ranks_of_a_cpu_write_what_one_writes_and_end_as_they_should(tmp_pat
     refused = refuse(folder, CPU)
     assert refused.ok, refused
     assert check_tokens({"llama": folder}, CPU, 0.0).__next__() == ("llama", []), "no time is left"
+
+
+def test_a_slow_family_hides_none_that_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, begun = threading.Event(), []
+
+    def run_engines(folder: Path, *_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        begun.append(folder.name)
+        if folder.name == "slow":
+            assert told.wait(20)
+        yield {"event": "ended", "text": f"{folder.name} has ended"}
+
+    monkeypatch.setattr("headway.bench.studies.ranks.tokens.run_engines", run_engines)
+    models = {name: Path(name) for name in ("slow", "quick", "quicker", "never")}
+    found = check_tokens(models, RanksUnderTest("cpu", 2, jobs=2), time.monotonic() + 60)
+    order = []
+    for name, lines in found:
+        order.append(name)
+        assert [line.error for line in lines] == [f"{name} has ended"] * 2
+        if name == "never":
+            told.set()
+    assert order == ["quick", "quicker", "never", "slow"]
+    told.clear()
+    begun.clear()
+    models |= {str(number): Path("slow") for number in range(9)}
+    stopped = check_tokens(models, RanksUnderTest("cpu", 2, jobs=2), time.monotonic() + 60)
+    assert next(stopped)[0] == "quick"
+    told.set()
+    stopped.close()  # type: ignore[attr-defined]
+    assert len(begun) < len(models), "what has not begun when nobody asks any more never begins"
 
 
 @pytest.mark.slow
