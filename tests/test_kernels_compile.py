@@ -118,7 +118,7 @@ def check(found: Compilations) -> None:
 
 
 def narrow_copies(found: Compilations) -> dict[str, int]:
-    """Kernel -> most instructions of one of its variants that copy two bytes from the GPU's memory or to it, where 16 lie together."""
+    """Kernel -> most instructions of one of its variants that copy two bytes of the GPU's memory, where 16 lie together."""
     counts: dict[str, int] = {}
     for (name, *_), compiled in found.variants.items():
         narrow = len(re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global\S*\.b16\s", compiled.asm["ptx"]))

@@ -42,7 +42,7 @@ def wide_b(
     """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
     column = tl.arange(0, TOGETHER * RANKS)
     slot = first + column // RANKS
-    # A bit for each slot that some row has: so the compiler sees that all ranks of a slot are alike, and loads many numbers at once.
+    # A bit for each slot that some row has: the compiler sees that all ranks of a slot are alike, and loads many at once.
     near = (slots >= first) & (slots < first + TOGETHER)
     bits = tl.reduce(tl.where(near, 1 << ((slots - first) & 31), 0), 0, either)
     used = (bits >> column // RANKS & 1) > 0
