@@ -187,12 +187,13 @@ def _weights(
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
     keeps = (_never, _never)
     own = functions() if device.type == "cpu" and keep_quantized else None
-    if stored is None and quantization is None and own is not None and not (exact and own.rounds_x):
+    if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
-        if stored is not None and own.rounds_x:
+        if stored is not None and own.x_bits:
             log.info(
-                "model: products over the file's blocks round what they multiply to 8 bits, 32 columns by one scale, as llama.cpp"
-                "'s do (HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing"
+                "model: products over the file's blocks round what they multiply to %d bits, 32 columns by one scale "
+                "(HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing",
+                own.x_bits,
             )
     if keep_quantized:
         keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)

@@ -129,8 +129,8 @@ class Functions:
     """Our C's functions. Each runs on as many threads as torch's own operations, and takes addresses and sizes in elements."""
 
     def __init__(self, built: ctypes.CDLL) -> None:
-        self.rounds_x = bool(built.headway_rounds_x())
-        """Whether products over codes round x to 8 bits, in groups of 32 columns: where the CPU multiplies bytes."""
+        self.x_bits: int = built.headway_x_bits()
+        """Bits to which products over codes round x, in groups of 32 columns; 0: they round nothing."""
         self.product = _recorded(0, built.headway_product)
         self.norm = _recorded(1, built.headway_norm)
         self.decode = _recorded(2, built.headway_decode)

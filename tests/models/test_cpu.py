@@ -39,15 +39,16 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def as_read(x: Tensor) -> Tensor:
-    """x as products over codes read it: float64, rounded to 8 bits in groups of 32 where the CPU multiplies bytes."""
+    """x as products over codes read it: float64, rounded in groups of 32 where the CPU multiplies whole numbers."""
     found = functions()
     assert found is not None
-    if not found.rounds_x:
+    if not found.x_bits:
         return x.double()
     groups = x.float().unflatten(1, (-1, 32))
     most = groups.abs().amax(-1, keepdim=True)
-    codes = (groups * torch.where(most > 0, 127 / most, 0)).round()
-    return (codes.double() * (most / 127).double()).flatten(1)
+    largest = torch.full_like(most, 2 ** (found.x_bits - 1) - 1)  # (torch multiplies a number by the reciprocal)
+    codes = (groups * torch.where(most > 0, largest / most, 0)).round()
+    return (codes.double() * (most / largest).double()).flatten(1)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -81,6 +82,29 @@ def test_blocks_are_what_the_gguf_package_makes_of_them_and_are_multiplied_so(na
         half = x.bfloat16()
         exact = as_read(half) @ weight.dequantized(torch.float64).t()
         assert close(Linear(weight, dtype=torch.bfloat16)(half), exact, 4e-3)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_a_rounding_of_x_is_far_below_that_of_the_blocks(name: str) -> None:
+    """Beside exact activations: of ordinary size, with outliers, tiny, zero, and at the largest codes of either sign."""
+    found = functions()
+    assert found is not None
+    bound = {0: 3e-6, 8: 3e-2, 16: 1e-4}[found.x_bits]
+    weight = GgufWeight((name,), (blocks_of(name, 48, 768, seed=6),))
+    linear, plain = Linear(weight, dtype=torch.float32), weight.dequantized(torch.float64).t()
+    outliers = drawn(20, 768, seed=7)
+    outliers[:, ::97] *= 100
+    signs = drawn(20, 768, seed=8).sign()
+    for x in (drawn(20, 768, seed=9), outliers, 1e-20 * drawn(20, 768, seed=10), signs, 3.0 * signs.abs(), -signs.abs()):
+        for count in (1, 4, 12, 20):
+            assert close(linear(x[:count]), x[:count].double() @ plain, bound), count
+    x = drawn(3, 768, seed=11)
+    x[1] = 0
+    assert torch.equal(linear(x)[1], torch.zeros(48))
+    assert torch.equal(linear(x)[[0, 2]], linear(x[[0, 2]])), "a row's result is its own"
+    x[1, 5] = torch.nan
+    assert linear(x)[1].isnan().all()
+    assert torch.equal(linear(x)[[0, 2]], linear(x[[0, 2]]))
 
 
 def test_rows_of_several_types_are_one_product() -> None:
@@ -154,9 +178,9 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the options are those of compilers for x86")
-@pytest.mark.parametrize(("without", "rounds"), [("", "1"), ("avx512vnni", "1"), ("avx512f", ""), ("avx", "")])
+@pytest.mark.parametrize(("without", "rounds"), [("", "0"), ("", "1"), ("avx512vnni", "1"), ("avx512f", ""), ("avx", "")])
 def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, tmp_path: Path) -> None:
-    """The products above by C that may round x, and as for a CPU without some instructions, where nothing is rounded."""
+    """The products above by C that rounds x to 8 bits, or not at all, and as for a CPU without some instructions."""
     found, _ = compiler.find_compiler()
     assert found is not None
     script = tmp_path / "cc"

@@ -1,14 +1,17 @@
-// Products over weights of codes, as floats; or (ROUND_X) with x rounded to 8 bits, where the CPU multiplies bytes.
+// Products over weights of codes: sums of whole numbers where the CPU multiplies and adds several at once, else of floats.
 //
-// A CPU with AVX-512's VNNI multiplies 64 codes in one instruction. For that x is rounded in groups of 32 columns, each by its largest
-// element's distance from 0 over 127, as llama.cpp rounds it (Q8_0 of ggml-quants.c); all else is exact or in float32.
+// A CPU with AVX-512's VNNI does that to 32 pairs of 16 bits in one instruction, or to 64 of 8 bits. For that x is rounded to 16 bits, off by
+// some 2e-5, or to 8 (X_BITS; 0: floats on any CPU), in groups of 32 columns, each by its largest element's distance from 0 over the largest
+// whole number, as llama.cpp rounds it to 8 (Q8_0 of ggml-quants.c). The whole numbers' sums are exact, all else is in float32.
 #pragma once
 #include "panels.h"
 
-#if defined(ROUND_X) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#define ROUNDS_X 1
-#else
-#define ROUNDS_X 0
+#ifndef X_BITS
+#define X_BITS 16
+#endif
+#if !defined(__AVX512VNNI__) || !defined(__AVX512BW__)
+#undef X_BITS
+#define X_BITS 0
 #endif
 #define ROUNDED 32 // columns of x that are rounded together
 #define SUMMED 32 // columns of x whose sum lies behind the columns: where weights have an m, it holds for so many
@@ -36,11 +39,14 @@ INLINE long group_bytes(int scheme) {
     return scheme == SCALE_D ? 2 * LANES : scheme == SCALE_DM ? 4 * LANES : scheme == SCALE_SUPER ? LANES : 2 * LANES;
 }
 
-#if ROUNDS_X
+#if X_BITS
+#define X_MOST ((1 << (X_BITS - 1)) - 1)
+#define QUAD (X_BITS / 8) // words of four columns of x
 // A group of columns of a block of M rows, as the kernels read it: for each row the step, the step times the sum of the codes, -128 times
-// that sum (weights are read with 128 added), and the same of each half; then the codes, four columns of each row after another.
+// that sum (weights are read with 128 added), and the same of each half; then the codes, four columns of each row after another: as
+// bytes, or in 16 bits the first and third of each row, then the second and fourth.
 typedef struct { const float *step, *total; const int32_t *offset; const uint32_t *codes; __m512i table; } RoundedGroup;
-#define ROUNDED_BYTES(M) ((long)(5 + ROUNDED / 4) * (M) * 4)
+#define ROUNDED_BYTES(M) ((long)(5 + ROUNDED / 4 * QUAD) * (M) * 4)
 
 INLINE RoundedGroup rounded_group(const void *packed, long number, int M) {
     const uint8_t *at = (const uint8_t *)packed + number * ROUNDED_BYTES(M);
@@ -55,20 +61,37 @@ INLINE void round_group(vf low, vf high, int row, int M, void *packed, long numb
     // As integers, so that a NaN is the largest and stays.
     __m512i most = _mm512_max_epi32(_mm512_and_si512((__m512i)low, sign), _mm512_and_si512((__m512i)high, sign));
     float largest = bits_float((uint32_t)_mm512_reduce_max_epi32(most));
-    vf factor = splat(largest > 0 ? 127.0f / largest : 0.0f);
+    vf factor = splat(largest > 1e-30f ? X_MOST / largest : 0.0f);
     __m512i codes[2] = {_mm512_cvtps_epi32((__m512)(low * factor)), _mm512_cvtps_epi32((__m512)(high * factor))};
     int32_t sums[2] = {_mm512_reduce_add_epi32(codes[0]), _mm512_reduce_add_epi32(codes[1])};
     float *step = (float *)group.step, *total = (float *)group.total;
     int32_t *offset = (int32_t *)group.offset;
-    step[row] = largest / 127.0f;
+    step[row] = largest / X_MOST;
     total[row] = step[row] * (float)(sums[0] + sums[1]);
     offset[row] = -128 * (sums[0] + sums[1]);
     offset[M + row] = -128 * sums[0];
     offset[2 * M + row] = -128 * sums[1];
-    uint32_t bytes[ROUNDED / 4];
-    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8(codes[0]));
-    _mm_storeu_si128((__m128i *)(bytes + 4), _mm512_cvtepi32_epi8(codes[1]));
-    for (int i = 0; i < ROUNDED / 4; i++) ((uint32_t *)group.codes)[i * M + row] = bytes[i];
+    uint32_t words[ROUNDED / 4 * QUAD];
+    for (int i = 0; i < 2; i++) {
+#if X_BITS == 8
+        _mm_storeu_si128((__m128i *)(words + 4 * i), _mm512_cvtepi32_epi8(codes[i]));
+#else
+        __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+        _mm256_storeu_si256((__m256i *)(words + 8 * i), _mm256_shuffle_epi8(_mm512_cvtepi32_epi16(codes[i]), order));
+#endif
+    }
+    for (int i = 0; i < ROUNDED / 4 * QUAD; i++) ((uint32_t *)group.codes)[i * M + row] = words[i];
+}
+
+// sum and the products of four columns: w of 16 outputs, x of a row, whose words are M apart.
+INLINE __m512i add_quad(__m512i sum, __m512i w, const uint32_t *x, int M) {
+#if X_BITS == 8
+    (void)M;
+    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32((int)x[0]));
+#else
+    sum = _mm512_dpwssd_epi32(sum, _mm512_and_si512(w, _mm512_set1_epi16(255)), _mm512_set1_epi32((int)x[0]));
+    return _mm512_dpwssd_epi32(sum, _mm512_srli_epi16(w, 8), _mm512_set1_epi32((int)x[M]));
+#endif
 }
 
 // Where P panels are read.
@@ -92,8 +115,8 @@ INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const
             }
         }
         UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++) {
-            __m512i row = _mm512_set1_epi32((int)x->codes[(from + i + j) * M + r]);
-            UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_dpbusd_epi32(codes[r * P + p], w[j][p], row);
+            const uint32_t *row = x->codes + (from + i + j) * QUAD * M + r;
+            UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = add_quad(codes[r * P + p], w[j][p], row, M);
         }
     }
     UNROLL for (int p = 0; p < P; p++) {
@@ -245,7 +268,7 @@ INLINE void coded_panels(int four, int M, int P, const Weight *weight, long firs
     BY_SCHEME(coded_groups, four, M, P, weight, first, k0, k1, x, out)
 }
 
-#if !ROUNDS_X
+#if !X_BITS
 static void expand_panel(const Weight *weight, long panel, float *out) {
     if (weight->form == PANEL_CODES4) { BY_SCHEME(expand_groups, 1, weight, panel, out) }
     else { BY_SCHEME(expand_groups, 0, weight, panel, out) }

@@ -3,7 +3,7 @@
 #include "codes.h"
 
 // Codes have two registers for each row and panel where x is rounded.
-#define TAKES_CODES(M, P) (ROUNDS_X ? (M) * (P) <= 12 : (M) <= MOST_CODED)
+#define TAKES_CODES(M, P) (X_BITS ? (M) * (P) <= 12 : (M) <= MOST_CODED)
 #define FORMS(M, P)                                                                                          \
     switch (weight->form) {                                                                                  \
     case PANEL_FLOAT32: float32_panels(M, P, weight, first, k0, k1, (const float *)x, out); return;          \
@@ -19,7 +19,7 @@ KERNEL(4, 4) KERNEL(8, 2) KERNEL(8, 1) KERNEL(12, 2) KERNEL(12, 1)
 #elif WIDTH == 8
 KERNEL(6, 1)
 #endif
-#if ROUNDS_X
+#if X_BITS
 KERNEL(4, 2)
 #endif
 
@@ -41,23 +41,25 @@ static const Kernel KERNELS[] = {
 };
 #define COUNT(KERNELS) ((int)(sizeof(KERNELS) / sizeof(KERNELS[0])))
 
-#define SUMS_AT_ONCE 8 // so many alone leave the CPU waiting for each sum's last addition
+// So many sums alone leave the CPU waiting for each one's last addition, of floats or of whole numbers.
+enum { FLOAT_SUMS = 8, WHOLE_SUMS = 4 };
 
-// The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros.
-static const Kernel *best_of(const Kernel *kernels, int count, long rows) {
+// The kernel for so many rows: the smallest that takes them at once; of more, the one that leaves the fewest rows of zeros and has more
+// than `few` sums.
+static const Kernel *best_of(const Kernel *kernels, int count, long rows, int few) {
     const Kernel *best = kernels + count - 1;
     if (rows <= best->rows) {
         for (int i = 0; i < count; i++) if (kernels[i].rows >= rows) return kernels + i;
     }
     for (int i = count - 1; i >= 0 && 2 * kernels[i].rows > best->rows; i--) {
-        if (kernels[i].rows * kernels[i].panels * PARTS <= SUMS_AT_ONCE) continue;
+        if (kernels[i].rows * kernels[i].panels * PARTS <= few) continue;
         long own = (rows + kernels[i].rows - 1) / kernels[i].rows * kernels[i].rows, least = (rows + best->rows - 1) / best->rows * best->rows;
         if (own < least) best = kernels + i;
     }
     return best;
 }
 
-#if ROUNDS_X
+#if X_BITS
 static const Kernel CODED_KERNELS[] = {
     {1, 4, rows_1_panels_4, rows_1_panels_1}, {2, 2, rows_2_panels_2, rows_2_panels_1},   {4, 2, rows_4_panels_2, rows_4_panels_1},
     {8, 1, rows_8_panels_1, rows_8_panels_1}, {12, 1, rows_12_panels_1, rows_12_panels_1},
@@ -65,8 +67,8 @@ static const Kernel CODED_KERNELS[] = {
 #endif
 
 static const Kernel *kernel_for(const Weight *weight, long rows) {
-#if ROUNDS_X
-    if (is_coded(weight)) return best_of(CODED_KERNELS, COUNT(CODED_KERNELS), rows);
+#if X_BITS
+    if (is_coded(weight)) return best_of(CODED_KERNELS, COUNT(CODED_KERNELS), rows, WHOLE_SUMS);
 #else
     (void)weight;
 #endif
@@ -75,5 +77,5 @@ static const Kernel *kernel_for(const Weight *weight, long rows) {
     // Where weights are converted on the way, 16 registers do not hold the sums of 6 rows too.
     if (weight->form != PANEL_FLOAT32 && !expanded_floats(weight, rows)) count--;
 #endif
-    return best_of(KERNELS, count, rows);
+    return best_of(KERNELS, count, rows, FLOAT_SUMS);
 }

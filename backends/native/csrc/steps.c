@@ -47,10 +47,10 @@ INLINE float norm_factor(const void *x, int type, long at, long size, float leas
 }
 
 // How a product reads x: one column after the other (behind them, for codes, the sums of groups of columns), two of bfloat16, or groups of
-// columns rounded to 8 bits.
-enum { IN_FLOATS, IN_SUMMED_FLOATS, IN_PAIRS, IN_BYTES };
+// columns rounded to whole numbers.
+enum { IN_FLOATS, IN_SUMMED_FLOATS, IN_PAIRS, IN_GROUPS };
 INLINE int packing_for(const Weight *w) {
-    if (is_coded(w)) return ROUNDS_X ? IN_BYTES : IN_SUMMED_FLOATS;
+    if (is_coded(w)) return X_BITS ? IN_GROUPS : IN_SUMMED_FLOATS;
 #if defined(__AVX512BF16__)
     if (w->form == PANEL_PAIRS) return IN_PAIRS;
 #endif
@@ -59,8 +59,8 @@ INLINE int packing_for(const Weight *w) {
 
 // Bytes of a block of M rows.
 INLINE long packed_bytes(int packing, int M, long k) {
-#if ROUNDS_X
-    if (packing == IN_BYTES) return k / ROUNDED * ROUNDED_BYTES(M);
+#if X_BITS
+    if (packing == IN_GROUPS) return k / ROUNDED * ROUNDED_BYTES(M);
 #endif
     long totals = packing == IN_SUMMED_FLOATS ? k / SUMMED * 4 * M : 0;
     return k * M * (packing == IN_PAIRS ? 2 : 4) + totals;
@@ -87,8 +87,8 @@ static void pack_block(const Product *p, long block, long k0, long k1, int packi
     float *floats = (float *)own, factors[MOST_ROWS];
     long first = block * M;
     for (int r = 0; r < M; r++) factors[r] = norm.weight && first + r < rows ? norm_factor(x, type, (first + r) * ldx, k, (float)norm.least) : 1.0f;
-#if ROUNDS_X
-    if (packing == IN_BYTES) {
+#if X_BITS
+    if (packing == IN_GROUPS) {
         for (long i = k0; i < k1; i += ROUNDED) for (int r = 0; r < M; r++) {
             vf low = {}, high = {};
             if (first + r < rows) {
@@ -166,7 +166,7 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     int M = kernel->rows;
     long blocks = (p->rows + M - 1) / M, half = p->mode == GATED ? w->n / 2 / LANES : 0;
     long block_bytes = packed_bytes(packing_for(w), M, w->k);
-#if ROUNDS_X
+#if X_BITS
     int expands = 0;
     (void)floats;
 #else
@@ -181,7 +181,7 @@ static void multiply(const Product *p, const Kernel *kernel, const uint8_t *pack
     for (long panel = first; panel < last;) {
         int P = last - panel >= kernel->panels ? kernel->panels : 1;
         Run *run = P == kernel->panels ? kernel->many : kernel->one;
-#if !ROUNDS_X
+#if !X_BITS
         for (int i = 0; i < P && expands; i++) {
             expand_panel(w, panel + i, floats + i * w->k * LANES);
             if (half) expand_panel(w, half + panel + i, floats + (P + i) * w->k * LANES);
@@ -248,7 +248,7 @@ int headway_product(const Product *p) {
     int M = kernel->rows, threads = omp_get_max_threads(), packing = packing_for(w);
     long held = (p->rows + M - 1) / M * M;
     size_t packed_size = (held / M * packed_bytes(packing, M, w->k) + 127) / 64 * 64, floats = 0;
-#if !ROUNDS_X
+#if !X_BITS
     for (const Weight *part = w; part; part = part->next) floats += expanded_floats(part, p->rows);
 #endif
     uint8_t *memory = room(threads * (packed_size + floats * 4));
@@ -327,5 +327,5 @@ int headway_repeat(const Call *calls, int64_t count) {
     return 0;
 }
 
-// Whether products over codes round x to 8 bits.
-int headway_rounds_x(void) { return ROUNDS_X; }
+// Bits to which products over codes round x; 0: they round nothing.
+int headway_x_bits(void) { return X_BITS; }
