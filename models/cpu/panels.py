@@ -50,7 +50,7 @@ class Coded:
     codes: Tensor
     """int8 [n, k]; of 4 bits 0 to 15."""
     table: Tensor | None
-    """int8 [16], what codes of 4 bits stand for; None: codes of 8 bits, which stand for themselves."""
+    """int8 [16], what codes of 4 bits stand for (with an m: 0 to 15); None: codes of 8 bits, which stand for themselves."""
     scale: int
     """A scheme of panels.h."""
     group: int

@@ -100,19 +100,20 @@ typedef struct { const uint8_t *codes[MOST_PANELS], *scales[MOST_PANELS]; const 
 // Sums over N columns (16 or 32) under one scale: those of a group of x from quarter `from` on.
 INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const Places *at, const RoundedGroup *x, long next, vf *sums) {
     __m512i codes[MOST_ROWS * MOST_PANELS], low = _mm512_set1_epi8(15), table = x->table;
-    int quads = four ? 2 : 1;
+    int quads = four ? 2 : 1, has_m = scheme == SCALE_DM || scheme == SCALE_SUPER_DM, numbers = four && has_m;
     const int32_t *offset = x->offset + (N == ROUNDED ? 0 : from ? 2 * M : M);
-    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(offset[r]);
+    UNROLL for (int r = 0; r < M; r++) UNROLL for (int p = 0; p < P; p++) codes[r * P + p] = _mm512_set1_epi32(numbers ? 0 : offset[r]);
     UNROLL for (int i = 0; i < N / 4; i += quads) {
         __m512i w[2][MOST_PANELS];
         UNROLL for (int p = 0; p < P; p++) {
             const uint8_t *place = at->codes[p] + (from + i) / quads * 64;
             w[0][p] = _mm512_loadu_si512(place);
             __builtin_prefetch(place + next, 0, 2);
-            if (four) {
-                w[1][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(w[0][p], 4), low));
-                w[0][p] = _mm512_shuffle_epi8(table, _mm512_and_si512(w[0][p], low));
-            }
+            if (!four) continue;
+            w[1][p] = _mm512_and_si512(_mm512_srli_epi16(w[0][p], 4), low);
+            w[0][p] = _mm512_and_si512(w[0][p], low);
+            if (numbers) continue;
+            for (int j = 0; j < 2; j++) w[j][p] = _mm512_shuffle_epi8(table, w[j][p]);
         }
         UNROLL for (int j = 0; j < quads; j++) UNROLL for (int r = 0; r < M; r++) {
             const uint32_t *row = x->codes + (from + i + j) * QUAD * M + r;
@@ -124,7 +125,7 @@ INLINE void add_group(int four, int N, int from, int scheme, int M, int P, const
         group_scale(scheme, at->scales[p] + (from ? group_bytes(scheme) : 0), at->supers[p], 0, &d, &m);
         UNROLL for (int r = 0; r < M; r++) {
             sums[r * P + p] += (vf)_mm512_cvtepi32_ps(codes[r * P + p]) * (splat(x->step[r]) * d);
-            if (scheme == SCALE_DM || scheme == SCALE_SUPER_DM) sums[r * P + p] += m * splat(x->total[r]);
+            if (has_m) sums[r * P + p] += m * splat(x->total[r]);
         }
     }
 }

@@ -10,7 +10,7 @@
 // columns in their low halves. codes8: bytes [k / 4][16][4], each code with 128 added.
 enum { PANEL_FLOAT32, PANEL_HALF, PANEL_PAIRS, PANEL_CODES4, PANEL_CODES8 };
 // Scales of groups of columns, 16 numbers a panel and group: float16 d; d and m; int8 s by float16 d of a superblock; uint8 s and m by
-// d and m of a superblock. A weight is code * d + m.
+// d and m of a superblock. A weight is what its code stands for * d + m; codes of 4 bits with an m stand for themselves.
 enum { SCALE_NONE, SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM };
 
 typedef struct Weight {
