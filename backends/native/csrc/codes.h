@@ -1,6 +1,6 @@
 // Products over weights of codes: sums of whole numbers where the CPU multiplies and adds several at once, else of floats.
 //
-// A CPU with AVX-512's VNNI does that to 32 pairs of 16 bits in one instruction, or to 64 of 8 bits. For that x is rounded to 16 bits, off by
+// A CPU with AVX-512's VNNI does that to 32 numbers of 16 bits in one instruction, to 64 of 8 bits. For that x is rounded to 16 bits, off by
 // some 2e-5, or to 8 (X_BITS; 0: floats on any CPU), in groups of 32 columns, each by its largest element's distance from 0 over the largest
 // whole number, as llama.cpp rounds it to 8 (Q8_0 of ggml-quants.c). The whole numbers' sums are exact, all else is in float32.
 #pragma once
@@ -58,7 +58,7 @@ INLINE RoundedGroup rounded_group(const void *packed, long number, int M) {
 INLINE void round_group(vf low, vf high, int row, int M, void *packed, long number) {
     RoundedGroup group = rounded_group(packed, number, M);
     __m512i sign = _mm512_set1_epi32(0x7fffffff);
-    // As integers, so that a NaN is the largest and stays.
+    // As integers, so that a NaN is the largest and stays. (A group so small that the factor might be infinite is one of zeros.)
     __m512i most = _mm512_max_epi32(_mm512_and_si512((__m512i)low, sign), _mm512_and_si512((__m512i)high, sign));
     float largest = bits_float((uint32_t)_mm512_reduce_max_epi32(most));
     vf factor = splat(largest > 1e-30f ? X_MOST / largest : 0.0f);
