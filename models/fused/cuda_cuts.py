@@ -73,6 +73,21 @@ def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut) -> int:
     return cut.warps * (cut.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
 
 
+def fitted(cut: CudaCut, weight: WeightBytes, most_rows: int, room: int) -> CudaCut:
+    """A cut of few_rows.cu that takes no more shared memory than a block of threads may have: GPUs but H100's kind have less.
+
+    room: bytes. x is kept no longer, then rings are shorter, and at last fewer warps share a sum.
+    """
+    while few_rows_bytes(weight, most_rows, cut) > room and (cut.kept or cut.stages > 2 or cut.warps > 2):
+        if cut.kept:
+            cut = replace(cut, kept=False)
+        elif cut.stages > 2:
+            cut = replace(cut, stages=cut.stages - 1)
+        else:
+            cut = replace(cut, warps=cut.warps // 2)
+    return cut
+
+
 def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
     """Cut a product of more rows, whose blocks of threads share a sum over K where there are fewer than multiprocessors."""
     tiles = 2 if rows > _MANY else 1
@@ -186,6 +201,8 @@ _FEW = 32
 """Rows up to which x, which each block of threads copies, is a quarter of the bytes of 128 rows of the weight."""
 _DEEP = 5
 """Steps of a ring that cover the memory's latency: of 16 KiB of W each, where 4.8 TB/s have 44 KB under way in 1.2 us."""
+DECLARED_BYTES = 1024
+"""Shared memory that few_rows.cu declares itself, at most."""
 _KEPT_BYTES = 226 * 1024
 """Shared memory of the only block of threads of a multiprocessor (compute capability 9.0), less what a kernel declares."""
 _GROUPS = 8

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headway.backends.triton.launch import shared_memory
 from headway.models.config import Activation
 from headway.models.fused.cuda_arranged import Arrangements
-from headway.models.fused.cuda_cuts import PART_ROWS, CudaCutRule, most_rows_of
+from headway.models.fused.cuda_cuts import DECLARED_BYTES, PART_ROWS, CudaCutRule, fitted, most_rows_of
 from headway.models.fused.cuda_launchers import FewRowsLauncher, Float8Launcher, ProductOperands, SharedRowsLauncher
 from headway.models.fused.cuda_variant import CudaVariant, Float8Variant
 from headway.models.fused.quantized import InOrder
@@ -35,6 +36,7 @@ class CudaProducts:
         self._device, self._cut, self._arranged = device, cut, arranged or Arrangements()
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._room = shared_memory(device) - DECLARED_BYTES
         self._launchers: dict[CudaVariant, Callable[[ProductOperands], None]] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
@@ -65,6 +67,8 @@ class CudaProducts:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         heads = None if rotated is None else rotated[0]
         cut = self._cut(weight.described, rows, out_features, gated, self._multiprocessors)
+        if not cut.splits:
+            cut = fitted(cut, weight.described, most_rows_of(rows), self._room)
         variant = self.variant(
             x.dtype,
             weight.described,

@@ -13,7 +13,7 @@ from torch import Tensor
 from cubin_registers import blocks_that_fit
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.fused.cuda_arranged import arranged, computes
-from headway.models.fused.cuda_cuts import few_rows_cut, most_rows_of, shared_rows_cut
+from headway.models.fused.cuda_cuts import DECLARED_BYTES, few_rows_cut, fitted, most_rows_of, shared_rows_cut
 from headway.models.fused.cuda_variant import CudaVariant
 from headway.models.fused.quantized import weight_bytes
 from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
@@ -119,6 +119,18 @@ def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) ->
             assert variant.needed_bytes > 112 * 1024 or variant.shared_bytes + 112 * 1024 + 1024 <= 228 * 1024
         assert variant.cut.stages >= 2
         assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
+
+
+@pytest.mark.parametrize(("capability", "room"), [("A100", 166_912), ("L40S", 101_376)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("form", READ)
+def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capability: str, room: int) -> None:
+    for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336)], (False, True)):
+        variant = variant_of(shape_of(form, out, columns), rows, gated)
+        cut = fitted(variant.cut, variant.weight, variant.most_rows, room - DECLARED_BYTES)
+        assert replace(variant, cut=cut).needed_bytes <= room - DECLARED_BYTES, capability
+        assert cut.stages >= 2
+        assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES - DECLARED_BYTES) == variant.cut
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
