@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from headway.bench.studies.command import run_study
+from headway.cli.options import sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.all_reduce import SIZES, AllReduce
 from headway.core.engine.ranks.torch_ranks import TorchRanks, find_store, make_store
@@ -178,16 +179,18 @@ def _of_rank(
 def all_reduce(
     ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
     block_bytes: Annotated[
-        str, typer.Option(help="Times our kernel with programs of other sizes, too: bytes, several with commas.")
-    ] = "",
+        str | None, typer.Option(help="Times our kernel with programs of other sizes, too: bytes, several with commas.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the times to this JSON file.")] = None,
 ) -> None:
     """Time sums over GPUs, alone and added to a residual stream."""
+    blocks = sizes_of("--block-bytes", block_bytes) or []
+    if odd := [each for each in blocks if each < 16 or each & (each - 1)]:
+        raise ConfigError("--block-bytes", "powers of two from 16 on", odd[0])
     if torch.cuda.device_count() < ranks:
         raise ConfigError("--ranks", f"at most {torch.cuda.device_count()}, the GPUs that torch sees", ranks)
     store, found = make_store(ranks), dict[str, list[float | None]]()
     context = torch.multiprocessing.get_context("spawn")
-    blocks = [int(each) for each in filter(None, block_bytes.split(","))]
     others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {}, blocks)) for rank in range(1, ranks)]
     for other in others:
         other.start()

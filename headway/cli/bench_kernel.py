@@ -228,7 +228,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
         raise ConfigError("--linear", need, "an option of attention or of states")
     report = run_products_bench(
         ProductOptions(
-            shapes=[_shape_of(text) for text in shapes],
+            shapes=[product_shape(text) for text in shapes],
             forms=names_of(form) or FORM_NAMES,
             rows=sizes_of("--rows", rows) or (1, 4, 16, 64),
             dtype=options.dtype,
@@ -250,11 +250,11 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
         raise typer.Exit(1)
 
 
-def _shape_of(text: str) -> tuple[int, int]:
-    """:raises ConfigError: no OUTxIN."""
+def product_shape(text: str, option: str = "--linear") -> tuple[int, int]:
+    """(out_features, in_features) of a text. :raises ConfigError: it is no OUTxIN."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
-        raise ConfigError("--linear", "out_features x in_features, such as 4096x14336", repr(text))
+        raise ConfigError(option, "out_features x in_features, such as 4096x14336", repr(text))
     return int(sizes[0]), int(sizes[1])
 
 

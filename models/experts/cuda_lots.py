@@ -92,6 +92,12 @@ class CudaLots:
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._launchers: dict[LotsVariant, _Launcher] = {}
 
+    def cut_by(self, cut: ExpertCutRule, name: str) -> CudaLots:
+        """The same by another rule, for whoever compares cuts."""
+        other = CudaLots(self._lot, self._config, self._router, self._device, self._arranged, cut)
+        other.name = name
+        return other
+
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
         return suits(self._lot, num_tokens, self._config)

@@ -64,10 +64,14 @@ def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ..
     return (CudaCut(2, 8, 3, kept=True),) if gated else (CudaCut(1, 16, 3, kept=True), CudaCut(1, 8, 4, kept=True))
 
 
-def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut) -> int:
-    """Shared memory of a block of threads of few_rows.cu, where scales have no more than 4 bytes."""
+def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
+    """Dynamic shared memory of few_rows.cu. scale_bytes: of a scale; no form has more than 4."""
     rows, halves, groups = PART_ROWS * cut.tiles, 2 if weight.half else 1, max(1, SLICE_BYTES // weight.scale_span)
-    codes = rows * (SLICE_BYTES + (0 if weight.scale_span >= weight.row else groups * (4 + int(weight.zeros))))
+    if weight.scale_rows > 1:
+        scales = -(-cut.tiles * 4 // 16) * 16
+    else:
+        scales = 0 if weight.scale_span >= weight.row else groups * rows * scale_bytes
+    codes = rows * SLICE_BYTES + scales + (groups * rows if weight.zeros else 0)
     slices = -(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages
     inputs = slices * halves * most_rows * 128
     return cut.warps * (cut.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
@@ -95,7 +99,7 @@ def shared_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bo
 
 
 def shared_rows_cut_narrow(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Likewise, in smaller blocks. On an H200, 4 bits of 4096 x 14336, 64 rows: 28 us to the other cut's 36."""
+    """Likewise, in smaller blocks: where the others fill the multiprocessors, too, some shapes are faster so."""
     most = 2 * multiprocessors if rows <= 32 else multiprocessors
     return _shared_cut(weight, rows, out_features, gated, CudaCut(1, 8 if rows > _MANY else 4, 0), most, multiprocessors)
 
@@ -203,8 +207,8 @@ _DEEP = 5
 """Steps of a ring that cover the memory's latency: of 16 KiB of W each, where 4.8 TB/s have 44 KB under way in 1.2 us."""
 DECLARED_BYTES = 1024
 """Shared memory that few_rows.cu declares itself, at most."""
-_KEPT_BYTES = 226 * 1024
-"""Shared memory of the only block of threads of a multiprocessor (compute capability 9.0), less what a kernel declares."""
+_KEPT_BYTES = 227 * 1024 - DECLARED_BYTES
+"""What the only block of threads of a multiprocessor of compute capability 9.0 may ask for besides."""
 _GROUPS = 8
 """Groups of multiprocessors, each of which may leave two over."""
 _WORKING = 0.8

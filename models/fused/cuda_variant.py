@@ -9,7 +9,16 @@ import torch
 
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.config import Activation
-from headway.models.fused.cuda_cuts import ALONE_BYTES, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, float8_two_fit, two_fit
+from headway.models.fused.cuda_cuts import (
+    ALONE_BYTES,
+    PART_ROWS,
+    SHARED_BYTES,
+    SLICE_BYTES,
+    CudaCut,
+    few_rows_bytes,
+    float8_two_fit,
+    two_fit,
+)
 from headway.models.fused.quantized import WeightBytes
 
 CSRC = Path(__file__).parent / "csrc"
@@ -135,19 +144,11 @@ class CudaVariant:
     @property
     def needed_bytes(self) -> int:
         """Dynamic shared memory that the kernels use."""
-        weight, cut = self.weight, self.cut
-        halves, rows = 2 if weight.half else 1, 16 * cut.tiles
-        groups = max(1, SLICE_BYTES // weight.scale_span)
-        scales = groups * rows * self.scale_dtype.itemsize
-        if self.by_row or weight.scale_rows > 1:
-            scales = 0 if self.by_row else -(-cut.tiles * 4 // 16) * 16
-        codes = cut.tiles * 1024 + scales + (groups * rows if weight.zeros else 0)
-        window = self.most_rows * 128
-        if cut.splits:
-            step = 2 * window + (2 // halves) * cut.warps * cut.tiles * (1024 + self._copied_scales)
-            return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
-        inputs = halves * window * (-(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages)
-        return cut.warps * (cut.stages * codes + inputs + 2 * self.most_rows * (rows + 4) * 4)
+        cut, slices, rows = self.cut, 1 if self.weight.half else 2, PART_ROWS * self.cut.tiles
+        if not cut.splits:
+            return few_rows_bytes(self.weight, self.most_rows, cut, self.scale_dtype.itemsize)
+        step = 2 * self.most_rows * 128 + slices * cut.warps * cut.tiles * (1024 + self._copied_scales)
+        return max(cut.stages * -(-step // 1024) * 1024, self.most_rows * (cut.warps * rows + 4) * 4) + 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-// operand: of shape.cuh, where it lies.
+// operand: see `operand` in shape.cuh.
 __device__ __forceinline__ u64 descriptor(u32 operand, u32 bytes) {
   constexpr u32 SWIZZLE_128 = 1u << 30, ROW_GROUP = 1024 >> 4;  // eight rows of 128 bytes
   u64 both;

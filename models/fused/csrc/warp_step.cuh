@@ -6,11 +6,8 @@
 namespace fused {
 
 constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
-#ifndef KEPT  // whether a warp's columns of x lie in shared memory for all tiles, and not in the ring
-#define KEPT 0
-#endif
 constexpr int INPUT_BYTES = HALVES * MOST_ROWS * 128;     // of x, the columns of a slice
-constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);
+constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);  // KEPT: x is no part of the ring
 constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
 constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept

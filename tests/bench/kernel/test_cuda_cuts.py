@@ -1,4 +1,4 @@
-"""The study of cuts names each once, the rule's first, and says what it needs."""
+"""The study of cuts names each once, knows the ways of an engine, and says what it needs."""
 
 from __future__ import annotations
 
@@ -6,40 +6,38 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-import torch
+from headway.bench.studies.cuda_cuts import KERNELS, cuts
+from headway.models.fused.cuda_products import CudaProducts
+from headway.models.fused.quantized_choice import FEW
+from headway.models.fused.quantized_ways import QuantizedWays
 
-from headway.bench.studies.cuda_cuts import RULES, product_cuts
-from headway.models.fused.quantized import weight_bytes
-from quantized_weights import FORMS
 
-
-@pytest.mark.parametrize("kernel", RULES)
-def test_every_cut_is_named_once_and_the_rules_come_first(kernel: str) -> None:
-    weight = weight_bytes(FORMS["fp8 rows"](torch.randn(64, 512)))
-    assert weight is not None
-    names = list(product_cuts(kernel))
-    rules = list(RULES[kernel])
-    assert names[: len(rules)] == rules
-    cuts = [rule(weight, 16, 4096, False, 132) for name, rule in product_cuts(kernel).items() if name not in rules]
-    assert len(set(cuts)) == len(cuts) > 10
-    assert all(bool(cut.splits) == (kernel != "few_rows") for cut in cuts)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_cut_is_named_once_and_is_one_of_the_kernels(kernel: str) -> None:
+    found = cuts(kernel)
+    assert len(set(found.values())) == len(found) > 10
+    assert all(bool(cut.splits) == (kernel != FEW) for cut in found.values())
+    assert isinstance(QuantizedWays(torch.device("cpu")).ways[kernel].kernel, CudaProducts)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["products"], "cuda_cuts: needs a CUDA GPU, got none"),
-        (["tiles"], "WHAT: needs products or experts, got tiles"),
-        (["products", "--kernel", "marlin"], "--kernel: needs few_rows, shared_rows, w8a8, got marlin"),
+        (["tiles"], "WHAT: needs one of products, experts, got tiles"),
+        (["products", "--kernel", "marlin"], "--kernel: needs one of few_rows, shared_rows, w8a8, got marlin"),
+        (["products", "--shape", "64"], "--shape: needs out_features x in_features, such as 4096x14336, got '64'"),
+        (["experts", "--lots", "8,9"], "--lots: needs of 8, 16, 32, 64, got 9"),
     ],
 )
 def test_what_it_needs_is_said_in_a_line(arguments: list[str], said: str) -> None:
     if torch.cuda.is_available() and "GPU" in said:
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-P", "-m", "headway.bench.studies.cuda_cuts", *arguments, "--shape", "64x64", "--form", "int4"]
+    command = [sys.executable, "-P", "-m", "headway.bench.studies.cuda_cuts", "--shape", "64x64", "--form", "int4", *arguments]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
     assert ran.stderr == f"headway: error: {said}\n"
