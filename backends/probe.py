@@ -1,8 +1,10 @@
-"""What is here: functions of libraries, found by importing them and never by a version, and the GPU's capability."""
+"""What is here: functions of libraries, found by importing them and never by a version, the GPU's capability, and leave for
+kernels that no GPU has run yet."""
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
@@ -17,6 +19,15 @@ from headway.core.contract.support import YES, Support
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """What tensor-core attention libraries take."""
+UNTRIED = "HEADWAY_UNTRIED_KERNELS"
+"""The variable that lets kernels take part which no GPU has run, if it is 1."""
+
+
+def untried() -> Support:
+    """Whether kernels of ours take part that have been tried on the host alone, and on no GPU: a fault could hang a start."""
+    if os.environ.get(UNTRIED) == "1":
+        return YES
+    return Support.no("kernel", "to have run on a GPU, which this one has not yet", "none", f"{UNTRIED}=1 lets it take part")
 
 
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:

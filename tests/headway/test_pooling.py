@@ -44,7 +44,8 @@ def embedded(llm: LLM, prompts: object = TEXTS, **options: object) -> torch.Tens
 
 
 def close(found: object, expected: object) -> None:
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=1e-5)
+    """In float32, whose rounding by two orders of summation differs by up to 1.1e-5 in these models, on the CPUs that were tried."""
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=5e-5)
 
 
 @pytest.fixture(scope="module")

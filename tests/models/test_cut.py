@@ -60,7 +60,7 @@ def test_logits_equal_those_of_one_rank(tmp_path: Path, name: str) -> None:
     for size in (2, 4):
         of_ranks = on_ranks(size, lambda ranks: logits_of(tmp_path, ranks))
         assert all(torch.equal(found, of_ranks[0]) for found in of_ranks)
-        torch.testing.assert_close(of_ranks[0], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(of_ranks[0], expected, rtol=0, atol=4e-5)
 
 
 def logits_of(folder: Path, ranks: Ranks, **options: Any) -> Tensor:
@@ -89,7 +89,7 @@ def test_random_weights_are_those_of_one_rank(tmp_path: Path, name: str) -> None
     ROWS[name].save_pretrained(tmp_path)
     (expected,) = on_ranks(1, lambda ranks: logits_of(tmp_path, ranks, load_format="dummy"))
     (found, _) = on_ranks(2, lambda ranks: logits_of(tmp_path, ranks, load_format="dummy"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-5)
 
 
 def test_specs_are_those_of_the_ranks_own_heads(tmp_path: Path) -> None:
