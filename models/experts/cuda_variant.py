@@ -10,7 +10,7 @@ import torch
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.experts.config import ExpertsConfig
 from headway.models.fused.cuda_arranged import ArrangedWeight
-from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut
+from headway.models.fused.cuda_cuts import PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, warps_bytes
 from headway.models.fused.cuda_variant import CSRC, CudaVariant
 from headway.models.fused.quantized import WeightBytes
 
@@ -126,8 +126,8 @@ class ExpertVariant:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory, as expert_rows.cu adds it up."""
-        totals = 0 if self.first else self.tokens * self._outputs * 4
-        return self.each.shared_bytes + totals + self.lots_bytes
+        each, totals = self.each, 0 if self.first else self.tokens * self._outputs * 4
+        return warps_bytes(each.weight, each.most_rows, each.cut, each.scale_dtype.itemsize) + totals + self.lots_bytes
 
     @property
     def constants(self) -> dict[str, str | int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.backends.triton.launch import shared_memory
 from headway.models.config import Activation
 from headway.models.fused.cuda_arranged import Arrangements
-from headway.models.fused.cuda_cuts import DECLARED_BYTES, PART_ROWS, CudaCut, CudaCutRule, fitted, most_rows_of
+from headway.models.fused.cuda_cuts import PART_ROWS, CudaCut, CudaCutRule, fitted, most_rows_of
 from headway.models.fused.cuda_launchers import FewRowsLauncher, Float8Launcher, ProductOperands, SharedRowsLauncher
 from headway.models.fused.cuda_variant import CudaVariant, Float8Variant
 from headway.models.fused.quantized import InOrder, WeightBytes
@@ -37,13 +37,14 @@ class CudaProducts:
         self._device, self._arranged = device, arranged or Arrangements()
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        room = shared_memory(device) - DECLARED_BYTES
+        room = shared_memory(device)
 
         def cut_of(weight: WeightBytes, rows: int, out_features: int, gated: bool) -> CudaCut:
             found = cut(weight, rows, out_features, gated, self._multiprocessors)
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
-        self._cut = cache(cut_of)  # a launch asks for it
+        self.cut = cache(cut_of)
+        """(weight, rows, out_features, gated) -> how a product is cut; each launch asks for it."""
         self._launchers: dict[CudaVariant, Callable[[ProductOperands], None]] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
@@ -51,7 +52,7 @@ class CudaProducts:
 
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
-        cut = self._cut(self._arranged(linear.weight).described, rows, linear.out_features, False)
+        cut = self.cut(self._arranged(linear.weight).described, rows, linear.out_features, False)
         return not cut.splits and heads.head_dim % PART_ROWS == 0
 
     def __call__(
@@ -73,7 +74,7 @@ class CudaProducts:
         if y is None:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         heads = None if rotated is None else rotated[0]
-        cut = self._cut(weight.described, rows, out_features, gated)
+        cut = self.cut(weight.described, rows, out_features, gated)
         variant = self.variant(
             x.dtype,
             weight.described,

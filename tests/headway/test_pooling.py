@@ -44,7 +44,7 @@ def embedded(llm: LLM, prompts: object = TEXTS, **options: object) -> torch.Tens
 
 
 def close(found: object, expected: object) -> None:
-    """In float32, whose rounding by two orders of summation differs by up to 1.1e-5 in these models, on the CPUs that were tried."""
+    """In float32: sums in another order differ by up to 1.1e-5 in these models, on the CPUs that were tried."""
     torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=0, atol=5e-5)
 
 
