@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from headway.backends.probe import untried
 from headway.backends.triton.launch import FixedLauncher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.config import Activation
@@ -18,9 +19,13 @@ MAX_ROWS = 128
 """Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
 MAX_WEIGHT = 2**23
 """Elements of the weight up to which ours serve; cuBLAS reads a larger one as fast."""
+MOST_SWAPPED = 16
+"""Rows up to which the rows of a tile are those of the weight, of up to twice MAX_WEIGHT elements: with 16 rows `few_rows` takes
+22 to 25 us for 5120 x 2880 and 2880 x 4096, cuBLAS 16, and their bytes take 9.7 and 7.7 (H100)."""
 BUSY = 0.7
 """Programs a multiprocessor that keep the GPU busy: tiles become smaller, and sums are split, until there are so many."""
-_BLOCK_M = 64
+_BLOCK_M, _BLOCK_N = 64, 64
+"""Of the largest tiles."""
 _WARPS = 4
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -34,6 +39,18 @@ class ProductTiling:
     """Programs that share a sum over K."""
     block_k: int
     stages: int
+    block_m: int = _BLOCK_M
+    swapped: bool = False
+    """Whether the rows of a tile are those of the weight."""
+
+
+def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+    """The cut of a product of up to MOST_SWAPPED rows; None where the kernel does not serve it."""
+    if rows > MOST_SWAPPED or out_features % _BLOCK_N:
+        return None
+    cuts = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in cuts if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or cuts[-1:]
+    return ProductTiling(_BLOCK_N, enough[0], 64, 6, MOST_SWAPPED, swapped=True) if enough else None
 
 
 def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
@@ -56,7 +73,7 @@ class _Variant:
     """All that a kernel is compiled for."""
 
     dtype: torch.dtype
-    tiles_m: int
+    cut: ProductTiling
     in_features: int
     out_features: int
     gated: bool
@@ -68,26 +85,31 @@ class _Variant:
 class TiledProducts:
     """Products of up to MAX_ROWS rows in half precision, with what comes after them, a launch each.
 
-    The cut follows from the shape and from whether there are more than 64 rows, and a row's result does not depend on the others.
+    The cut follows from the shape and from whether rows are more than 16 or 64; a row's result does not depend on the others.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self._launchers: dict[_Variant, tuple[FixedLauncher, tuple[int, int, int]]] = {}
+        self._swaps = bool(untried())
+        self._launchers: dict[_Variant, FixedLauncher] = {}
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
         """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
 
     def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
         """Whether the kernel serves the product of x [rows, in_features]."""
-        rows, in_features = x.shape
-        if not isinstance(linear.weight, Tensor):
+        if not isinstance(linear.weight, Tensor) or x.dtype not in _TYPES or not 0 < x.shape[0] <= MAX_ROWS:
             return False
-        if not 0 < rows <= MAX_ROWS or x.dtype not in _TYPES or linear.out_features * in_features > MAX_WEIGHT:
-            return False
-        out_features = linear.out_features // 2 if gated else linear.out_features
-        return tiling(rows, out_features, in_features, self._multiprocessors) is not None
+        return self._tiling(x.shape[0], linear.out_features // (2 if gated else 1), *linear.weight.shape) is not None
+
+    def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
+        size = weight_rows * in_features
+        if size <= MAX_WEIGHT:
+            return tiling(rows, out_features, in_features, self._multiprocessors)
+        if size <= 2 * MAX_WEIGHT and self._swaps:
+            return swapped_tiling(rows, out_features, in_features, self._multiprocessors)
+        return None
 
     def __call__(
         self,
@@ -108,13 +130,15 @@ class TiledProducts:
         y = add_to if add_to is not None else out
         if y is None:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
-        switches = gated, activation, add_to is not None, linear.bias is not None
-        variant = _Variant(x.dtype, -(-rows // _BLOCK_M), in_features, out_features, *switches)
-        known = self._launchers.get(variant)
-        if known is None:
-            known = self._launchers[variant] = self._launcher(variant)
-        launch, grid = known
+        cut = self._tiling(rows, out_features, linear.out_features, in_features)
+        assert cut is not None
         assert isinstance(linear.weight, Tensor)
+        switches = gated, activation, add_to is not None, linear.bias is not None
+        variant = _Variant(x.dtype, cut, in_features, out_features, *switches)
+        launch = self._launchers.get(variant)
+        if launch is None:
+            launch = self._launchers[variant] = self._launcher(variant)
+        grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
         launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
         return y
@@ -125,29 +149,28 @@ class TiledProducts:
         count = tiles * tiles_m * splits * parts if splits > 1 else 0
         known = self._workspaces.get(count)
         if known is None:
-            sums = torch.empty(count * _BLOCK_M * 64, device=self._device)
+            sums = torch.empty(count * _BLOCK_M * _BLOCK_N, device=self._device)
             known = self._workspaces[count] = sums, torch.zeros(count, dtype=torch.int32, device=self._device)
         return known
 
-    def _launcher(self, variant: _Variant) -> tuple[FixedLauncher, tuple[int, int, int]]:
-        """The kernel for a variant, and its grid."""
-        cut = tiling(variant.tiles_m * _BLOCK_M, variant.out_features, variant.in_features, self._multiprocessors)
-        assert cut is not None
-        launcher = FixedLauncher(
+    def _launcher(self, variant: _Variant) -> FixedLauncher:
+        """The kernel for a variant."""
+        cut = variant.cut
+        return FixedLauncher(
             tiled_product,
             _WARPS,
             self._device,
             N=variant.out_features,
             K=variant.in_features,
-            BLOCK_M=_BLOCK_M,
+            BLOCK_M=cut.block_m,
             BLOCK_N=cut.block_n,
             BLOCK_K=cut.block_k,
             SPLITS=cut.splits,
             STAGES=cut.stages,
+            SWAPPED=cut.swapped,
             GATED=variant.gated,
             ACTIVATION=variant.activation or "",
             ADD=variant.add,
             BIAS=variant.bias,
             DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
         )
-        return launcher, (variant.out_features // cut.block_n, cut.splits, variant.tiles_m)

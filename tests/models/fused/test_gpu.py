@@ -25,8 +25,10 @@ from transformers import (
     Starcoder2Config,
 )
 
+from headway.backends.probe import UNTRIED
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
+from headway.models.linear import Linear
 from headway.models.operations import TorchOperations
 from headway.models.rope import rope_tables
 from headway.models.weights import Weights
@@ -96,6 +98,27 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
     for step, expected in inputs.results(TorchOperations(*tables), torch.float64, "cpu"):
         error = float((fused[step] - expected).norm() / expected.norm())
         assert error < TOLERANCE[dtype], (step, error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [9, 12, 16])
+@pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
+def test_tiles_whose_rows_are_the_weights(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias, added to what is there; twice, since its counters must be zero again."""
+    from headway.models.fused.tiles import TiledProducts
+
+    monkeypatch.setenv(UNTRIED, "1")
+    products = TiledProducts(torch.device("cuda"))
+    linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
+    x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
+    assert linear.bias is not None
+    exact = x.double() @ linear.weight.double().T + linear.bias.double()
+    assert products.takes(x, linear)
+    for before in (y, torch.zeros_like(y)):
+        found = products(x, linear, add_to=before.clone())
+        assert float((found.double() - exact - before.double()).norm() / exact.norm()) < TOLERANCE[dtype]
 
 
 def decoder(name: str, folder: Path, dtype: torch.dtype) -> Decoder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headway.backends.probe import UNTRIED
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
@@ -13,6 +14,7 @@ pytest.importorskip("triton")
 try:
     from headway.backends.triton.launch import FixedLauncher
     from headway.backends.triton.layer import INTERPRETED
+    from headway.models.fused import tiles
     from headway.models.fused.operations import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
@@ -109,6 +111,24 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
     list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(*ropes(16)), torch.bfloat16, "cpu"))
     assert grids
     assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
+def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
+    monkeypatch.setenv(UNTRIED, "1")
+    monkeypatch.setattr(tiles, "MAX_WEIGHT", 64 * 192 * 3 // splits)
+    seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
+    products, x = tiles.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
+    linear = Linear(torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16())
+    both = x.double() @ linear.weight.double().T + linear.bias.double()
+    residual = torch.randn(rows, 2 * out).bfloat16()
+    expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
+    assert products.takes(x, linear)
+    assert not products.takes(torch.randn(17, columns).bfloat16(), linear)
+    found = products(x, linear), products(x, linear, gated=True, activation="silu"), products(x, linear, add_to=residual)
+    for got, right in zip(found, expected, strict=True):
+        assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 try:
-    from headway.models.fused.tiles import ProductTiling, tiling
+    from headway.models.fused.tiles import ProductTiling, swapped_tiling, tiling
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 
@@ -39,3 +39,20 @@ def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocess
     if cut is not None:
         assert 16 * n % cut.block_n == 0
         assert 32 * k % (cut.splits * cut.block_k) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "cut"),
+    [
+        (16, (5120, 2880), (3, 240)),
+        (9, (2880, 4096), (4, 180)),
+        (16, (4096, 4096), (2, 128)),
+        (16, (8192, 2048), (1, 128)),
+        (17, (5120, 2880), None),
+        (16, (5130, 2880), None),
+        (16, (5120, 2890), None),
+    ],
+)
+def test_tiles_of_the_weights_rows_fill_the_gpu(rows: int, shape: tuple[int, int], cut: tuple[int, int] | None) -> None:
+    found = swapped_tiling(rows, *shape, H200)
+    assert (found and (found.splits, shape[0] // found.block_n * found.splits)) == cut
