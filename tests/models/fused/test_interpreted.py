@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from headway.backends.probe import UNTRIED
+from headway.models import linear as linear_layers
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
@@ -64,6 +67,12 @@ EVERYDAY = [
     ("gpt2, tiles", 17, torch.bfloat16),
     ("qwen3_next", 1, torch.bfloat16),
 ]
+
+
+@pytest.fixture(autouse=True)
+def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave weights as they are, also those that a CPU would arrange for its own products."""
+    monkeypatch.setattr(linear_layers, "_SMALL", math.inf)
 
 
 @pytest.mark.parametrize(
