@@ -250,6 +250,7 @@ class Prefill:
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "PAGED": not plan.dense,
+            "STEP": 16 if all(stride % 16 == 0 for stride in (strides[0], strides[5])) else 1,
             "PEEK": not INTERPRETED and cache.logical_value.stride(1) != 1,
             "TMA": tma,
             **scaled,

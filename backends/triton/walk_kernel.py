@@ -24,8 +24,8 @@ INTERPRETED = tl.constexpr(_INTERPRETED)
 def _keys(
     key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    K_X: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    DOT: tl.constexpr,
+    K_X: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The keys first .. first + BLOCK_N: a tuple of a tile [BLOCK_N, BLOCK_D] and, where there is one, [BLOCK_N, TAIL]."""
     if TMA:
@@ -42,13 +42,14 @@ def _keys(
         base = key + kv_head * k_stride_head
         rows = cached_rows(
             base, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, BLOCK_D), first, kv_len, k_stride_block, k_stride_slot,
-            K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT,
+            K_X, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, MASKED and VALUE_IN_KEY, False, DOT, STEP,
         )  # fmt: skip
         k = (rows,)
         if TAIL > 0:
             tail = cached_rows(
                 base + BLOCK_D // K_X * k_stride_dim, blocks, head_offsets(k_stride_dim, k_stride_x, K_X, TAIL), first, kv_len,
-                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, False, False, DOT,
+                k_stride_block, k_stride_slot, K_X, BLOCK_SIZE, HEAD_DIM - BLOCK_D, TAIL, BLOCK_N, MASKED, False, False,
+                DOT, STEP,
             )  # fmt: skip
             k = (rows, tail)
     else:
@@ -65,7 +66,8 @@ def _keys(
 def _values(
     value, table, kv_head, start, first, kv_len, v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, DOT: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """The values of the keys first .. first + BLOCK_N, [BLOCK_N, BLOCK_DV]; MASKED: zero from kv_len on."""
     if TMA:
@@ -83,7 +85,8 @@ def _values(
             blocks = block_numbers(table, first, kv_len, BLOCK_SIZE, BLOCK_N)
         v = cached_rows(
             value + kv_head * v_stride_head, blocks, head_offsets(v_stride_dim, v_stride_x, V_X, BLOCK_DV), first, kv_len,
-            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, MASKED, V_SLOTS_INNER, DOT,
+            v_stride_block, v_stride_slot, V_X, BLOCK_SIZE, V_HEAD_DIM, BLOCK_DV, BLOCK_N, MASKED, MASKED,
+            V_SLOTS_INNER, DOT, STEP,
         )  # fmt: skip
     else:
         base = value + start.to(tl.int64) * v_stride_slot + kv_head * v_stride_head
@@ -99,7 +102,7 @@ def walk(
     v_stride_block, v_stride_slot, v_stride_head, v_stride_dim, v_stride_x,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     VALUE_IN_KEY: tl.constexpr, BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr, V_SLOTS_INNER: tl.constexpr,
-    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, PAGED: tl.constexpr, PEEK: tl.constexpr, STEP: tl.constexpr, TMA: tl.constexpr,
     SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -111,14 +114,15 @@ def walk(
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         k = _keys(
             key, table, kv_head, start, first, kv_len, k_stride_block, k_stride_slot, k_stride_head, k_stride_dim, k_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, VALUE_IN_KEY, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, TMA, MASKED, DOT,
+            HEAD_DIM, BLOCK_D, TAIL, VALUE_IN_KEY, BLOCK_SIZE, K_X, BLOCK_N, PAGED, PEEK, STEP, TMA, MASKED, DOT,
         )  # fmt: skip
         if VALUE_IN_KEY:
             v = k[0]
         else:
             v = _values(
                 value, table, kv_head, start, first, kv_len, v_stride_block, v_stride_slot, v_stride_head, v_stride_dim,
-                v_stride_x, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, PEEK, TMA, MASKED, DOT,
+                v_stride_x, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, V_X, V_SLOTS_INNER, BLOCK_N, PAGED, PEEK, STEP, TMA,
+                MASKED, DOT,
             )  # fmt: skip
         scores = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
         if TAIL > 0:

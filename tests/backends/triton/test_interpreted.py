@@ -9,12 +9,13 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends import layouts
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.testing.cases import Case, make_case, parse_case
@@ -26,6 +27,7 @@ from shared_plans import errors_over_shared_plans
 
 pytest.importorskip("triton")
 try:
+    from headway.backends.triton import configs
     from headway.backends.triton.backend import TritonAttention
     from headway.backends.triton.layer import INTERPRETED
     from headway.backends.triton.writer import Writer
@@ -72,6 +74,24 @@ def everyday(spec_name: str, case_name: str) -> bool:
 )
 def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
+
+
+@pytest.mark.parametrize("layout", [NHD, VLLM_5D, rare(HND)], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("spec_name", ["gqa 2", rare("window")])
+def test_a_tile_of_keys_out_of_several_blocks(spec_name: str, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where tiles have 64 keys; also where blocks lie an odd number of elements apart."""
+    config = configs.PrefillConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
+    monkeypatch.setattr(configs, "INTERPRETER", dataclasses.replace(configs.INTERPRETER, extend=config, extend_gather=config))
+    case = case_of("mixed", LAYERS[spec_name], layout)
+    assert error_of(case) < 2e-6
+    if layout is NHD:
+        apart = [
+            F.pad(tensor.flatten(1), (0, 1))[:, :-1].unflatten(1, tensor.shape[1:])
+            for tensor in (case.cache.key, case.cache.value)
+        ]
+        assert apart[0].stride(0) % 2 == 1
+        odd = LayerCache.wrap(dict(zip(("key", "value"), apart, strict=True)), NHD, case.spec)
+        assert error_of(dataclasses.replace(case, cache=odd)) < 2e-6
 
 
 @pytest.mark.parametrize("splits", [rare({}), {"extend_splits": "3"}], ids=str)
