@@ -51,6 +51,9 @@ struct Product {
 };
 using Up = Product<K, INNER, GATED>;
 using Down = Product<INNER, N, false>;
+// Threads among which the compiler divides a multiprocessor's registers. Where 64 for each suffice, a block leaves almost half of
+// them to blocks of the launches before and after it.
+constexpr int SHARING = Up::QUADS <= 6 && Down::QUADS <= 6 ? 1024 : THREADS;
 
 struct MlpPointers {
   const u16* x;          // [rows, K]
@@ -346,7 +349,7 @@ __device__ __forceinline__ void finish(const MlpPointers& p, const Shared& share
 }  // namespace fused
 
 // Sums in float32; a is rounded to half precision. Grid: BLOCKS, at most as many as there are multiprocessors.
-extern "C" __global__ void __launch_bounds__(fused::THREADS, 1)
+extern "C" __global__ void __launch_bounds__(fused::SHARING, 1)
     mlp_rows(const fused::MlpPointers p, const float eps, const int rows) {
   using namespace fused;
   extern __shared__ __align__(128) char dynamic[];
