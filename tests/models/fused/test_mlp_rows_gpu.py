@@ -97,7 +97,7 @@ def test_an_mlp_is_right(hidden: int, inner: int, rows: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_a_graph_that_is_replayed_with_other_rows(rows: int) -> None:
-    """Eight layers one right after the other, 500 times: 4,000 times all blocks of threads meet."""
+    """Eight layers one right after the other, 1,000 times: 8,000 times all blocks of threads meet."""
     ops, layers = fused(), [Layer(1024, 3072) for _ in range(8)]
     given, x = torch.randn(500, rows, 1024, device=CUDA).to(BF16), torch.empty(rows, 1024, dtype=BF16, device=CUDA)
 
@@ -113,16 +113,18 @@ def test_a_graph_that_is_replayed_with_other_rows(rows: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()
-    found = torch.empty_like(given)
-    for number in range(len(given)):
-        x.copy_(given[number])
-        graph.replay()
-        found[number].copy_(y)
+    found, again = torch.empty_like(given), torch.empty_like(given)
+    for results, numbers in ((found, range(500)), (again, reversed(range(500)))):
+        for number in numbers:
+            x.copy_(given[number])
+            graph.replay()
+            results[number].copy_(y)
     expected = given.flatten(0, 1).double()
     for layer in layers:
         expected = layer.added(expected, "silu")
     errors = (found.flatten(0, 1).double() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert float(errors.max()) < 2e-2, "a row that others have not stored in time stands out"
+    assert float(errors.max()) < 2e-2
+    assert torch.equal(found, again), "what is read before it is stored would depend on the time, and on the replay before"
     for number in (0, 250, 499):
         x.copy_(given[number])
         assert torch.equal(step(), found[number])
