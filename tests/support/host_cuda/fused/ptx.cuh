@@ -77,10 +77,10 @@ inline int add_arrivals(int* to, int count) {
   return before;
 }
 
-// A hundredth of a second a call, so that a wait that would last for ever ends soon.
+// Two seconds pass from call to call, so that a wait that would last for ever ends soon.
 inline u64 nanoseconds() {
   static u64 time;
-  return time += 10'000'000;
+  return time += 2'000'000'000;
 }
 inline void trap() {
   for (host::fail("a trap");;) host::let_others_run();  // until the run ends, which a failure ends
