@@ -126,8 +126,9 @@ class Inputs:
         results["gated_product"] = ops.norm_gated_product(put(self.x), None, linear("gate_up"), sizes.activation)
         results["norm_product"] = ops.norm_product(put(self.x), norm, linear("gate_up"), sizes.activation)
         results["add_mlp, gated"] = ops.add_mlp(put(self.x), *gated, linear("down"), sizes.activation, gated=True)
-        plain = norm, linear("gate_up"), linear("down of both")
-        results["add_mlp"] = ops.add_mlp(put(self.x), *plain, sizes.activation, gated=False)
+        if not self.forms:
+            products = linear("gate_up"), linear("down of both")
+            results["add_mlp"] = ops.add_mlp(put(self.x), norm, *products, sizes.activation, gated=False)
         for name, gate in self._gates(put):
             results[f"gate, {name}"] = ops.gate(put(self.attended), put(self.by)[:, sizes.head_dim :], gate)
         results["softcap"] = ops.softcap(put(self.x), 1.5)
