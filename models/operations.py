@@ -16,11 +16,12 @@ from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
 from headway.models.config import Activation, GateActivation, LatentConfig
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.plain import PlainExperts
+from headway.models.experts.plain import Experts, PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
 from headway.models.norm_share import NormShare
 from headway.models.plain_latent import PlainLatentLayer
+from headway.models.rope import turn_halves
 
 if TYPE_CHECKING:
     from headway.models.fused.quantized_choice import ProductKind
@@ -179,6 +180,14 @@ class Operations(Protocol):
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """residual + products of several x and their Linear, as `add_product`."""
 
+    def add_mlp(
+        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
+    ) -> Tensor:
+        """residual + down(activation(up(its norm, if any))); residual: [rows, in_features], which is used up.
+
+        gated: `up` is a product of `norm_gated_product`, else of `norm_product`.
+        """
+
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
@@ -187,16 +196,6 @@ class Operations(Protocol):
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """A layer of experts after its norm, made once before any step."""
-
-
-class Experts(Protocol):
-    """A layer of experts."""
-
-    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Return the residual stream with what the experts of its normed rows add.
-
-        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
-        """
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
@@ -212,6 +211,14 @@ def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tens
     for x, linear in terms:
         residual = ops.add_product(residual, x, linear)
     return residual
+
+
+def add_mlp_by_products(
+    ops: Operations, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
+) -> Tensor:
+    """Add an MLP to the residual, as `Operations.add_mlp` says, one product after the other."""
+    compute = ops.norm_gated_product if gated else ops.norm_product
+    return ops.add_product(residual, compute(residual, norm, up, activation), down)
 
 
 def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
@@ -330,7 +337,7 @@ class TorchOperations:
                 q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
             qk = torch.cat([q, k], dim=1)
         if rope is not None:
-            qk = _rotated(qk, rope)
+            qk = turn_halves(qk, rope)
         return qk[:, :num_heads], qk[:, num_heads:], v
 
     def rotate_latent(
@@ -343,7 +350,7 @@ class TorchOperations:
         if rope is None:
             return q, torch.cat([rows, key], dim=-1)
         still, turned = q.tensor_split([config.qk_nope_head_dim], dim=-1)
-        return torch.cat([still, _rotated(turned, rope)], dim=-1), torch.cat([rows, _rotated(key, rope)], dim=-1)
+        return torch.cat([still, turn_halves(turned, rope)], dim=-1), torch.cat([rows, turn_halves(key, rope)], dim=-1)
 
     def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
         """See Operations."""
@@ -356,6 +363,12 @@ class TorchOperations:
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """See Operations."""
         return add_one_by_one(self, residual, terms)
+
+    def add_mlp(
+        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
+    ) -> Tensor:
+        """See Operations."""
+        return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""
@@ -385,9 +398,3 @@ class PlainLayer:
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See Experts."""
         return (x if onto is None else onto) + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
-
-
-def _rotated(x: Tensor, rope: Rope) -> Tensor:
-    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `TorchOperations.embed` makes them."""
-    cos, sin = rope
-    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

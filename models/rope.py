@@ -81,6 +81,12 @@ def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[to
     return inv_freq, factors
 
 
+def turn_halves(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Halves of x [num_tokens, heads, dim] turned with each other, by cos and sin as `TorchOperations.embed` makes them."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+
+
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
     """The order of a head's elements in which a rotation of halves of the head rotates halves of its first `rotary_dim` ones.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn.functional import relu, silu
@@ -14,6 +15,16 @@ from headway.models.linear import Linear
 
 Product = Callable[[Tensor, Linear], Tensor]
 """x [rows, in_features] to [rows, out_features]."""
+
+
+class Experts(Protocol):
+    """A layer of experts."""
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Return the residual stream with what the experts of its normed rows add.
+
+        x: [num_tokens, hidden_size], the residual stream; onto: what they add to in its place; that is used up.
+        """
 
 
 class PlainExperts:

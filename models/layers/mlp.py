@@ -10,10 +10,11 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.models.config import DecoderConfig
+from headway.models.experts.plain import Experts
 from headway.models.experts.weights import ExpertWeights, each_expert, take_experts
 from headway.models.layers.tensors import LayerTensors
 from headway.models.linear import Linear
-from headway.models.operations import Experts, Operations
+from headway.models.operations import Operations
 from headway.models.quantization.forms import num_bytes
 
 if TYPE_CHECKING:
@@ -52,10 +53,10 @@ class MLP:
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up."""
+        if self.post_norm is None:
+            return ops.add_mlp(x, self.norm, self.up_proj, self.down_proj, self._activation, self._gated)
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         inner = compute(x, self.norm, self.up_proj, self._activation)
-        if self.post_norm is None:
-            return ops.add_product(x, inner, self.down_proj)
         return ops.add_norm(x, ops.product(inner, self.down_proj), self.post_norm)
 
 

@@ -6,17 +6,28 @@ import struct
 
 _REGCOUNT = b"\x04\x2f\x08\x00"
 """EIATTR_REGCOUNT of a section .nv.info, with a value of eight bytes: the kernel's symbol and its registers."""
+_FRAME_SIZE = b"\x04\x11\x08\x00"
+"""EIATTR_FRAME_SIZE, likewise: a function and the bytes of local memory of a thread of it."""
 _PART, _PARTS = 16 * 1024, 4
 """Registers of a part of a multiprocessor, which a warp gets 256 at a time, and parts."""
 
 
 def most_registers(cubin: bytes) -> int:
     """Registers of a thread of the kernel that takes most."""
-    found, at = [], cubin.find(_REGCOUNT)
+    return max(_values(cubin, _REGCOUNT))
+
+
+def most_local_bytes(cubin: bytes) -> int:
+    """Bytes of local memory of a thread, such as what registers are spilled to, of the function that takes most."""
+    return max(_values(cubin, _FRAME_SIZE))
+
+
+def _values(cubin: bytes, attribute: bytes) -> list[int]:
+    found, at = [], cubin.find(attribute)
     while at >= 0:
-        found.append(struct.unpack_from("<II", cubin, at + len(_REGCOUNT))[1])
-        at = cubin.find(_REGCOUNT, at + 1)
-    return max(found)
+        found.append(struct.unpack_from("<II", cubin, at + len(attribute))[1])
+        at = cubin.find(attribute, at + 1)
+    return found
 
 
 def blocks_that_fit(cubin: bytes, threads: int) -> int:

@@ -16,7 +16,9 @@ from torch import Tensor
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
-from headway.models.fused import cuda_launchers
+from headway.backends.probe import UNTRIED
+from headway.core.contract.support import YES
+from headway.models.fused import cuda_launchers, mlp_rows
 from host_kernels import SAID, compiled
 
 _MAP = Struct("=QQ3q88x")
@@ -33,6 +35,15 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> bytes:
     return _MAP.pack(tensor.data_ptr(), len(tensor), *box, swizzle)
+
+
+def mlps_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have MLPs of a few rows be computed in one launch on a CPU, by the host."""
+    monkeypatch.setenv(UNTRIED, "1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(mlp_rows, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(mlp_rows, "find_compiler", lambda: (None, YES))
+    monkeypatch.setattr(mlp_rows, "load", lambda source, name, *_: HostKernel(source, name))
 
 
 class HostKernel:
@@ -56,7 +67,8 @@ class HostKernel:
             assert launch.block == (256, 1, 1)
             assert not kernel(*map(ctypes.c_void_p, pointers), ctypes.c_float(eps), launch.grid[0], *everywhere), SAID
             return
-        assert launch.cluster[1] == launch.grid[1] == max(int(self._constants[name]) for name in ("SPLITS", "SHARING"))
+        shared = [int(self._constants[name]) for name in ("SPLITS", "SHARING") if name in self._constants]
+        assert launch.cluster[1] == launch.grid[1] == max([1, *shared])
         how = launch.grid[0], launch.block[0], launch.shared_bytes, 0
         assert not self._library.run(*self._given(arguments.values), *how, *everywhere), SAID
 
@@ -64,6 +76,9 @@ class HostKernel:
         if self._name == "few_rows":
             pointers, eps, head_eps, rows, tiles = values
             return [pointers, ctypes.c_float(eps), ctypes.c_float(head_eps), int(rows), int(tiles)]
+        if self._name == "mlp_rows":
+            pointers, eps, rows = values
+            return [pointers, ctypes.c_float(eps), int(rows)]
         codes, pointers, *scales, rows = values
         address, codes_rows, box_rows, box_bytes, swizzle = _MAP.unpack(codes)
         outputs = 16 * int(self._constants["TILES"]) * int(self._constants["WARPS"]) // (1 + int(self._constants["GATED"]))

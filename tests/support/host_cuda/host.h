@@ -1,6 +1,7 @@
 // Blocks of CUDA threads on one thread of the host: each thread is a coroutine that runs until it waits for others. The blocks of a
 // cluster run in turn, each until all of its threads wait for the cluster or have ended, or, where they wait for each other's barriers,
-// side by side; arrays that a kernel declares as shared by name are one for all blocks then, and must not be there.
+// side by side; so do those of a grid that meets. Arrays that a kernel declares as shared by name are one for all blocks then, and must
+// not be there.
 #pragma once
 
 #include <ucontext.h>
@@ -42,6 +43,8 @@ inline bool early;  // whether copies that barriers count arrive as early as the
 inline bool at_once;  // whether products of warpgroups are computed when they are begun; else when they are waited for
 inline int current, threads, failures;  // current: in the cluster; threads: of a block
 
+inline bool grid_meets;  // whether the blocks that run side by side are a grid's; else a cluster's
+
 inline int own_block() { return current / threads; }
 inline char* own_memory() { return memories[own_block()]; }
 
@@ -49,10 +52,15 @@ inline void fail(const char* what) {
   if (!failures++) std::fprintf(stderr, "block %u, %u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
 }
 
+inline void enter(int thread) {
+  current = thread, threadIdx.x = thread % threads;
+  (grid_meets ? blockIdx.x : blockIdx.y) = own_block();
+}
+
 inline void let_others_run() {
   const int me = current;
   swapcontext(&contexts[me], &scheduler);
-  current = me, threadIdx.x = me % threads, blockIdx.y = own_block();
+  enter(me);
 }
 
 inline void wait_for_cluster() {
@@ -156,20 +164,33 @@ inline void arrive(int most) {
   }
 }
 
+// Whether none of these threads can run on, though some have not ended.
+inline bool stuck(int begin, int end) {
+  bool waiting = false;
+  for (int thread = begin; thread < end; ++thread) {
+    if (done[thread]) continue;
+    if (!blocked[thread]) return false;
+    waiting = true;
+  }
+  return waiting;
+}
+
 // Run the threads of a block of the cluster until all wait for the cluster or have ended. order: 0: in turn, 1: from the last, 2: some
 // of them at a time. once: each a single time. Returns how many could run on.
 inline int run_block(int block, int order, bool once) {
   static unsigned random = 1;
   int running = threads;
   for (long turns = 0; running && !(once && turns); ++turns) {
-    if (turns > 1000000) return fail("threads wait for each other for ever"), 0;
+    if (turns > 1000000 || !once && stuck(block * threads, (block + 1) * threads)) {
+      return fail("threads wait for each other for ever"), 0;
+    }
     running = 0;
     for (int i = 0; i < threads; ++i) {
       const int thread = block * threads + (order == 1 ? threads - 1 - i : i);
       random = random * 1664525 + 1013904223;
       if (done[thread] || in_cluster_wait[thread]) continue;
       if (!blocked[thread] && (order != 2 || random >> 30 == 0)) {
-        current = thread, threadIdx.x = thread % threads, blockIdx.y = block;
+        enter(thread);
         swapcontext(&scheduler, &contexts[thread]);
       }
       running += !done[thread] && !in_cluster_wait[thread];
@@ -184,6 +205,7 @@ template <typename Kernel>
 int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int shared_bytes, int order, bool together = false) {
   static Kernel started;
   started = kernel, threads = block_threads, gridDim.x = clusters, gridDim.y = cluster_blocks, failures = 0;
+  if (grid_meets) std::swap(gridDim.x, gridDim.y);
   early = order == 1, at_once = order == 2;
   const int all = cluster_blocks * threads;
   for (int cluster = 0; cluster < clusters; ++cluster) {
@@ -199,7 +221,7 @@ int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int 
       makecontext(&contexts[thread], +[] { const int me = current; started(); done[me] = true; }, 0);
     }
     for (long turns = 0; !failures && std::count(done, done + all, false); ++turns) {
-      if (turns > 1000000) fail("blocks wait for each other for ever");
+      if (turns > 1000000 || stuck(0, all)) fail("blocks wait for each other for ever");
       int running = 0;
       for (int block = 0; block < cluster_blocks; ++block) running += run_block(block, order, together);
       if (!running) std::fill(in_cluster_wait, in_cluster_wait + all, false), ++cluster_round;
@@ -215,6 +237,13 @@ int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int 
     if (failures) return failures;
   }
   return failures;
+}
+
+// Run a grid whose blocks meet. order: as above.
+template <typename Kernel>
+int run_meeting(Kernel kernel, int blocks, int block_threads, int shared_bytes, int order) {
+  grid_meets = true;
+  return run(kernel, 1, blocks, block_threads, shared_bytes, order, true);
 }
 
 inline float from_bfloat16(uint16_t bits) {
