@@ -36,7 +36,7 @@ class ProductOrigin:
 class Linear:
     """y = x W^T + b over weights that are only read.
 
-    On a CPU a weight of more than _SMALL elements is arranged once for our C (models/cpu/), where there is a compiler. Without
+    On a CPU a weight of more than SMALL elements is arranged once for our C (models/cpu/), where there is a compiler. Without
     one it is packed once for oneDNN (see `can_pack`), whose product is 2 to 5 times faster than torch.mm at the 1 to 64 rows of
     decode and no slower at a prompt's (docs/benchmarks.md); a smaller one is multiplied sooner than oneDNN has found its kernel.
     The two operators are those that torch.compile emits when it freezes
@@ -88,7 +88,7 @@ class Linear:
             and self.panels is None
             and isinstance(weight, Tensor)
             and weight.device.type == "cpu"
-            and weight.numel() > _SMALL
+            and weight.numel() > SMALL
         ):
             self.panels = dense_panels(weight, bias)
         self._packed = False
@@ -162,10 +162,10 @@ class Linear:
 
 
 def _to_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.numel() > _SMALL and can_pack(weight.dtype)
+    return weight.device.type == "cpu" and weight.numel() > SMALL and can_pack(weight.dtype)
 
 
-_SMALL = 2**17
+SMALL = 2**17
 """Elements of a weight up to which torch.mm was no slower when measured, at 1 to 256 rows."""
 _PACK_ROWS = 16
 """Rows the packing is tuned for: a decode batch. Other row counts stay right, and were no slower when measured."""

@@ -72,7 +72,7 @@ EVERYDAY = [
 @pytest.fixture(autouse=True)
 def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave weights as they are, also those that a CPU would arrange for its own products."""
-    monkeypatch.setattr(linear_layers, "_SMALL", math.inf)
+    monkeypatch.setattr(linear_layers, "SMALL", math.inf)
 
 
 @pytest.mark.parametrize(
