@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(fused::ARRANGING) arrange_lots(
   const int pair = blockIdx.x, pairs = gridDim.x;
   launch_dependents();
   wait_for_earlier();
-  find_lots(lots, experts, nullptr, pairs, ARRANGING);
+  find_lots(lots, {experts, nullptr}, pairs, ARRANGING);
   if (pair == 0) {
     if (threadIdx.x == 0) table->count = lots.count;
     for (int lot = threadIdx.x; lot <= lots.count; lot += ARRANGING) {

@@ -16,11 +16,6 @@ constexpr int OUT_TILES = (N + WARP_OUT - 1) / WARP_OUT;
 constexpr int LANE_ROWS = MOST_ROWS == 1 ? 1 : MOST_ROWS / 4;                // of x, whose columns a lane copies
 constexpr int TOTALS = GATHER ? 0 : (MOST_TOKENS * WARP_OUT + 3) / 4 * 4;    // floats: a tile of y for every token
 
-struct Routed {
-  const u32* experts;    // [tokens, SLOTS]
-  const float* weights;  // [tokens, SLOTS]
-};
-
 struct Shared {
   u32 rings;        // [WARPS, STAGES, STEP_BYTES]
   float* sums;      // [2, WARPS, MOST_ROWS, SUM_ROW]
@@ -240,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) expert_ro
   if (GATHER) wait_for_earlier();
   launch_dependents();  // not before: the second product reads the experts before it waits
   if (threadIdx.x < 4) barrier_init(full + 8 * threadIdx.x, threadIdx.x < 2 ? WARPS * 32 : FINISHING);
-  find_lots(*shared.lots, routed.experts, routed.weights, tokens * SLOTS, THREADS);
+  find_lots(*shared.lots, routed, tokens * SLOTS, THREADS);
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
     multiply(p, shared, warp, threadIdx.x % 32);

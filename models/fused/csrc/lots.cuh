@@ -2,7 +2,7 @@
 // Each block of threads finds them for itself, in shared memory, which takes less time than another launch.
 #pragma once
 
-#include "ptx.cuh"
+#include "routed.cuh"
 
 namespace fused {
 
@@ -65,18 +65,17 @@ __device__ __forceinline__ void place_experts(Lots& lots, int lane) {
   if (lane == 31) lots.starts[EXPERTS] = before & 0xffff, lots.firsts[EXPERTS] = lots.count = before >> 16;
 }
 
-// By all threads of a block. experts, weights: [pairs].
-__device__ __forceinline__ void find_lots(Lots& lots, const u32* experts, const float* weights, int pairs, int threads) {
+// By all threads of a block.
+__device__ __forceinline__ void find_lots(Lots& lots, const Routed& routed, int pairs, int threads) {
   const int thread = threadIdx.x;
-  const auto weight_of = [=](int pair) { return __uint_as_float(load_stored(reinterpret_cast<const u32*>(weights) + pair)); };
 #if MOST_ROWS == 1  // of one token: no expert has two pairs
   for (int pair = thread; pair < pairs; pair += threads) {
-    lots.experts[pair] = load_stored(experts + pair), lots.pairs[pair] = lots.places[pair] = pair;
-    if (!GATHER) lots.weights[pair] = weight_of(pair);
+    lots.experts[pair] = routed.expert_of(pair), lots.pairs[pair] = lots.places[pair] = pair;
+    if (!GATHER) lots.weights[pair] = routed.weight_of(pair);
   }
   if (thread == 0) lots.count = lots.places[pairs] = pairs;
 #else
-  for (int pair = thread; pair < pairs; pair += threads) lots.expert_of[pair] = load_stored(experts + pair);
+  for (int pair = thread; pair < pairs; pair += threads) lots.expert_of[pair] = routed.expert_of(pair);
   for (int expert = thread; expert <= EXPERTS; expert += threads) lots.starts[expert] = 0;
   __syncthreads();
   if (thread < 32) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ void find_lots(Lots& lots, const u32* experts, const 
   for (int pair = thread; pair < pairs; pair += threads) {
     const int place = lots.starts[lots.expert_of[pair]] + lots.rank_of[pair];
     lots.pairs[place] = pair;
-    if (!GATHER) lots.weights[place] = weight_of(pair);
+    if (!GATHER) lots.weights[place] = routed.weight_of(pair);
   }
   for (int expert = thread; expert < EXPERTS; expert += threads) {
     const int first = lots.firsts[expert];
