@@ -18,6 +18,8 @@
 
 namespace fused {
 
+static_assert(SHARE * SHARING == MOST_ROWS);
+
 // The weight of a head's norm, float32 or in half precision.
 __device__ __forceinline__ float norm_at(const void* norm, int k) {
 #if HEAD_NORM_FLOAT

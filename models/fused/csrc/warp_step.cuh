@@ -1,4 +1,4 @@
-// What one warp of few_rows.cu and expert_rows.cu does: its slices of x in shared memory, and a step of its products.
+// What one warp of few_rows.cu, expert_rows.cu and expert_token.cu does: its slices of x in shared memory, and a step of its products.
 #pragma once
 
 #include "columns.cuh"
@@ -22,7 +22,6 @@ constexpr int FINISHING = FINISHERS * 32;
 constexpr int THREADS = WARPS * 32 + FINISHING;
 constexpr int SHARE = MOST_ROWS / SHARING;                // rows of x whose sums a block finishes
 constexpr int OUTPUTS = (WARP_OUT * SHARE + FINISHING - 1) / FINISHING;  // of a thread
-static_assert(SHARE * SHARING == MOST_ROWS);
 
 // Where in W the 16 rows of a part begin. out: the tile's first row of y. Tiles may reach beyond N, but no part does.
 __device__ __forceinline__ int first_row(int out, int part) {
