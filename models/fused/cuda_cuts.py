@@ -241,7 +241,7 @@ _FEW = 32
 _DEEP = 5
 """Steps of a ring that cover the memory's latency: of 16 KiB of W each, where 4.8 TB/s have 44 KB under way in 1.2 us."""
 _HEADER_BYTES = 128
-"""Of few_rows.cu: barriers, and a word."""
+"""Bytes of barriers and a word, before the rings of few_rows.cu."""
 _MOST_BYTES = 227 * 1024
 """Shared memory that the only block of threads of a multiprocessor of compute capability 9.0 may have."""
 _GAIN = 0.9

@@ -54,7 +54,7 @@ class MlpVariant:
     activation: Activation | None
     normed: bool
     norm_weight: torch.dtype | None
-    """Of the RMSNorm's weight; None: there is no norm, or only the factor of each row is left of it."""
+    """Type of the RMSNorm's weight; None: there is no norm, or only the factor of each row is left of it."""
     up_bias: bool
     down_bias: bool
     multiprocessors: int
@@ -72,7 +72,7 @@ class MlpVariant:
 
     @property
     def steps(self) -> int:
-        """Of the block of threads that has most, idle ones of single warps included."""
+        """Steps of the block of threads that has most, idle ones of single warps included."""
         up, down = (-(-size // (TILE * self.blocks)) for size in (self.inner, self.out_features))
         return up * _steps(self.in_features, self.gated) + down * _steps(self.inner, False)
 

@@ -25,7 +25,7 @@ MOST_SWAPPED = 16
 BUSY = 0.7
 """Programs a multiprocessor that keep the GPU busy: tiles become smaller, and sums are split, until there are so many."""
 _BLOCK_M, _BLOCK_N = 64, 64
-"""Of the largest tiles."""
+"""Sides of the largest tiles."""
 _WARPS = 4
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
