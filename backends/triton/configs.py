@@ -118,7 +118,7 @@ SM_90 = Architecture(
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
-    extend_gather=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3),
+    extend_gather=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2),
 )
 SM_80 = Architecture(
     "sm_80",
