@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -95,6 +95,17 @@ def test_an_mlp_is_right(hidden: int, inner: int, rows: int, dtype: torch.dtype)
         assert error(ops.add_mlp(x.clone(), layer.norm, layer.up, layer.down, activation, gated), expected) < TOLERANCE[dtype]
 
 
+def captured(step: Callable[[], Tensor], x: Tensor, first: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a step, which reads x, and what it writes. first: rows of x for a step before it."""
+    x.copy_(first)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    return graph, y
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_a_graph_that_is_replayed_with_other_rows(rows: int) -> None:
     """Eight layers one right after the other, 1,000 times: 8,000 times all blocks of threads meet."""
@@ -107,12 +118,7 @@ def test_a_graph_that_is_replayed_with_other_rows(rows: int) -> None:
             ops.add_mlp(y, layer.norm, layer.up, layer.down, "silu", gated=True)
         return y
 
-    x.copy_(given[0])
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+    graph, y = captured(step, x, given[0])
     found, again = torch.empty_like(given), torch.empty_like(given)
     for results, numbers in ((found, range(500)), (again, reversed(range(500)))):
         for number in numbers:
@@ -152,12 +158,7 @@ def test_steps_of_a_decoder_beside_two_launches(rows: int, monkeypatch: pytest.M
                 ops.add_mlp(y, layer.norm, layer.up, layer.down, "silu", gated=True)
             return y
 
-        x.copy_(given[0])
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = step()
+        graph, y = captured(step, x, given[0])
         found = torch.empty_like(given)
         for number in range(len(given)):
             x.copy_(given[number])
