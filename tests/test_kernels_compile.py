@@ -27,9 +27,12 @@ import headway.models.experts
 import headway.models.fused
 import headway.models.lora
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
+from headway.backends.probe import UNTRIED
 from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.families import FAMILIES
+from headway.models.fused.tiles import TiledProducts
+from headway.models.linear import Linear
 from launched_kernels import (
     ATTENTION,
     BF16,
@@ -197,6 +200,17 @@ def test_products_over_quantised_weights_compile(capability: Capability, dtype: 
     with absent_gpu(capability) as found:
         multiply_quantized((4096, 4096), dtype, (12, 40))
     check(found)
+
+
+def test_tiles_of_a_weights_rows_compile_to_products_of_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes part with leave alone: W as the first operand, 64 rows of it by 16 of x."""
+    monkeypatch.setenv(UNTRIED, "1")
+    with absent_gpu(HOPPER) as found:
+        linear = Linear(torch.empty(5120, 2880, dtype=BF16, device=GPU))
+        TiledProducts(GPU)(torch.empty(16, 2880, dtype=BF16, device=GPU), linear)
+    check(found)
+    (compiled,) = found.variants.values()
+    assert "wgmma.mma_async.sync.aligned.m64n16k16" in compiled.asm["ptx"]
 
 
 def rare(names: Iterable[str], left: Container[str]) -> list[object]:

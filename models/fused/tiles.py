@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton.language as tl
@@ -44,6 +45,7 @@ class ProductTiling:
     """Whether the rows of a tile are those of the weight."""
 
 
+@cache  # a launch asks for it, and before it whoever chooses what serves the product
 def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
     """The cut of a product of up to MOST_SWAPPED rows; None where the kernel does not serve it."""
     if rows > MOST_SWAPPED or out_features % _BLOCK_N:
@@ -53,6 +55,7 @@ def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocesso
     return ProductTiling(_BLOCK_N, enough[0], 64, 6, MOST_SWAPPED, swapped=True) if enough else None
 
 
+@cache
 def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
     """The cut of a product [rows, in_features] x [in_features, out_features]; None where the kernel does not serve it."""
     tiles_m = -(-rows // _BLOCK_M)

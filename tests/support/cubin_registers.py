@@ -8,13 +8,15 @@ _REGCOUNT = b"\x04\x2f\x08\x00"
 """EIATTR_REGCOUNT of a section .nv.info, with a value of eight bytes: the kernel's symbol and its registers."""
 _FRAME_SIZE = b"\x04\x11\x08\x00"
 """EIATTR_FRAME_SIZE, likewise: a function and the bytes of local memory of a thread of it."""
+_MOST = 255
+"""Registers that a thread may have."""
 _PART, _PARTS = 16 * 1024, 4
 """Registers of a part of a multiprocessor, which a warp gets 256 at a time, and parts."""
 
 
 def most_registers(cubin: bytes) -> int:
     """Registers of a thread of the kernel that takes most."""
-    return max(_values(cubin, _REGCOUNT))
+    return max(count for count in _values(cubin, _REGCOUNT) if count <= _MOST)  # machine code may hold the same four bytes
 
 
 def most_local_bytes(cubin: bytes) -> int:

@@ -298,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
                          reinterpret_cast<int*>(dynamic + 48), start, start + 16, start + 32};
   launch_dependents();
   if (threadIdx.x < 6) {
-    const int arrivals[] = {WARPS * 32, FINISHING, FINISHING * (SHARING - 1)};
-    if (threadIdx.x < 4 || SHARING > 1) barrier_init(start + 8 * threadIdx.x, arrivals[threadIdx.x / 2]);
+    const int arrivals = threadIdx.x < 2 ? WARPS * 32 : threadIdx.x < 4 ? FINISHING : FINISHING * (SHARING - 1);
+    if (arrivals) barrier_init(start + 8 * threadIdx.x, arrivals);
     if (SHARING > 1) barriers_ready();
   }
   __syncthreads();

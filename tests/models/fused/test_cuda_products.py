@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubin_registers import blocks_that_fit
+from cubin_registers import blocks_that_fit, most_local_bytes
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.fused.cuda_arranged import arranged, computes
 from headway.models.fused.cuda_cuts import few_rows_bytes, few_rows_cut, few_rows_pairs_cut, fitted, most_rows_of, shared_rows_cut
@@ -160,6 +160,7 @@ def test_pairs_compile_without_spills(form: str, rows: int) -> None:
     cut = few_rows_pairs_cut(variant.weight, rows, 4096, False, MULTIPROCESSORS)
     source = replace(variant, cut=cut, norm=None, bias=False).source.compile("sm_90a", compiler)
     assert blocks_that_fit(source, variant.threads) >= 1
+    assert not most_local_bytes(source)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
