@@ -165,13 +165,14 @@ weights() {  # weights as they are published, random ones in those forms, and vL
     at=$(mktemp -d) sizes="--batch-size 1,16,64,256 --input-len 512 --output-len 512"
     for model in llama-3-8b:bf16 llama-3-8b:fp8 llama-3-8b:w4a16 qwen3-30b-a3b:bf16 qwen3-30b-a3b:fp8-blocks gpt-oss-20b:mxfp4; do
         shapes=${model%%:*} name=$(echo "$model" | tr : -) folder=$at/$(echo "$model" | tr : -)
-        if [ "${model#*:}" = mxfp4 ]; then folder=$shapes  # as it ships
-        else $PYTHON -P -m headway.bench.studies.weight_shapes "${model#*:}" "$folder" --model "$shapes" || { failed="$failed $name"; continue; }; fi
-        run "weights-$name" bench throughput --model "$folder" --load-format dummy --max-model-len 2048 $sizes --repeat 1 \
+        load=dummy written=""
+        [ "${model#*:}" != mxfp4 ] || load=auto written=--weights  # both engines must pick the same experts
+        $PYTHON -P -m headway.bench.studies.weight_shapes "${model#*:}" "$folder" --model "$shapes" $written || { failed="$failed $name"; continue; }
+        run "weights-$name" bench throughput --model "$folder" --load-format $load --max-model-len 2048 $sizes --repeat 1 \
             --output "$out/weights-$name.json"
         case $model in *30b*) continue ;; esac
-        $PYTHON -P -m headway.bench.studies.engines vllm --model "$folder" --repeat 1 --batch-size 1,16,64,256 --input-len 512 \
-            --output "$out/weights-$name-vllm.json" || failed="$failed weights-$name-vllm"
+        $PYTHON -P -m headway.bench.studies.engines vllm --model "$folder" --load-format $load --repeat 1 --batch-size 1,16,64,256 \
+            --input-len 512 --output "$out/weights-$name-vllm.json" || failed="$failed weights-$name-vllm"
     done
 }
 

@@ -3,13 +3,17 @@
 python -m headway.bench.studies.weight_shapes w4a16 FOLDER --model llama-3-8b
 
 Headway and other engines then read the same folder with `--load-format dummy`.
+
+How many experts' weights a step reads depends on where the router sends its tokens, and each engine draws random weights in its
+own way. `mxfp4 FOLDER --model gpt-oss-20b --weights` therefore writes the weights too, which all engines then load.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,6 +22,9 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.json_files import write_bytes
 from headway.models.locate import locate
+
+if TYPE_CHECKING:
+    import torch
 
 _COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -47,18 +54,28 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "fp8": {**_COMPRESSED, "format": "float-quantized", "config_groups": _group(_ROWS, _TOKENS)},
     "fp8-blocks": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "w4a16": {**_COMPRESSED, "format": "pack-quantized", "config_groups": _group(_GROUPS, None)},
+    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
 }
-"""Name -> `quantization_config`, as RedHatAI's and Qwen's checkpoints have it; None: weights in bfloat16."""
+"""Name -> `quantization_config`, as RedHatAI's, Qwen's and OpenAI's checkpoints have it; None: weights in bfloat16."""
+STD: Final = 0.02
+"""The standard deviation of random weights, that of most published models' own initialisation."""
+_GROUP: Final = 32
+"""Values of MXFP4 that share a scale."""
+_EXPONENT: Final = 127 - 7
+"""The scale of random codes: e2m1's values, all equally likely, have a standard deviation of 2.9, and 2**-7 of that is 0.023."""
 
 
 def weight_shapes(
     form: Annotated[str, typer.Argument(help=f"{', '.join(FORMS)}.")],
     folder: Annotated[Path, typer.Argument(help="Made where it is missing; its config.json is written anew.")],
     model: Annotated[str, typer.Option(help="Shapes that ship, or a folder with a config.json.")] = "llama-3-8b",
+    weights: Annotated[bool, typer.Option(help="Write random weights too, of mxfp4 alone, on a GPU where there is one.")] = False,
 ) -> None:
     """Write the config.json of a model with its weights in another form."""
     if form not in FORMS:
         raise ConfigError("form", ", ".join(FORMS), form)
+    if weights and form != "mxfp4":
+        raise ConfigError("--weights", "mxfp4, whose speed depends on what the router picks", form)
     config = json.loads(read_text(locate(model, weights=False) / "config.json"))
     config.pop("quantization_config", None)
     quantized = FORMS[form]
@@ -68,7 +85,62 @@ def weight_shapes(
     except OSError as error:
         raise ConfigError("folder", "a folder that can be made", f"{folder}: {error.strerror}") from error
     write_bytes(f"{json.dumps(told, indent=1)}\n".encode(), folder / "config.json")
+    if weights:
+        _write_weights(folder)
     print(folder)
+
+
+def _write_weights(folder: Path) -> None:
+    """Write model-LAYER.safetensors, and the index that names which tensor is where."""
+    import torch
+    from safetensors.torch import save_file
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    files: dict[str, list[tuple[str, torch.Size]]] = {}
+    for name, shape in _parameters(folder):
+        part = name.split(".")[2] if ".layers." in name else "rest"
+        files.setdefault(f"model-{part}.safetensors", []).append((name, shape))
+    index: dict[str, str] = {}
+    for file, parameters in files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name, shape in parameters:
+            tensors.update(_drawn(name, shape, generator))
+        save_file(tensors, folder / file, {"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+    write_bytes(json.dumps({"metadata": {}, "weight_map": index}).encode(), folder / "model.safetensors.index.json")
+
+
+def _parameters(folder: Path) -> Iterator[tuple[str, torch.Size]]:
+    """Names and shapes of a model's parameters, as transformers has them where weights are in bfloat16."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    make: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = make.from_config(config, dtype=torch.bfloat16)
+    yield from ((name, parameter.shape) for name, parameter in model.named_parameters())
+
+
+def _drawn(name: str, shape: torch.Size, generator: torch.Generator) -> Mapping[str, torch.Tensor]:
+    """Random values of a parameter under the names of the checkpoint, on the CPU.
+
+    A norm is 1. The experts' [experts, in, out] become NAME_blocks [experts, out, in / 32, 16], two codes a byte, and NAME_scales
+    [experts, out, in / 32].
+    """
+    import torch
+
+    device = generator.device
+    if name.endswith(("gate_up_proj", "down_proj")):
+        experts, inner, outer = shape
+        blocks = torch.randint(0, 256, (experts, outer, inner // _GROUP, _GROUP // 2), generator=generator, device=device)
+        scales = torch.full((experts, outer, inner // _GROUP), _EXPONENT, dtype=torch.uint8)
+        return {f"{name}_blocks": blocks.to(torch.uint8).cpu(), f"{name}_scales": scales}
+    if name.endswith("norm.weight"):
+        return {name: torch.ones(shape, dtype=torch.bfloat16)}
+    return {name: (STD * torch.randn(shape, generator=generator, device=device)).to(torch.bfloat16).cpu()}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from headway import LLM, SamplingParams
-from headway.bench.studies.weight_shapes import FORMS, weight_shapes
+from headway.bench.studies.weight_shapes import weight_shapes
 from headway.core.contract.errors import ConfigError
 from headway.models.families import read_decoder_config
 from headway.models.loader import read_config
@@ -24,7 +26,7 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LABELS)
 def test_an_engine_runs_each_form(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((locate("llama-3-8b", weights=False) / "config.json").read_text())
     (tmp_path / "small").mkdir()
@@ -41,9 +43,43 @@ def test_an_engine_runs_each_form(form: str, tmp_path: Path, capsys: pytest.Capt
     assert len(answer.outputs[0].token_ids) == 4
 
 
+def test_random_weights_spread_tokens_over_the_experts(tmp_path: Path) -> None:
+    config = json.loads((locate("gpt-oss-20b", weights=False) / "config.json").read_text())
+    config |= {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2], "vocab_size": 512, "pad_token_id": 0}
+    small, folder = tmp_path / "small", tmp_path / "written"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(config))
+    weight_shapes("mxfp4", folder, str(small), weights=True)
+    llm = LLM(str(folder), skip_tokenizer_init=True, device="cpu", dtype="float32", max_model_len=64, autotune_budget=0)
+    prompts = [[5, 6, 7], [8, 9]]
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+        use_tqdm=False,
+    )
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+    )
+    picked: set[int] = set()
+    for layer in reference.model.layers:
+        layer.mlp.router.register_forward_hook(lambda _, __, out: picked.update(out[-1].flatten().tolist()))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        written = list(answer.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == written
+    assert len(picked) > config["num_local_experts"] // 2
+
+
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="form: needs bf16, fp8, fp8-blocks, w4a16, got int3"):
+    with pytest.raises(ConfigError, match="form: needs bf16, fp8, fp8-blocks, w4a16, mxfp4, got int3"):
         weight_shapes("int3", tmp_path)
+
+
+def test_weights_are_written_where_speed_depends_on_them_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--weights: needs mxfp4, .*, got fp8"):
+        weight_shapes("fp8", tmp_path, weights=True)
 
 
 def test_the_shapes_of_gpt_oss_ship() -> None:
