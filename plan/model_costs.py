@@ -35,12 +35,12 @@ class WeightFormat:
     bits: float | None
     """Bits of a weight with its share of scales; None: those of the model's element type."""
     rate: float = 1.0
-    """Share of the rate of weights of 16 bits at which products read these bytes: of one request of Llama-3-8B's shape on an H200
-    (docs/kernels.md)."""
+    """Share of the rate of weights of 16 bits at which products read these bytes: of 1, 16 and 64 requests of Llama-3-8B's shape
+    on an H100 and an H200 (weights-*.json in bench/results, docs/plan.md)."""
     option: str | None = ""
     """What gives a plain checkpoint this format; None: it takes another checkpoint."""
     of_experts: tuple[float | None, float] | None = None
-    """The bits and the rate of experts' weights, where they have others; None: those above. No rate of experts was measured."""
+    """The bits and the rate of experts' weights, where they have others; None: those above."""
 
     @property
     def expert_bits(self) -> float | None:
@@ -57,9 +57,9 @@ WEIGHT_FORMATS: Final[Mapping[str, WeightFormat]] = {
     each.name: each
     for each in (
         WeightFormat("model", None),
-        WeightFormat("fp8", 8, 0.55, "--quantization fp8"),
-        WeightFormat("int4", 4 + 16 / 128, 0.42, None),
-        WeightFormat("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.42)),
+        WeightFormat("fp8", 8, 0.84, "--quantization fp8", of_experts=(8, 0.8)),
+        WeightFormat("int4", 4 + 16 / 128, 0.64, None),
+        WeightFormat("mxfp4", None, 1.0, None, of_experts=(4 + 8 / 32, 0.6)),
     )
 }
 """model: as the checkpoint has them. fp8: a scale a row. int4: groups of 128 with a 16-bit scale. mxfp4: of experts alone."""

@@ -36,7 +36,7 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write what was measured and predicted to this JSON file.")] = None,
 ) -> None:
     """Predict, and say how far off it is."""
-    from headway.bench.studies.plan.points import measured_points
+    from headway.bench.studies.plan.points import measured_points, weight_points
     from headway.bench.studies.plan.predict import arrivals, fit_all, halves, kernel_cells, kernel_errors
     from headway.plan.utilisation import H200
 
@@ -45,6 +45,7 @@ def plan(
         chosen, judged = halves(measured_points())
         _show(chosen, H200, console, "from which the utilisations were chosen")
         _show(judged, H200, console, "by which they are judged")
+        _show(weight_points(), H200, console, "of an H100, with weights in several formats")
         cells = kernel_cells()[1::2]
         found = kernel_errors(cells, H200)
         off = f"median {100 * found.median:.1f} %, worst {100 * found.worst:.0f} %"

@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 
 RESULTS: Final = Path(__file__).resolve().parents[2] / "results" / "h200"
 Metric = Literal["seconds", "first_token_ms", "per_token_ms"]
+WEIGHT_FORMS: Final = {"bf16": "model", "fp8": "fp8", "fp8-blocks": "fp8", "w4a16": "int4", "mxfp4": "mxfp4"}
+"""Forms of headway.bench.studies.weight_shapes -> the format of `headway plan`."""
 
 DEEPSEEK_V2_LITE: Final = {
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -75,8 +77,8 @@ class MeasuredPoint:
     """A format of `headway plan`."""
 
     def __str__(self) -> str:
-        cache = "" if self.kv_cache_dtype == "auto" else f" {self.kv_cache_dtype}"
-        return f"{self.model} {self.batch} x {self.input_len}/{self.output_len}{cache}"
+        others = [each for each in (self.kv_cache_dtype, self.weights) if each not in ("auto", "model")]
+        return " ".join([f"{self.model} {self.batch} x {self.input_len}/{self.output_len}", *others])
 
 
 def measured_points() -> list[MeasuredPoint]:
@@ -89,6 +91,19 @@ def measured_points() -> list[MeasuredPoint]:
         for same in runs.values()
     ]
     return sorted(found, key=lambda each: (each.model, each.metric, each.batch, each.input_len, each.kv_cache_dtype))
+
+
+def weight_points() -> list[MeasuredPoint]:
+    """Times per token with weights in other formats, on an H100: bench/results/h100/weights-MODEL-FORM.json."""
+    found = []
+    for form, weights in WEIGHT_FORMS.items():
+        for path in sorted((RESULTS.parent / "h100").glob(f"weights-*-{form}.json")):
+            model = path.stem.removeprefix("weights-").removesuffix(f"-{form}")
+            for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+                shape = (model, None, cell["batch_size"], cell["input_len"], cell["output_len"])
+                figure = ("per_token_ms", cell["time_per_output_token_ms"], path.name)
+                found.append(MeasuredPoint(*shape, *figure, gpu="h100", weights=weights))
+    return found
 
 
 def _read(name: str) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.studies.plan.points import measured_points
+from headway.bench.studies.plan.points import measured_points, weight_points
 from headway.bench.studies.plan.predict import arrivals, errors, halves, kernel_cells, kernel_errors, predict, simulate
 from headway.plan.utilisation import H200
 
@@ -36,6 +36,17 @@ def test_both_halves_are_as_far_off_as_the_page_says() -> None:
         assert f"| {what} | {len(points)} | {100 * found.median:.1f} % | {100 * found.worst:.1f} % |" in page
         assert found.median < 0.1
         assert found.worst < 0.25
+
+
+def test_weights_in_other_formats_are_as_far_off_as_the_page_says() -> None:
+    points = weight_points()
+    assert {point.weights for point in points} == {"model", "fp8", "int4", "mxfp4"}
+    found = errors(points, H200)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "plan.md").read_text()
+    assert f"in the median of {len(points)} times per token, {100 * found.worst:.0f} % at worst" in " ".join(page.split())
+    assert f"are {100 * found.median:.1f} % off" in page
+    assert found.median < 0.1
+    assert found.worst < 0.25
 
 
 @pytest.mark.slow
