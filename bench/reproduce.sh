@@ -3,7 +3,7 @@
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
 # FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states,
-# weights, priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8, 20 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
+# weights, traces, priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8, 20, 5 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
 # (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
 # PYTHON that of the tests.
 # Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-check, ranks-sums, ranks-8b,
@@ -176,6 +176,18 @@ weights() {  # weights as they are published, random ones in those forms, and vL
     done
 }
 
+traces() {  # the kernels of a decode step by the time they take, and the pauses between: trace-MODEL-FORM-REQUESTS.txt
+    at=$(mktemp -d)
+    for work in qwen3-0.6b:bf16:1 llama-3-8b:w4a16:16 qwen3-30b-a3b:fp8-blocks:1 gpt-oss-20b:mxfp4:16; do
+        shapes=${work%%:*} batch=${work##*:} form=${work#*:} && form=${form%:*}
+        name=$shapes-$form-$batch folder=$at/$shapes
+        $PYTHON -P -m headway.bench.studies.weight_shapes "$form" "$folder" --model "$shapes" || { failed="$failed trace-$name"; continue; }
+        run "trace-$name" bench throughput --model "$folder" --load-format dummy --max-model-len 2048 --batch-size "$batch" --input-len 512 \
+            --output-len 128 --attn-backend prefill=hopper,decode=triton --repeat 1 --profile "$at/$name.json"
+        $PYTHON -P -m headway.bench.studies.step_trace "$at/$name.json" | tee "$out/trace-$name.txt"
+    done
+}
+
 priors() {  # tables that may ship, and what auto loses by those that do; run again, it goes on with tables that its time did not complete
     study priors priors measure --output "$out/priors"
     # then, in a checkout: python3 -P -m headway.bench.studies.priors ship "$out"/priors/crossover-*.json
@@ -232,7 +244,7 @@ ranks() {
     for each in check sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
 }
 
-parts="tests engine crossover kernels peers conformance requests servers states weights priors"
+parts="tests engine crossover kernels peers conformance requests servers states weights traces priors"
 several_parts="ranks-check ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
 for part in "$@"; do
     case " $parts ranks " in *" $part "*) "$part"; continue ;; esac
