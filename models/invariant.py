@@ -17,17 +17,7 @@ from headway.models.experts.forms import forms_of
 from headway.models.experts.plain import Experts, PlainExperts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
-from headway.models.operations import (
-    ACTIVATE,
-    Heads,
-    Norm,
-    Operations,
-    PlainLayer,
-    Rope,
-    add_mlp_by_products,
-    add_one_by_one,
-    softcap,
-)
+from headway.models.operations import ACTIVATE, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
 from headway.models.quantization.forms import form_name
 
 if TYPE_CHECKING:
@@ -116,12 +106,6 @@ class InvariantOperations:
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """See Operations."""
         return add_one_by_one(self, residual, terms)
-
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """See Operations."""
-        return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """See Operations. On a GPU the kernels, whose rows do not depend on each other, all in one tiling."""

@@ -180,14 +180,6 @@ class Operations(Protocol):
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """residual + products of several x and their Linear, as `add_product`."""
 
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """residual + down(activation(up(its norm, if any))); residual: [rows, in_features], which is used up.
-
-        gated: `up` is a product of `norm_gated_product`, else of `norm_product`.
-        """
-
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
@@ -211,14 +203,6 @@ def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tens
     for x, linear in terms:
         residual = ops.add_product(residual, x, linear)
     return residual
-
-
-def add_mlp_by_products(
-    ops: Operations, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-) -> Tensor:
-    """Add an MLP to the residual, as `Operations.add_mlp` says, one product after the other."""
-    compute = ops.norm_gated_product if gated else ops.norm_product
-    return ops.add_product(residual, compute(residual, norm, up, activation), down)
 
 
 def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
@@ -363,12 +347,6 @@ class TorchOperations:
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """See Operations."""
         return add_one_by_one(self, residual, terms)
-
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """See Operations."""
-        return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""

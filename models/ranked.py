@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.ranks import Ranks
-from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.plain import Experts
 from headway.models.experts.weights import ExpertWeights
 from headway.models.linear import Linear
-from headway.models.operations import Embedding, Norm, Operations, Rope, add_mlp_by_products
+from headway.models.operations import Embedding, Norm, Operations, Rope
 
 
 class RankedOperations:
@@ -57,12 +56,6 @@ class RankedOperations:
         (x, linear), *more = terms
         own = self._inner.add_products(self._inner.product(x, linear), more)
         return self._ranks.all_reduce(own, onto=residual)
-
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """See Operations. The sum over ranks stands between the second product and the residual."""
-        return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """See Operations."""

@@ -90,13 +90,6 @@ class NativeOperations(TorchOperations):
         self._run(x, panels, None, _ADD, None, residual)
         return residual
 
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """See Operations. A product in C after the other, with what belongs to it."""
-        multiply = self.norm_gated_product if gated else self.norm_product
-        return self.add_product(residual, multiply(residual, norm, up, activation), down)
-
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """x normed, and no norm, where the norm is of a kind that our C does not compute."""
         return (x, norm) if _normed(norm) else (self.norm(x, norm), None)  # type: ignore[arg-type]

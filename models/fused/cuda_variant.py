@@ -28,10 +28,10 @@ FLOAT8_COLUMNS = 128
 """Columns of a step of w8a8.cu, and of a block of the weight under one scale."""
 KINDS = {"fp8": 0, "int4": 1, "mxfp4": 2, "int8": 3}
 HALVES = {torch.bfloat16: 0, torch.float16: 1}
-ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
-"""Codes of weights, types of half precision and activations, by their numbers in the sources."""
+"""Codes of weights, and types of half precision, by their numbers in the sources."""
 _FULL_SUMS = 128
 """Rows times parts of a warp above which sums of shared_rows.cu and w8a8.cu take the registers of other warps (FULL)."""
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CudaVariant:
             "NORM": int(self.norm is not None),
             "NORM_FLOAT": int(self.norm == torch.float32),
             "GATED": int(self.gated),
-            "ACTIVATION": ACTIVATIONS[self.activation],
+            "ACTIVATION": _ACTIVATIONS[self.activation],
             "ADD": int(self.add),
             "BIAS": int(self.bias),
             "HEADS": num_heads,

@@ -16,7 +16,6 @@ from headway.models.experts.forms import forms_of
 from headway.models.experts.fused import FusedExperts, FusedLayer
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.latent import FusedLatentLayer, LatentKernels
-from headway.models.fused.mlp_rows import MlpRows
 from headway.models.fused.product_way import FusedProducts, ProductWay
 from headway.models.fused.products import FewRows
 from headway.models.fused.quantized_choice import ProductKind
@@ -31,7 +30,6 @@ from headway.models.operations import (
     Heads,
     Norm,
     Rope,
-    add_mlp_by_products,
     add_one_by_one,
     apply_gate,
     norm_heads,
@@ -52,7 +50,6 @@ class Fused:
         self._device = inv_freq.device
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
-        self._mlp_rows = MlpRows(self._device)
         self._quantized = QuantizedWays(self._device)
         self._latent = LatentKernels(self._device)
         self._experts: dict[tuple[ExpertsConfig, int, tuple[str, str]], FusedExperts] = {}
@@ -295,15 +292,6 @@ class Fused:
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """As many launches as products."""
         return add_one_by_one(self, residual, terms)
-
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """One launch for few rows of some sizes, in place; one more before it for a LayerNorm. Else those of two products."""
-        if not self._mlp_rows.takes(residual, up, down, gated):
-            return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
-        x, norm = self._before(residual, norm)
-        return self._mlp_rows(x, residual, norm, up, down, activation, gated)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None

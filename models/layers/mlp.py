@@ -53,10 +53,10 @@ class MLP:
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up."""
-        if self.post_norm is None:
-            return ops.add_mlp(x, self.norm, self.up_proj, self.down_proj, self._activation, self._gated)
         compute = ops.norm_gated_product if self._gated else ops.norm_product
         inner = compute(x, self.norm, self.up_proj, self._activation)
+        if self.post_norm is None:
+            return ops.add_product(x, inner, self.down_proj)
         return ops.add_norm(x, ops.product(inner, self.down_proj), self.post_norm)
 
 

@@ -15,7 +15,7 @@ from headway.models.config import Activation
 from headway.models.linear import Linear
 from headway.models.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.models.lora.plain import PlainAdditions
-from headway.models.operations import Heads, Norm, Operations, Rope, add_mlp_by_products, add_one_by_one
+from headway.models.operations import Heads, Norm, Operations, Rope, add_one_by_one
 from headway.models.weights import shown_size
 
 if TYPE_CHECKING:
@@ -168,14 +168,6 @@ class AdaptedOperations:
         if all(self._adapted(x, linear) is None for x, linear in terms):
             return self._inner.add_products(residual, terms)
         return add_one_by_one(self, residual, terms)
-
-    def add_mlp(
-        self, residual: Tensor, norm: Norm | None, up: Linear, down: Linear, activation: Activation, gated: bool
-    ) -> Tensor:
-        """See Operations."""
-        if all(self._adapted(residual, linear) is None for linear in (up, down)):
-            return self._inner.add_mlp(residual, norm, up, down, activation, gated)
-        return add_mlp_by_products(self, residual, norm, up, down, activation, gated)
 
 
 def adapted_operations(

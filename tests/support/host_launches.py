@@ -17,10 +17,8 @@ from torch import Tensor
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
-from headway.backends.probe import UNTRIED
-from headway.core.contract.support import YES
 from headway.models.experts import cuda_rows
-from headway.models.fused import cuda_launchers, mlp_rows
+from headway.models.fused import cuda_launchers
 from host_kernels import MULTIPROCESSORS, SAID, compiled
 
 _MAP = Struct("=QQ3q88x")
@@ -55,15 +53,6 @@ def _tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> bytes:
     return _MAP.pack(tensor.data_ptr(), len(tensor), *box, swizzle)
 
 
-def mlps_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have MLPs of a few rows be computed in one launch on a CPU, by the host."""
-    monkeypatch.setenv(UNTRIED, "1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(mlp_rows, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(mlp_rows, "find_compiler", lambda: (None, YES))
-    monkeypatch.setattr(mlp_rows, "load", lambda source, name, *_: HostKernel(source, name))
-
-
 class HostKernel:
     """In place of `Kernel`."""
 
@@ -84,8 +73,7 @@ class HostKernel:
             assert launch.block == (256, 1, 1)
             assert not kernel(*map(ctypes.c_void_p, pointers), ctypes.c_float(eps), launch.grid[0], *_EVERYWHERE), SAID
             return
-        shared = [int(self._constants[name]) for name in ("SPLITS", "SHARING") if name in self._constants]
-        assert launch.cluster[1] == launch.grid[1] == max([1, *shared])
+        assert launch.cluster[1] == launch.grid[1] == max(int(self._constants[name]) for name in ("SPLITS", "SHARING"))
         how = launch.grid[0], launch.block[0], launch.shared_bytes, 0
         assert not self._library.run(*self._given(arguments.values), *how, *_EVERYWHERE), SAID
 
@@ -93,9 +81,6 @@ class HostKernel:
         if self._name == "few_rows":
             pointers, eps, head_eps, rows, tiles = values
             return [pointers, ctypes.c_float(eps), ctypes.c_float(head_eps), int(rows), int(tiles)]
-        if self._name == "mlp_rows":
-            pointers, eps, rows = values
-            return [pointers, ctypes.c_float(eps), int(rows)]
         codes, pointers, *scales, rows = values
         address, codes_rows, box_rows, box_bytes, swizzle = _MAP.unpack(codes)
         outputs = 16 * int(self._constants["TILES"]) * int(self._constants["WARPS"]) // (1 + int(self._constants["GATED"]))

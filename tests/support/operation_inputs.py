@@ -74,8 +74,6 @@ class Inputs:
         self.forms = {} if quantize is None else {name: quantize(weight) for name, weight in self.weights.items()}
         self.norm_bias = self._draw(sizes.hidden)
         self.places = self._draw(NUM_POSITIONS, sizes.hidden) if sizes.learned_positions else None
-        for name, width in (("down", sizes.inner), ("down of both", 2 * sizes.inner)):  # last; plain where others are quantised
-            self.weights[name], self.biases[name] = self._draw(sizes.hidden, width) * width**-0.5, self._draw(sizes.hidden)
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.dtype).double()
@@ -125,10 +123,6 @@ class Inputs:
         results["norm_gated_product"] = ops.norm_gated_product(put(self.x), *gated, sizes.activation)
         results["gated_product"] = ops.norm_gated_product(put(self.x), None, linear("gate_up"), sizes.activation)
         results["norm_product"] = ops.norm_product(put(self.x), norm, linear("gate_up"), sizes.activation)
-        results["add_mlp, gated"] = ops.add_mlp(put(self.x), *gated, linear("down"), sizes.activation, gated=True)
-        if not self.forms:
-            products = linear("gate_up"), linear("down of both")
-            results["add_mlp"] = ops.add_mlp(put(self.x), norm, *products, sizes.activation, gated=False)
         for name, gate in self._gates(put):
             results[f"gate, {name}"] = ops.gate(put(self.attended), put(self.by)[:, sizes.head_dim :], gate)
         results["softcap"] = ops.softcap(put(self.x), 1.5)

@@ -5,7 +5,6 @@
 // thread gives of a row are 16 bytes that lie together, which it has copied itself, and of x the columns that belong to them.
 #pragma once
 
-#include "activate.cuh"
 #include "unpack.cuh"
 
 #ifndef EXPERTS  // whose weights lie one after the other
@@ -185,6 +184,24 @@ __device__ __forceinline__ void add_scaled(float* sums, const float* products, u
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] += products[i] * scale[i / 2];
+}
+
+__device__ __forceinline__ float activate(float x) {
+#if ACTIVATION == 1  // SiLU
+  return x / (1.0f + __expf(-x));
+#elif ACTIVATION == 2  // GELU, exact
+  return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+#elif ACTIVATION == 3  // GELU by tanh: (1 + tanh(u)) / 2 = sigmoid(2 u)
+  return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+#elif ACTIVATION == 4  // ReLU
+  return fmaxf(x, 0.0f);
+#elif ACTIVATION == 5  // its square; a NaN stays one
+  return x > 0.0f ? x * x : x == x ? 0.0f : x;
+#elif ACTIVATION == 6  // x * sigmoid(ALPHA x)
+  return x / (1.0f + __expf(-(ALPHA) * x));
+#else
+  return x;
+#endif
 }
 
 #if GATED && LIMITED  // experts: by comparisons, which leave a NaN as it is

@@ -107,19 +107,9 @@ __device__ __forceinline__ void store_shared(u32 to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_two(u32 to, float2 two) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(two.x), "f"(two.y) : "memory");
-}
-
 __device__ __forceinline__ void store_quad(u32 to, const Quad& quad) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(quad.part[0]), "r"(quad.part[1]), "r"(quad.part[2]),
                "r"(quad.part[3])
-               : "memory");
-}
-
-__device__ __forceinline__ void store_floats(u32 to, const Floats& four) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four.part[0]), "f"(four.part[1]), "f"(four.part[2]),
-               "f"(four.part[3])
                : "memory");
 }
 
@@ -153,13 +143,6 @@ __device__ __forceinline__ Quad load_stored_quad(const void* from) {
                : "l"(from)
                : "memory");
   return quad;
-}
-
-// What others added, with all that they stored before.
-__device__ __forceinline__ int load_arrivals(const int* from) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
 }
 
 __device__ __forceinline__ int add_arrivals(int* to, int count) {
@@ -237,17 +220,6 @@ __device__ __forceinline__ void barrier_wait_for_cluster(u32 barrier, u32 parity
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
-// --- time, and an end of all ---
-
-__device__ __forceinline__ u64 nanoseconds() {
-  u64 time;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
-  return time;
-}
-
-// The launch fails, and with it all that the process has on the device.
-__device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
 // --- registers, among the warps of a block of threads (compute capability 9.0a), by four warps ---
 

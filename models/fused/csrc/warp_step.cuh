@@ -1,7 +1,6 @@
 // What one warp of few_rows.cu, expert_rows.cu and expert_token.cu does: its slices of x in shared memory, and a step of its products.
 #pragma once
 
-#include "columns.cuh"
 #include "product.cuh"
 
 #ifndef SHARING  // blocks of threads of a cluster, each with a part of the slices of every row
@@ -55,6 +54,18 @@ __device__ __forceinline__ Quad load_columns(u32 x, int block, int half, int wor
   return load_quad(x + chunk_at(window, MOST_ROWS == 1 ? 0 : block * 8 + lane / 4, chunk + words));
 }
 
+__device__ __forceinline__ void multiply_columns(Quad& x, const void* norm, int column) {
+#if NORM_FLOAT
+  const float* weight = static_cast<const float*>(norm) + column;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = to_pair(low_of(x.part[i]) * weight[2 * i], high_of(x.part[i]) * weight[2 * i + 1]);
+#else
+  const Quad weight = load_constant_quad(static_cast<const u16*>(norm) + column);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x.part[i] = multiply_pair(x.part[i], weight.part[i]);
+#endif
+}
+
 // Put columns together that are multiplied by a pair of codes: of four, the first and the third, and the second and the fourth.
 __device__ __forceinline__ void pair_columns(Quad& x) {
 #pragma unroll
@@ -69,6 +80,13 @@ template <int half>
 __device__ __forceinline__ void unpack_words(u32 (&a)[2][4], const Codes& codes, int words) {
   codes.unpack<half>(a[0], 2 * words);
   codes.unpack<half>(a[1], 2 * words + 1);
+}
+
+__device__ __forceinline__ float sum_of_squares(const Quad& x) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum += low_of(x.part[i]) * low_of(x.part[i]) + high_of(x.part[i]) * high_of(x.part[i]);
+  return sum;
 }
 
 // --- products and their sums ---
@@ -87,7 +105,7 @@ __device__ __forceinline__ void multiply_step(
         Quad& columns = x[words][half][block];
         columns = load_columns(inputs, block, half, words, lane);
         if (NORM && first) squares[block] += sum_of_squares(columns);
-        if (NORM) multiply_columns(columns, norm_columns(p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words));
+        if (NORM) multiply_columns(columns, p.norm, column_of(slice * SLICE + lane % 4 * 16, half) + 8 * words);
         if (PAIR_STEP == 2) pair_columns(columns);
       }
     }

@@ -1,7 +1,6 @@
 // Blocks of CUDA threads on one thread of the host: each thread is a coroutine that runs until it waits for others. The blocks of a
 // cluster run in turn, each until all of its threads wait for the cluster or have ended, or, where they wait for each other's barriers,
-// side by side; so do those of a grid that meets. Arrays that a kernel declares as shared by name are one for all blocks then, and must
-// not be there.
+// side by side; arrays that a kernel declares as shared by name are one for all blocks then, and must not be there.
 #pragma once
 
 #include <ucontext.h>
@@ -43,8 +42,6 @@ inline bool early;  // whether copies that barriers count arrive as early as the
 inline bool at_once;  // whether products of warpgroups are computed when they are begun; else when they are waited for
 inline int current, threads, failures;  // current: in the cluster; threads: of a block
 
-inline bool grid_meets;  // whether the blocks that run side by side are a grid's; else a cluster's
-
 inline int own_block() { return current / threads; }
 inline char* own_memory() { return memories[own_block()]; }
 
@@ -52,10 +49,7 @@ inline void fail(const char* what) {
   if (!failures++) std::fprintf(stderr, "block %u, %u, thread %u: %s\n", blockIdx.x, blockIdx.y, threadIdx.x, what);
 }
 
-inline void enter(int thread) {
-  current = thread, threadIdx.x = thread % threads;
-  (grid_meets ? blockIdx.x : blockIdx.y) = own_block();
-}
+inline void enter(int thread) { current = thread, threadIdx.x = thread % threads, blockIdx.y = own_block(); }
 
 inline void let_others_run() {
   const int me = current;
@@ -205,7 +199,6 @@ template <typename Kernel>
 int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int shared_bytes, int order, bool together = false) {
   static Kernel started;
   started = kernel, threads = block_threads, gridDim.x = clusters, gridDim.y = cluster_blocks, failures = 0;
-  if (grid_meets) std::swap(gridDim.x, gridDim.y);
   early = order == 1, at_once = order == 2;
   const int all = cluster_blocks * threads;
   for (int cluster = 0; cluster < clusters; ++cluster) {
@@ -237,13 +230,6 @@ int run(Kernel kernel, int clusters, int cluster_blocks, int block_threads, int 
     if (failures) return failures;
   }
   return failures;
-}
-
-// Run a grid whose blocks meet. order: as above.
-template <typename Kernel>
-int run_meeting(Kernel kernel, int blocks, int block_threads, int shared_bytes, int order) {
-  grid_meets = true;
-  return run(kernel, 1, blocks, block_threads, shared_bytes, order, true);
 }
 
 inline float from_bfloat16(uint16_t bits) {
