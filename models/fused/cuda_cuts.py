@@ -30,7 +30,7 @@ class CudaCut:
     per_multiprocessor: int = 1
     """Blocks of threads of few_rows.cu."""
     sharing: int = 1
-    """Likewise in few_rows.cu and expert_token.cu."""
+    """Likewise in few_rows.cu."""
     kept: bool = False
     """Whether few_rows.cu keeps x in shared memory for all tiles of a block of threads."""
     alone: bool = False

@@ -111,12 +111,6 @@ __device__ __forceinline__ void store_two(u32 to, float2 two) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(two.x), "f"(two.y) : "memory");
 }
 
-__device__ __forceinline__ void store_quad(u32 to, const Quad& quad) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(quad.part[0]), "r"(quad.part[1]), "r"(quad.part[2]),
-               "r"(quad.part[3])
-               : "memory");
-}
-
 __device__ __forceinline__ void store_floats(u32 to, const Floats& four) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(four.part[0]), "f"(four.part[1]), "f"(four.part[2]),
                "f"(four.part[3])

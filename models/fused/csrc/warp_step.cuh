@@ -1,4 +1,4 @@
-// What one warp of few_rows.cu, expert_rows.cu and expert_token.cu does: its slices of x in shared memory, and a step of its products.
+// What one warp of few_rows.cu and expert_rows.cu does: its slices of x in shared memory, and a step of its products.
 #pragma once
 
 #include "columns.cuh"

@@ -92,7 +92,6 @@ void store_shared(u32 to, T value) {
 }
 
 inline void store_two(u32 to, float2 two) { std::memcpy(host::shared(to, 8), &two, 8); }
-inline void store_quad(u32 to, const Quad& quad) { std::memcpy(host::shared(to, 16), &quad, 16); }
 inline void store_floats(u32 to, const Floats& four) { std::memcpy(host::shared(to, 16), &four, 16); }
 
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
