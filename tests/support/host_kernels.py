@@ -129,7 +129,7 @@ def multiply(product: HostProduct) -> None:
         _launch_rows(library.arrange, [product.x, product.norm_weight, x], product)
         given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
     else:
-        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS // variant.cut.sharing)
+        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
     tensors = product.tensors(read, x)
     sizes = variant.threads, variant.shared_bytes, product.order
     assert not library.run(_pointers(tensors), *given, *sizes, *places(tensors)), SAID

@@ -67,8 +67,7 @@ class HostKernel:
             assert launch.block == (256, 1, 1)
             assert not kernel(*map(ctypes.c_void_p, pointers), ctypes.c_float(eps), launch.grid[0], *everywhere), SAID
             return
-        shared = [int(self._constants[name]) for name in ("SPLITS", "SHARING") if name in self._constants]
-        assert launch.cluster[1] == launch.grid[1] == max([1, *shared])
+        assert launch.cluster[1] == launch.grid[1] == max(1, int(self._constants.get("SPLITS", 0)))
         how = launch.grid[0], launch.block[0], launch.shared_bytes, 0
         assert not self._library.run(*self._given(arguments.values), *how, *everywhere), SAID
 

@@ -216,17 +216,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// Likewise, and see what threads of other blocks of the cluster have stored before they arrived.
-__device__ __forceinline__ void barrier_wait_for_cluster(u32 barrier, u32 parity) {
-  u32 done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  }
-}
-
 // Among so many threads, by number.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -262,34 +251,16 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same in two: threads go on until they wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_await() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// An address of this block's shared memory, in that of another block of the cluster.
-__device__ __forceinline__ u32 address_of_block(u32 own, int block) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(block));
-  return there;
-}
-
+// What lies at an address of this block's shared memory, in that of another block of the cluster.
 __device__ __forceinline__ Floats load_floats_of_block(u32 from, int block) {
-  const u32 there = address_of_block(from, block);
+  u32 there;
   Floats four;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(block));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(four.part[0]), "=f"(four.part[1]), "=f"(four.part[2]), "=f"(four.part[3])
                : "r"(there)
                : "memory");
   return four;
-}
-
-__device__ __forceinline__ void store_of_block(u32 to, int block, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_of_block(to, block)), "f"(value) : "memory");
-}
-
-// At another block's barrier; what this thread has stored before is seen there by barrier_wait_for_cluster.
-__device__ __forceinline__ void arrive_of_block(u32 barrier, int block) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_of_block(barrier, block)) : "memory");
 }
 
 // --- programmatic dependent launch ---

@@ -95,7 +95,6 @@ inline void store_two(u32 to, float2 two) { std::memcpy(host::shared(to, 8), &tw
 inline void store_floats(u32 to, const Floats& four) { std::memcpy(host::shared(to, 16), &four, 16); }
 
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
-inline void barrier_wait_for_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline void barriers_ready() {}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("a copy in bulk that is not of whole 16 bytes");
@@ -133,16 +132,6 @@ inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 bar
 }
 
 inline void cluster_wait() { host::wait_for_cluster(); }
-inline void cluster_arrive() {}
-inline void cluster_await() { host::wait_for_cluster(); }
-inline void store_of_block(u32 to, int block, float value) {
-  const host::InBlock there(block);
-  store_shared(to, value);
-}
-inline void arrive_of_block(u32 barrier, int block) {
-  const host::InBlock there(block);
-  barrier_arrive(barrier);
-}
 inline Floats load_floats_of_block(u32 from, int block) {
   Floats four;
   host::shared(from, 16);
