@@ -43,8 +43,6 @@ _SHARED = tuple((tiles, warps, splits) for tiles in (1, 2) for warps in (4, 8) f
 """(tiles, warps, blocks of threads that share a sum)"""
 _FEW = (1, 8, 4), (1, 8, 6), (2, 8, 3), (2, 8, 5), (1, 16, 3), (2, 4, 6), (4, 4, 4), (4, 8, 2)
 """(tiles, warps, stages)"""
-_PAIRS = (2, 8, 3), (2, 8, 4), (4, 4, 4), (4, 4, 5), (4, 6, 2), (4, 6, 3), (4, 8, 2), (4, 8, 3)
-"""Likewise, of blocks of threads that share a sum by pairs."""
 _LOTS = (2, 4, 3), (2, 4, 4), (1, 4, 4), (1, 4, 5), (1, 4, 6), (1, 8, 2), (1, 8, 3), (2, 8, 2)
 """(tiles, warps, blocks of threads of a multiprocessor)"""
 _QUANTIZED = tuple(name for name, make in EXPERT_FORMS.items() if make is not None)
@@ -61,9 +59,7 @@ def cuts(kernel: str) -> dict[str, CudaCut]:
     """Name -> a cut that a kernel's rule might have chosen."""
     if kernel == FEW:
         few = [(CudaCut(*each, kept=kept), kept) for each in _FEW for kept in (False, True)]
-        found = {f"{cut.tiles} x {cut.warps} warps, {cut.stages} stages{', x kept' * kept}": cut for cut, kept in few}
-        pairs = [CudaCut(*each, sharing=2) for each in _PAIRS]
-        return found | {f"{cut.tiles} x {cut.warps} warps, {cut.stages} stages, pairs": cut for cut in pairs}
+        return {f"{cut.tiles} x {cut.warps} warps, {cut.stages} stages{', x kept' * kept}": cut for cut, kept in few}
     shared = [CudaCut(*each[:2], 5 if each[0] == 1 else 3, each[2], alone=alone) for each in _SHARED for alone in (False, True)]
     return {f"{cut.tiles} x {cut.warps} warps, {cut.splits} blocks a sum{', alone' * cut.alone}": cut for cut in shared}
 

@@ -15,16 +15,12 @@ from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import architecture, find_compiler
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.probe import untried
-from headway.backends.triton.launch import shared_memory
 from headway.core.contract.support import Support
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import MOST_TOKENS, ExpertCutRule, ExpertVariant, expert_rows_cut, expert_variant
 from headway.models.experts.router import Routed, Router
-from headway.models.experts.token_variant import MOST_SLOTS, TokenVariant, expert_token_cut
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.cuda_arranged import Arrangements, computes
-from headway.models.fused.cuda_cuts import SHARED_BYTES
 from headway.models.fused.cuda_launchers import POINTERS
 from headway.models.operations import Norm
 from headway.models.quantization.forms import QuantizedWeight
@@ -32,25 +28,27 @@ from headway.models.quantization.forms import QuantizedWeight
 LOTS = 8, 16
 """Most rows of one expert that are multiplied together; larger ones read a weight fewer times, and have less room for it."""
 _ROUTED = Struct("=2Q")
-"""struct Routed of routed.cuh."""
+"""struct Routed of lots.cuh."""
 
 
 class _Launcher:
     """One compiled kernel with its arguments, which a launch copies."""
 
     def __init__(self, variant: ExpertVariant, device: torch.device, multiprocessors: int) -> None:
-        self.kernel: Kernel = load(variant.source, variant.name, device, architecture(device))
+        cut = variant.each.cut
+        self.kernel: Kernel = load(variant.source, "expert_rows", device, architecture(device))
         self.kernel.allow_shared(variant.shared_bytes)
-        early, grid = torch.cuda.get_device_capability(device) >= (9, 0), variant.grid(multiprocessors)
-        self.launch = Launch(grid, variant.threads, variant.shared_bytes, overlaps=early, cluster=variant.cluster)
+        blocks = multiprocessors * cut.per_multiprocessor
+        early = torch.cuda.get_device_capability(device) >= (9, 0)
+        grid = blocks if variant.first else min(variant.tiles, blocks)
+        self.launch = Launch((grid, 1, 1), variant.each.threads, variant.shared_bytes, overlaps=early)
         self.arguments = Arguments(bytes(POINTERS.size), bytes(_ROUTED.size), numpy.int32(0))
 
 
 class CudaRows:
     """Lots of rows of one expert, in the order of experts: three launches a layer, for up to MOST_TOKENS tokens.
 
-    A token's bits depend on neither the other tokens nor their number, with one exception: where expert_token.cu computes the
-    second product of a single token, its sums have another order. One thread at a time.
+    A token's bits depend on neither the other tokens nor their number. One thread at a time.
     """
 
     def __init__(
@@ -66,7 +64,6 @@ class CudaRows:
         self.name = f"cuda.rows{lot}"
         self._lot, self._config, self._router, self._device, self._arranged = lot, config, router, device, arranged
         self._cut = cut
-        self._token = bool(computes_token(config, device))
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._launchers: dict[ExpertVariant, _Launcher] = {}
 
@@ -107,24 +104,11 @@ class CudaRows:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, lot: int, first: bool
     ) -> _Launcher:
         arranged = self._arranged(weight)
-        of_token = lot == 1 and not first and self._token
-        how = (expert_token_cut, TokenVariant) if of_token else (self._cut, ExpertVariant)
-        variant = expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors, *how)
+        variant = expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors, self._cut)
         launcher = self._launchers.get(variant)
         if launcher is None:
             launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
         return launcher
-
-
-def computes_token(config: ExpertsConfig, device: torch.device) -> Support:
-    """Whether expert_token.cu computes the second product of a single token on a device, and why not."""
-    support = untried()
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0) or shared_memory(device) < SHARED_BYTES:
-        need = f"a GPU of compute capability 9.0 or newer with {SHARED_BYTES >> 10} KiB of shared memory for a block of threads"
-        support &= Support.no("device", need, device)
-    if config.num_slots > MOST_SLOTS:
-        support &= Support.no("experts of a token", f"up to {MOST_SLOTS}", config.num_slots)
-    return support
 
 
 def computes_experts(config: ExpertsConfig, weights: ExpertWeights, device: torch.device) -> Support:

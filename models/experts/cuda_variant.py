@@ -36,10 +36,6 @@ class ExpertProduct:
     gated: bool
     lot: int
     """Most rows of one expert that are multiplied together."""
-    slots: int
-    """Experts that each token passes."""
-    scale_bytes: int
-    """Size of a scale."""
 
 
 ExpertCutRule = Callable[[ExpertProduct, int], CudaCut]
@@ -134,37 +130,12 @@ class ExpertVariant:
         return warps_bytes(each.weight, each.most_rows, each.cut, each.scale_dtype.itemsize) + totals + self.lots_bytes
 
     @property
-    def name(self) -> str:
-        """The kernel's name, and its file's."""
-        return "expert_rows"
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.each.threads
-
-    @property
-    def resident(self) -> int:
-        """Blocks of threads for which a multiprocessor has registers, at least."""
-        return 2 if self.shared_bytes <= SHARED_BYTES and (self.each.most_rows <= 8 or not self.first) else 1
-
-    @property
-    def cluster(self) -> tuple[int, int, int]:
-        """Blocks of threads that run together, in each direction of the grid."""
-        return 1, 1, 1
-
-    def grid(self, multiprocessors: int) -> tuple[int, int, int]:
-        """Blocks of threads of a launch."""
-        most = multiprocessors * self.each.cut.per_multiprocessor
-        return most if self.first else min(self.tiles, most), 1, 1
-
-    @property
     def constants(self) -> dict[str, str | int]:
-        """Macros of the source."""
+        """Macros of expert_rows.cu."""
         each = self.each
         constants: dict[str, str | int] = {
             **each.constants,
-            "RESIDENT": self.resident,
+            "RESIDENT": 2 if self.shared_bytes <= SHARED_BYTES and (each.most_rows <= 8 or not self.first) else 1,
             "EXPERTS": self.experts,
             "SLOTS": self.slots,
             "GATHER": int(self.first),
@@ -180,7 +151,7 @@ class ExpertVariant:
     @property
     def source(self) -> Variant:
         """What the compiler is given."""
-        return Variant(CSRC, f"{self.name}.cu", tuple(self.constants.items()))
+        return Variant(CSRC, "expert_rows.cu", tuple(self.constants.items()))
 
 
 def expert_variant(
@@ -192,19 +163,16 @@ def expert_variant(
     bias: bool,
     multiprocessors: int,
     rule: ExpertCutRule = expert_rows_cut,
-    kind: type[ExpertVariant] = ExpertVariant,
 ) -> ExpertVariant:
     """Return what is compiled for one of a layer's two products. lot: most rows; 1: of a single token. dtype: of x."""
     gated, rows = first and config.gated, len(weight.codes) // config.num_all
     out_features = rows // 2 if gated else rows
-    scale_bytes = weight.scales.dtype.itemsize
-    product = ExpertProduct(weight.described, out_features, first, gated, lot, config.num_slots, scale_bytes)
     each = CudaVariant(
         dtype,
         weight.described,
         weight.scales.dtype,
         weight.wide,
-        rule(product, multiprocessors),
+        rule(ExpertProduct(weight.described, out_features, first, gated, lot), multiprocessors),
         lot,
         weight.described.row * (2 if weight.described.half else 1),
         out_features,
@@ -216,4 +184,4 @@ def expert_variant(
         None,
         None,
     )
-    return kind(each, config.num_all, config.num_slots, first, config.swiglu_alpha, config.swiglu_limit)
+    return ExpertVariant(each, config.num_all, config.num_slots, first, config.swiglu_alpha, config.swiglu_limit)

@@ -29,8 +29,6 @@ class CudaCut:
     """Blocks of threads that share a sum over K, in shared_rows.cu; 0: few_rows.cu."""
     per_multiprocessor: int = 1
     """Blocks of threads of few_rows.cu."""
-    sharing: int = 1
-    """Likewise in few_rows.cu and expert_token.cu."""
     kept: bool = False
     """Whether few_rows.cu keeps x in shared memory for all tiles of a block of threads."""
     alone: bool = False
@@ -66,37 +64,9 @@ def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ..
     return (CudaCut(2, 8, 3, kept=True),) if gated else (CudaCut(1, 16, 3, kept=True), CudaCut(1, 8, 4, kept=True))
 
 
-def few_rows_pairs_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> CudaCut:
-    """Likewise by pairs of blocks of threads, in one round of larger tiles, where x is most of what a multiprocessor reads.
-
-    4096 x 14336 in 4 bits, 16 rows, in 128 tiles of 32 rows: each reads 229 KB of codes and 459 KB of x, of which it keeps none.
-    In 64 pairs of 64 rows a block reads half of both: 229 KB each.
-    """
-    alone, parts = few_rows_cut(weight, rows, out_features, gated, multiprocessors), out_features // PART_ROWS
-    most = most_rows_of(rows)
-    if alone.kept or gated or most == 1:
-        return alone
-    read = _read_bytes(weight, most, parts, alone, multiprocessors)
-    for cut in (CudaCut(tiles, warps, 3, sharing=2) for tiles in (4, 2) for warps in (8, 6, 4)):
-        blocks = -(-parts // cut.tiles) * cut.sharing
-        if not _WORKING * multiprocessors <= blocks <= multiprocessors or few_rows_bytes(weight, most, cut) > _MOST_BYTES:
-            continue
-        if _read_bytes(weight, most, parts, cut, multiprocessors) < _GAIN * read:
-            return cut
-    return alone
-
-
-def _read_bytes(weight: WeightBytes, most_rows: int, parts: int, cut: CudaCut, multiprocessors: int) -> float:
-    """Bytes of the weight and of x that the busiest multiprocessor copies in few_rows.cu, through the ring."""
-    rounds = -(-(-(-parts // cut.tiles) * cut.sharing) // multiprocessors)
-    codes, x = PART_ROWS * cut.tiles * weight.row, most_rows * 2 * weight.row * (2 if weight.half else 1)
-    return rounds * (codes + x) / cut.sharing
-
-
 def few_rows_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
-    """Shared memory of few_rows.cu, beside that of its warps for a header, squares, and what blocks of a pair give each other."""
-    gifts = 2 * (PART_ROWS * cut.tiles + 1) * most_rows * 4 if cut.sharing > 1 else 0
-    return _HEADER_BYTES + warps_bytes(weight, most_rows, cut, scale_bytes) + cut.warps * most_rows * 4 + gifts
+    """Shared memory of few_rows.cu: a header, what its warps have, and sums of squares. scale_bytes: as of warps_bytes."""
+    return _HEADER_BYTES + warps_bytes(weight, most_rows, cut, scale_bytes) + cut.warps * most_rows * 4
 
 
 def warps_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: int = 4) -> int:
@@ -107,7 +77,7 @@ def warps_bytes(weight: WeightBytes, most_rows: int, cut: CudaCut, scale_bytes: 
     else:
         scales = 0 if weight.scale_span >= weight.row else groups * rows * scale_bytes
     codes = rows * SLICE_BYTES + scales + (groups * rows if weight.zeros else 0)
-    slices = -(-weight.row // SLICE_BYTES // (cut.warps * cut.sharing)) if cut.kept else cut.stages
+    slices = -(-weight.row // SLICE_BYTES // cut.warps) if cut.kept else cut.stages
     inputs = slices * halves * most_rows * 128
     return cut.warps * (cut.stages * codes + inputs + 2 * most_rows * (rows + 4) * 4)
 
@@ -244,8 +214,6 @@ _HEADER_BYTES = 128
 """Bytes of barriers and a word, before the rings of few_rows.cu."""
 _MOST_BYTES = 227 * 1024
 """Shared memory that the only block of threads of a multiprocessor of compute capability 9.0 may have."""
-_GAIN = 0.9
-"""Share of the bytes that a multiprocessor reads without pairs, below which they are worth their meeting."""
 _GROUPS = 8
 """Groups of multiprocessors, each of which may leave two over."""
 _WORKING = 0.8

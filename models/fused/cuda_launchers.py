@@ -54,13 +54,11 @@ class FewRowsLauncher:
         self._kernel: Kernel = load(variant.source, variant.name, device, architecture(device))
         self._kernel.allow_shared(variant.shared_bytes)
         tiles = -(-variant.out_features // variant.tile_rows)
-        cut = variant.cut
-        blocks = min(tiles, multiprocessors * cut.per_multiprocessor // cut.sharing)
+        blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
         zero = numpy.float32(0)
         self._arguments = Arguments(bytes(POINTERS.size), zero, zero, numpy.int32(0), numpy.int32(tiles))
         early = torch.cuda.get_device_capability(device) >= (9, 0)
-        grid, cluster = (blocks, cut.sharing, 1), (1, cut.sharing, 1)
-        self._launch = Launch(grid, variant.threads, variant.shared_bytes, overlaps=early, cluster=cluster)
+        self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=early)
 
     def __call__(self, operands: ProductOperands) -> None:
         """Compute y."""

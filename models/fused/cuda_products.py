@@ -43,8 +43,7 @@ class CudaProducts:
             found = cut(weight, rows, out_features, gated, self._multiprocessors)
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
-        self.cut = cache(cut_of)
-        """(weight, rows, out_features, gated) -> how a product is cut; each launch asks for it."""
+        self._cut = cache(cut_of)  # a launch asks for it
         self._launchers: dict[CudaVariant, Callable[[ProductOperands], None]] = {}
         self._in_order = InOrder()
         self._arrivals: dict[int, Tensor] = {}
@@ -52,7 +51,7 @@ class CudaProducts:
 
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
-        cut = self.cut(self._arranged(linear.weight).described, rows, linear.out_features, False)
+        cut = self._cut(self._arranged(linear.weight).described, rows, linear.out_features, False)
         return not cut.splits and heads.head_dim % PART_ROWS == 0
 
     def __call__(
@@ -74,7 +73,7 @@ class CudaProducts:
         if y is None:
             y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
         heads = None if rotated is None else rotated[0]
-        cut = self.cut(weight.described, rows, out_features, gated)
+        cut = self._cut(weight.described, rows, out_features, gated)
         variant = self.variant(
             x.dtype,
             weight.described,

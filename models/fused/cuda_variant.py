@@ -77,7 +77,6 @@ class CudaVariant:
             "WARPS": cut.warps,
             "STAGES": cut.stages,
             "SPLITS": cut.splits,
-            "SHARING": cut.sharing,
             "KEPT": int(cut.kept),
             "RESIDENT": 2 if self.two_fit and self.needed_bytes <= SHARED_BYTES else 1,
             "MOST_ROWS": self.most_rows,

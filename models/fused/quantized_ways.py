@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import find_compiler
-from headway.backends.probe import HALF_DTYPES, capability, untried
+from headway.backends.probe import HALF_DTYPES, capability
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
 from headway.models.fused.cuda_arranged import Arrangements, computes
@@ -16,7 +16,6 @@ from headway.models.fused.cuda_cuts import (
     PART_ROWS,
     CudaCutRule,
     few_rows_cut,
-    few_rows_pairs_cut,
     float8_cut,
     float8_cut_narrow,
     shared_rows_cut,
@@ -27,7 +26,7 @@ from headway.models.fused.cuda_variant import FLOAT8_COLUMNS, MOST_FEW_ROWS, MOS
 from headway.models.fused.cutlass import Cutlass
 from headway.models.fused.marlin import Marlin
 from headway.models.fused.product_way import ProductWay
-from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut, weight_bytes
+from headway.models.fused.quantized import CutRule, QuantizedProducts, quantized_cut
 from headway.models.fused.quantized_choice import FEW, FLOAT8, KERNEL, SHARED, ProductKind
 from headway.models.fused.quantized_cuts import CHANGES, MOST_ROWS, changed
 from headway.models.fused.torch_ways import Dequantize, RowRounding, ScaledMM, float8_scales
@@ -87,20 +86,6 @@ class CudaWay(ProductWay):
         return self._kernel(x, linear, norm, out=out)
 
 
-class PairsWay(CudaWay):
-    """few_rows.cu, whose blocks of threads share sums over K by pairs where that spares copies of x."""
-
-    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """Weights of which pairs fill the multiprocessors, on GPUs that have clusters of blocks of threads."""
-        support, described = super().takes(dtype, weight) & untried(), weight_bytes(weight)
-        if self._capability < (9, 0):
-            support &= Support.no("compute capability", "9.0 or newer, which has clusters", "{}.{}".format(*self._capability))
-        if described is None or all(self._kernel.cut(described, rows, weight.shape[0], False).sharing == 1 for rows in (8, 16)):
-            got = "{} x {}".format(*weight.shape)
-            support &= Support.no("shape", "so few rows and so many columns that pairs read less of x", got)
-        return support
-
-
 class Float8Way(ProductWay):
     """A kernel of ours in CUDA C++ that multiplies rows of x, rounded to floats of 8 bits, by weights of such floats."""
 
@@ -147,7 +132,6 @@ class QuantizedWays:
                 KernelWay(KERNEL, self.kernel, None),
                 *(KernelWay(name, kernel, MOST_ROWS) for name, kernel in changes.items()),
                 CudaWay(FEW, device, few_rows_cut, MOST_FEW_ROWS, arranged),
-                PairsWay(f"{FEW} pairs", device, few_rows_pairs_cut, MOST_FEW_ROWS, arranged),
                 CudaWay(SHARED, device, shared_rows_cut, MOST_SHARED_ROWS, arranged, hopper=True),
                 CudaWay(f"{SHARED} narrow", device, shared_rows_cut_narrow, MOST_SHARED_ROWS, arranged, hopper=True),
                 Float8Way(FLOAT8, device, float8_cut, arranged),

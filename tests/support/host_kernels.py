@@ -22,11 +22,10 @@ from torch import Tensor
 from headway.backends.nvrtc.compiler import Variant
 from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_rows_cut, expert_variant
+from headway.models.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_variant
 from headway.models.experts.lots_variant import LotsVariant, expert_lots_cut, lots_variant
 from headway.models.experts.methods import most_blocks
 from headway.models.experts.router import Routed
-from headway.models.experts.token_variant import TokenVariant
 from headway.models.experts.weights import ExpertWeights
 from headway.models.fused.cuda_arranged import ArrangedWeight, arranged
 from headway.models.fused.cuda_cuts import CudaCutRule, most_rows_of
@@ -130,7 +129,7 @@ def multiply(product: HostProduct) -> None:
         _launch_rows(library.arrange, [product.x, product.norm_weight, x], product)
         given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
     else:
-        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS // variant.cut.sharing)
+        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
     tensors = product.tensors(read, x)
     sizes = variant.threads, variant.shared_bytes, product.order
     assert not library.run(_pointers(tensors), *given, *sizes, *_places(tensors)), SAID
@@ -163,19 +162,9 @@ def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProd
 
 
 def add_experts(
-    residual: Tensor,
-    routed: Routed,
-    weights: ExpertWeights,
-    config: ExpertsConfig,
-    lot: int,
-    blocks: int,
-    order: int,
-    token_rule: ExpertCutRule | None = None,
+    residual: Tensor, routed: Routed, weights: ExpertWeights, config: ExpertsConfig, lot: int, blocks: int, order: int
 ) -> None:
-    """Do what CudaRows does, with so many blocks of threads. order: in which their threads run; see host.h.
-
-    token_rule: what cuts the second product of a single token for expert_token.cu; None: expert_rows.cu computes it, too.
-    """
+    """Do what CudaRows does, with so many blocks of threads. order: in which their threads run; see host.h."""
     pairs, lot = routed.experts.numel(), 1 if len(residual) == 1 else lot
     between = residual.new_full((pairs, config.intermediate_size), torch.nan)
     for first, x, weight, bias, y in (
@@ -183,16 +172,14 @@ def add_experts(
         (False, between, weights.down, weights.down_bias, residual),
     ):
         assert not isinstance(weight, Tensor)
-        read, alone = arranged(weight), token_rule is not None and lot == 1 and not first
-        how = (token_rule, TokenVariant) if token_rule is not None and alone else (expert_rows_cut, ExpertVariant)
-        variant = expert_variant(config, read, residual.dtype, lot, first, bias is not None, MULTIPROCESSORS, *how)
-        count = variant.grid(MULTIPROCESSORS)[0] if alone else blocks
-        _launch(variant, [x, read.codes, read.scales, read.zeros, None, bias, y], routed, count, order)
+        read = arranged(weight)
+        variant = expert_variant(config, read, residual.dtype, lot, first, bias is not None, multiprocessors=MULTIPROCESSORS)
+        _launch(variant, [x, read.codes, read.scales, read.zeros, None, bias, y], routed, blocks, order)
 
 
 def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: int, order: int) -> None:
     routing = (ctypes.c_uint64 * 2)(routed.experts.data_ptr(), routed.weights.data_ptr())
-    sizes = len(routed.experts), blocks, variant.cluster[1], variant.threads, variant.shared_bytes, order
+    sizes = len(routed.experts), blocks, variant.each.threads, variant.shared_bytes, order
     places = _places([*tensors, routed.experts, routed.weights])
     assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID
 

@@ -1,4 +1,4 @@
-"""Launches of products in CUDA C++ as the host's: what CudaProducts, CudaRows give a GPU goes to those of host_kernels.py.
+"""Launches of products in CUDA C++ as the host's: what CudaProducts gives a GPU goes to the kernels of host_kernels.py.
 
 So grids, arguments and tensor maps are tried that nothing else meets without a GPU.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from struct import Struct
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +16,11 @@ from torch import Tensor
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Launch
-from headway.models.experts import cuda_rows
 from headway.models.fused import cuda_launchers
-from host_kernels import MULTIPROCESSORS, SAID, compiled
+from host_kernels import SAID, compiled
 
 _MAP = Struct("=QQ3q88x")
 """Address, rows, rows and bytes of a box, and the swizzle, in place of the driver's form of a tensor map."""
-_EVERYWHERE = (ctypes.c_void_p * 1)(0), (ctypes.c_long * 1)(2**62), 1
-"""Reads are not held to tensors here: those of host_kernels.py are."""
 _ARRANGING = {"arrange_rows": "arrange", "round_rows": "round_x"}
 
 
@@ -33,20 +29,6 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(cuda_launchers, "load", lambda source, name, *_: HostKernel(source, name))
     monkeypatch.setattr(cuda_launchers, "tensor_map", _tensor_map)
-
-
-def experts_on_the_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have CudaRows that are made from now on launch on the host. Returns the names of the kernels, as they are launched."""
-    launched: list[str] = []
-
-    def load(source: Variant, name: str, *_: object) -> HostExpertKernel:
-        return HostExpertKernel(source, name, launched)
-
-    gpu = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, shared_memory_per_block_optin=227 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(cuda_rows, "load", load)
-    return launched
 
 
 def _tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> bytes:
@@ -65,17 +47,18 @@ class HostKernel:
         self._allowed = max(self._allowed, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """See Kernel."""
+        """See Kernel. Reads are not held to tensors here: those of host_kernels.py are."""
         assert launch.shared_bytes <= self._allowed
+        everywhere = (ctypes.c_void_p * 1)(0), (ctypes.c_long * 1)(2**62), 1
         if self._name in _ARRANGING:
             *pointers, eps = arguments.values
             kernel = getattr(self._library, _ARRANGING[self._name])
             assert launch.block == (256, 1, 1)
-            assert not kernel(*map(ctypes.c_void_p, pointers), ctypes.c_float(eps), launch.grid[0], *_EVERYWHERE), SAID
+            assert not kernel(*map(ctypes.c_void_p, pointers), ctypes.c_float(eps), launch.grid[0], *everywhere), SAID
             return
-        assert launch.cluster[1] == launch.grid[1] == max(int(self._constants[name]) for name in ("SPLITS", "SHARING"))
+        assert launch.cluster[1] == launch.grid[1] == max(1, int(self._constants.get("SPLITS", 0)))
         how = launch.grid[0], launch.block[0], launch.shared_bytes, 0
-        assert not self._library.run(*self._given(arguments.values), *how, *_EVERYWHERE), SAID
+        assert not self._library.run(*self._given(arguments.values), *how, *everywhere), SAID
 
     def _given(self, values: tuple[Any, ...]) -> list[Any]:
         if self._name == "few_rows":
@@ -87,21 +70,3 @@ class HostKernel:
         assert (box_rows, box_bytes, swizzle) == (outputs, 128 if scales else 64, 128 if scales else 0)
         first = ctypes.c_void_p(scales[0] if scales else address)
         return [pointers, first, ctypes.c_long(codes_rows), int(rows)]
-
-
-class HostExpertKernel(HostKernel):
-    """Likewise, of a product of experts."""
-
-    def __init__(self, source: Variant, name: str, launched: list[str]) -> None:
-        """launched: to which each launch adds the name."""
-        super().__init__(source, name)
-        self._launched = launched
-
-    def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """See Kernel."""
-        assert launch.shared_bytes <= self._allowed
-        assert launch.grid[1] == launch.cluster[1]
-        self._launched.append(self._name)
-        pointers, routing, tokens = arguments.values
-        how = *launch.grid[:2], launch.block[0], launch.shared_bytes, 0
-        assert not self._library.run(pointers, routing, int(tokens), *how, *_EVERYWHERE), SAID

@@ -5,10 +5,6 @@
 // steps, and of the next tile, are under way meanwhile. Further warps add the sums of a tile, finish and store it, so that those that
 // multiply never wait for each other: two tiles' sums have room.
 //
-// SHARING: blocks of threads of a cluster have a part of K each, so that each reads that part of x alone, and a tile can have more rows
-// for the same bytes of x out of the L2 cache. A block finishes its share of the rows of x, from its own sums and those that the others
-// give it in its shared memory.
-//
 // KEPT: a warp keeps its columns of x in shared memory, which all tiles need; else they run through the ring with the slices, each
 // time out of the L2 cache, whose rate then is the limit where a tile has few rows.
 //
@@ -17,8 +13,6 @@
 #include "warp_step.cuh"
 
 namespace fused {
-
-static_assert(SHARE * SHARING == MOST_ROWS);
 
 // The weight of a head's norm, float32 or in half precision.
 __device__ __forceinline__ float norm_at(const void* norm, int k) {
@@ -55,88 +49,35 @@ struct Place {  // of a step: the tile, and the number of the slice among the wa
   }
 };
 
-// What a block gives to another of its cluster, for the rows of x that are that one's: sums of the tile, GATED of gate and up; and
-// of each row of x the sum of squares.
-constexpr int SUMMED = WARP_OUT * SHARE, GIVEN = PART_ROWS * SHARE + SHARE;
-
-struct Shared {
-  u32 rings;        // [WARPS, STAGES, STEP_BYTES]
-  u32 inputs;       // KEPT: [WARPS, STEPS, INPUT_BYTES]
-  float* sums;      // [2, WARPS, MOST_ROWS, SUM_ROW]
-  float* squares;   // [WARPS, MOST_ROWS]
-  u32 gifts;        // [2, SHARING, GIVEN] floats: what each block of the cluster, but this one, gives
-  int* arrived;
-  u32 full, empty, given;  // two barriers each, of 8 bytes: whether a tile's sums, or gifts, are there, and whether sums have been read
-};
-
-__device__ __forceinline__ float own_squares(const float* squares, int m) {
+// 1 / sqrt(mean of squares + eps) of a row of x. squares: of each warp's columns [WARPS, MOST_ROWS].
+__device__ __forceinline__ float norm_factor(const float* squares, int m, float eps) {
   float sum = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) sum += squares[warp * MOST_ROWS + m];
-  return sum;
+  return rsqrtf(sum / K + eps);
 }
 
-// What the finishing warps know of a tile: of its sums, and those of which buffer.
-struct Finished {
-  const Shared& shared;
-  int tile, buffer, rank, thread, rows;
+// thread: of the finishing ones.
+__device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS], int tile, int thread, int rows) {
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int o = i * FINISHING + thread, n = tile * WARP_OUT + o % WARP_OUT, m = o / WARP_OUT;
+    residual[i] = ADD && n < N && m < rows ? from_half(p.y[static_cast<u64>(m) * N + n]) : 0.0f;
+  }
+}
 
-  // Of an output: where it is in the block's own share, its row of the tile, and of x.
-  __device__ __forceinline__ int output(int i) const { return i * FINISHING + thread; }
-  __device__ __forceinline__ int row(int o) const { return o % WARP_OUT; }
-  __device__ __forceinline__ int n(int o) const { return tile * WARP_OUT + row(o); }
-  __device__ __forceinline__ int m(int o) const { return rank * SHARE + o / WARP_OUT; }
-  __device__ __forceinline__ bool there(int o) const { return (SUMMED % FINISHING == 0 || o < SUMMED) && n(o) < N && m(o) < rows; }
-  __device__ __forceinline__ u64 place(int o) const { return static_cast<u64>(m(o)) * N + n(o); }
-  __device__ __forceinline__ const float* sums() const { return shared.sums + buffer * SUMS; }
-  __device__ __forceinline__ u32 gift(int from, int at) const { return shared.gifts + ((buffer * SHARING + from) * GIVEN + at) * 4; }
-
-  // The sum over the blocks of the cluster, in their order. at: in what they give.
-  __device__ __forceinline__ float of_all(float own, int at) const {
-    if (SHARING == 1) return own;
-    float total = 0.0f;
+__device__ __forceinline__ void store_tile(
+    const Pointers& p, const float* sums, const float* squares, float eps, const float (&residual)[OUTPUTS], int tile, int thread,
+    int rows) {
 #pragma unroll
-    for (int block = 0; block < SHARING; ++block) total += block == rank ? own : load_shared<float>(gift(block, at));
-    return total;
+  for (int i = 0; i < OUTPUTS; ++i) {
+    const int o = i * FINISHING + thread, row = o % WARP_OUT, n = tile * WARP_OUT + row, m = o / WARP_OUT;
+    if (n >= N || m >= rows) continue;
+    const float up = GATED ? sum_of_warps(sums, WARP_OUT + row, m) : 0.0f;
+    const float y = finish(p, sum_of_warps(sums, row, m), up, n, NORM ? norm_factor(squares, m, eps) : 1.0f);
+    p.y[static_cast<u64>(m) * N + n] = to_half(ADD ? y + residual[i] : y);
   }
-  __device__ __forceinline__ void give() const {
-#pragma unroll
-    for (int other = 1; other < SHARING; ++other) {
-      const int block = (rank + other) % SHARING;
-      for (int o = thread; o < SUMMED; o += FINISHING) {
-        const int its = block * SHARE + o / WARP_OUT;
-        store_of_block(gift(rank, o), block, sum_of_warps(sums(), row(o), its));
-        if (GATED) store_of_block(gift(rank, SUMMED + o), block, sum_of_warps(sums(), WARP_OUT + row(o), its));
-      }
-      if (NORM && thread < SHARE) {
-        store_of_block(gift(rank, PART_ROWS * SHARE + thread), block, own_squares(shared.squares, block * SHARE + thread));
-      }
-      arrive_of_block(shared.given + 8 * buffer, block);
-    }
-  }
-  // 1 / sqrt(mean of squares + eps) of the row of x of an output.
-  __device__ __forceinline__ float norm_factor(int o, float eps) const {
-    return rsqrtf(of_all(own_squares(shared.squares, m(o)), PART_ROWS * SHARE + o / WARP_OUT) / K + eps);
-  }
-  __device__ __forceinline__ void load_residual(const Pointers& p, float (&residual)[OUTPUTS]) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) {
-      const int o = output(i);
-      residual[i] = ADD && there(o) ? from_half(p.y[place(o)]) : 0.0f;
-    }
-  }
-  __device__ __forceinline__ void store(const Pointers& p, const float (&residual)[OUTPUTS], float eps) const {
-#pragma unroll
-    for (int i = 0; i < OUTPUTS; ++i) {
-      const int o = output(i);
-      if (!there(o)) continue;
-      const float sum = of_all(sum_of_warps(sums(), row(o), m(o)), o);
-      const float up = GATED ? of_all(sum_of_warps(sums(), WARP_OUT + row(o), m(o)), SUMMED + o) : 0.0f;
-      const float y = finish(p, sum, up, n(o), NORM ? norm_factor(o, eps) : 1.0f);
-      p.y[place(o)] = to_half(ADD ? y + residual[i] : y);
-    }
-  }
-};
+}
 
 #if HEADS > 0
 // Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int. thread: of the finishing ones.
@@ -152,7 +93,7 @@ __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int t
       *shared = add_arrivals(p.arrivals + head, count);
     }
     named_sync(1, FINISHING);
-    if (*shared + count < HEAD_DIM * SHARING) continue;  // each block of the cluster has stored the rows that are its own
+    if (*shared + count < HEAD_DIM) continue;
     if (thread == 0) p.arrivals[head] = 0;
     for (int m = warp; m < rows; m += FINISHERS) {
       u16* y = p.y + static_cast<u64>(m) * N + head * HEAD_DIM;
@@ -186,9 +127,18 @@ __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int t
 }
 #endif
 
-constexpr int HEADER = 128;  // bytes of shared memory: six barriers, and what HEADS needs
-
 // --- the two kinds of warps ---
+
+constexpr int HEADER = 128;  // bytes of shared memory: four barriers, and what HEADS needs
+
+struct Shared {
+  u32 rings;          // [WARPS, STAGES, STEP_BYTES]
+  u32 inputs;         // KEPT: [WARPS, STEPS, INPUT_BYTES]
+  float* sums;        // [2, WARPS, MOST_ROWS, SUM_ROW]
+  float* squares;     // [WARPS, MOST_ROWS]
+  int* arrived;
+  u32 full, empty;    // two barriers each, of 8 bytes: whether a tile's sums are there, and whether they have been read
+};
 
 __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOCKS], int lane) {
 #pragma unroll
@@ -201,7 +151,6 @@ __device__ __forceinline__ void store_squares(float* mine, float (&squares)[BLOC
 }
 
 __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared, int warp, int lane, int rows, int tiles) {
-  const int along = blockIdx.y * WARPS + warp;
   const u64 policy = read_once();
   const u32 ring = shared.rings + warp * (STAGES * STEP_BYTES);
   // Of a step in a stage of the ring.
@@ -212,16 +161,15 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
   Place ahead = {static_cast<int>(blockIdx.x), 0};
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    const int slice = ahead.step * ALONG + along;
+    const int slice = ahead.step * WARPS + warp;
     if (ahead.tile < tiles && slice < SLICES) copy_tile(p, ring + stage * STEP_BYTES, ahead.tile, slice, lane, policy);
     ahead.advance();
   }
-  if (SHARING > 1) cluster_await();
   wait_for_earlier();
   Place place = {static_cast<int>(blockIdx.x), 0};
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    const int slice = place.step * ALONG + along;
+    const int slice = place.step * WARPS + warp;
     if (place.tile < tiles && slice < SLICES && needs_inputs(place.tile)) {
       copy_inputs(p, inputs_at(place.step, stage), slice, lane, rows);
     }
@@ -237,12 +185,12 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
     for (int step = 0; step < STEPS; ++step) {
       copies_wait<STAGES - 2>();
       __syncwarp();
-      const int slice = step * ALONG + along, next = ahead.step * ALONG + along;
-      if (SLICES % ALONG == 0 || slice < SLICES) {
+      const int slice = step * WARPS + warp, next = ahead.step * WARPS + warp;
+      if (SLICES % WARPS == 0 || slice < SLICES) {
         multiply_step(p, sums, squares, count == 0, ring + stage * STEP_BYTES, inputs_at(step, stage), slice, lane);
       }
       __syncwarp();
-      if (ahead.tile < tiles && (SLICES % ALONG == 0 || next < SLICES)) {
+      if (ahead.tile < tiles && (SLICES % WARPS == 0 || next < SLICES)) {
         copy_tile(p, ring + free_stage * STEP_BYTES, ahead.tile, next, lane, policy);
         if (needs_inputs(ahead.tile)) copy_inputs(p, inputs_at(ahead.step, free_stage), next, lane, rows);
       }
@@ -261,20 +209,14 @@ __device__ __forceinline__ void multiply(const Pointers& p, const Shared& shared
 
 __device__ __forceinline__ void finish_tiles(
     const Pointers& p, const Shared& shared, int thread, float eps, float head_eps, int rows, int tiles) {
-  if (SHARING > 1) cluster_await();  // until the barriers of all blocks are there
   wait_for_earlier();
   int count = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++count) {
-    const int buffer = count % 2, parity = count / 2 % 2;
-    const Finished finished = {shared, tile, buffer, static_cast<int>(blockIdx.y), thread, rows};
+    const int buffer = count % 2;
     float residual[OUTPUTS];
-    finished.load_residual(p, residual);
-    barrier_wait(shared.full + 8 * buffer, parity);
-    if (SHARING > 1) {  // two tiles' gifts suffice: who gives for the next but one has had these for the next, given after this one's were read
-      finished.give();
-      barrier_wait_for_cluster(shared.given + 8 * buffer, parity);
-    }
-    finished.store(p, residual, eps);
+    load_residual(p, residual, tile, thread, rows);
+    barrier_wait(shared.full + 8 * buffer, count / 2 % 2);
+    store_tile(p, shared.sums + buffer * SUMS, shared.squares, eps, residual, tile, thread, rows);
     barrier_arrive(shared.empty + 8 * buffer);
 #if HEADS > 0
     turn_heads(p, shared.arrived, tile, thread, rows, head_eps);
@@ -284,8 +226,7 @@ __device__ __forceinline__ void finish_tiles(
 
 }  // namespace fused
 
-// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks by SHARING,
-// which are a cluster.
+// y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32. Grid: any number of blocks.
 extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
     const fused::Pointers p, const float eps, const float head_eps, const int rows, const int tiles) {
   using namespace fused;
@@ -293,17 +234,10 @@ extern "C" __global__ void __launch_bounds__(fused::THREADS, RESIDENT) few_rows(
   constexpr int rings = WARPS * STAGES * STEP_BYTES, inputs = KEPT ? WARPS * STEPS * INPUT_BYTES : 0;
   const u32 start = shared_address(dynamic), ring = start + HEADER;
   float* const sums = reinterpret_cast<float*>(dynamic + HEADER + rings + inputs);
-  float* const squares = sums + 2 * SUMS;
-  const Shared shared = {ring, ring + rings, sums, squares, shared_address(squares + WARPS * MOST_ROWS),
-                         reinterpret_cast<int*>(dynamic + 48), start, start + 16, start + 32};
+  const Shared shared = {ring, ring + rings, sums, sums + 2 * SUMS, reinterpret_cast<int*>(dynamic + 32), start, start + 16};
   launch_dependents();
-  if (threadIdx.x < 6) {
-    const int arrivals = threadIdx.x < 2 ? WARPS * 32 : threadIdx.x < 4 ? FINISHING : FINISHING * (SHARING - 1);
-    if (arrivals) barrier_init(start + 8 * threadIdx.x, arrivals);
-    if (SHARING > 1) barriers_ready();
-  }
+  if (threadIdx.x < 4) barrier_init(start + 8 * threadIdx.x, threadIdx.x < 2 ? WARPS * 32 : FINISHING);
   __syncthreads();
-  if (SHARING > 1) cluster_arrive();
   const int warp = threadIdx.x / 32;
   if (warp < WARPS) {
     multiply(p, shared, warp, threadIdx.x % 32, rows, tiles);

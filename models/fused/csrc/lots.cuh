@@ -2,13 +2,25 @@
 // Each block of threads finds them for itself, in shared memory, which takes less time than another launch.
 #pragma once
 
-#include "routed.cuh"
+#include "ptx.cuh"
 
 namespace fused {
 
 constexpr int MOST_PAIRS = MOST_TOKENS * SLOTS;
 constexpr int MOST_TOUCHED = MOST_PAIRS < EXPERTS ? MOST_PAIRS : EXPERTS;
 constexpr int MOST_LOTS = (MOST_PAIRS + MOST_TOUCHED * (MOST_ROWS - 1)) / MOST_ROWS;
+
+// What the router hands on: which experts a token passes, and what it gives to each.
+struct Routed {
+  const u32* experts;    // [tokens, SLOTS]
+  const float* weights;  // [tokens, SLOTS]
+
+  // pair: token * SLOTS + slot
+  __device__ __forceinline__ u32 expert_of(int pair) const { return load_stored(experts + pair); }
+  __device__ __forceinline__ float weight_of(int pair) const {
+    return __uint_as_float(load_stored(reinterpret_cast<const u32*>(weights) + pair));
+  }
+};
 
 struct Lots {
   int count;

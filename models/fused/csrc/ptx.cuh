@@ -107,12 +107,6 @@ __device__ __forceinline__ void store_shared(u32 to, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_quad(u32 to, const Quad& quad) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(quad.part[0]), "r"(quad.part[1]), "r"(quad.part[2]),
-               "r"(quad.part[3])
-               : "memory");
-}
-
 // --- global memory ---
 
 __device__ __forceinline__ Quad load_constant_quad(const void* from) {
@@ -134,15 +128,6 @@ __device__ __forceinline__ u32 load_stored(const u32* from) {
   u32 value;
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
-}
-
-__device__ __forceinline__ Quad load_stored_quad(const void* from) {
-  Quad quad;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(quad.part[0]), "=r"(quad.part[1]), "=r"(quad.part[2]), "=r"(quad.part[3])
-               : "l"(from)
-               : "memory");
-  return quad;
 }
 
 __device__ __forceinline__ int add_arrivals(int* to, int count) {
@@ -205,17 +190,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   }
 }
 
-// Likewise, and see what threads of other blocks of the cluster have stored before they arrived.
-__device__ __forceinline__ void barrier_wait_for_cluster(u32 barrier, u32 parity) {
-  u32 done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  }
-}
-
 // Among so many threads, by number.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -240,34 +214,16 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The same in two: threads go on until they wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_await() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-// An address of this block's shared memory, in that of another block of the cluster.
-__device__ __forceinline__ u32 address_of_block(u32 own, int block) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(block));
-  return there;
-}
-
+// What lies at an address of this block's shared memory, in that of another block of the cluster.
 __device__ __forceinline__ Floats load_floats_of_block(u32 from, int block) {
-  const u32 there = address_of_block(from, block);
+  u32 there;
   Floats four;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(from), "r"(block));
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(four.part[0]), "=f"(four.part[1]), "=f"(four.part[2]), "=f"(four.part[3])
                : "r"(there)
                : "memory");
   return four;
-}
-
-__device__ __forceinline__ void store_of_block(u32 to, int block, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_of_block(to, block)), "f"(value) : "memory");
-}
-
-// At another block's barrier; what this thread has stored before is seen there by barrier_wait_for_cluster.
-__device__ __forceinline__ void arrive_of_block(u32 barrier, int block) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_of_block(barrier, block)) : "memory");
 }
 
 // --- programmatic dependent launch ---

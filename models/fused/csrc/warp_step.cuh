@@ -1,26 +1,20 @@
-// What one warp of few_rows.cu, expert_rows.cu and expert_token.cu does: its slices of x in shared memory, and a step of its products.
+// What one warp of few_rows.cu and expert_rows.cu does: its slices of x in shared memory, and a step of its products.
 #pragma once
 
 #include "product.cuh"
-
-#ifndef SHARING  // blocks of threads of a cluster, each with a part of the slices of every row
-#define SHARING 1
-#endif
 
 namespace fused {
 
 constexpr int WARP_OUT = GATED ? 8 * TILES : 16 * TILES;  // rows of y in a tile; GATED: from twice as many of W
 constexpr int INPUT_BYTES = HALVES * MOST_ROWS * 128;     // of x, the columns of a slice
 constexpr int STEP_BYTES = SLICE_BYTES + (KEPT ? 0 : INPUT_BYTES);  // KEPT: x is no part of the ring
-constexpr int ALONG = WARPS * SHARING;                    // warps side by side along K
-constexpr int STEPS = (SLICES + ALONG - 1) / ALONG;       // slices of a warp in a tile
+constexpr int STEPS = (SLICES + WARPS - 1) / WARPS;       // slices of a warp in a tile
 constexpr int SUM_ROW = PART_ROWS + 4;                    // floats: threads of a warp store to different banks
 constexpr int SUMS = WARPS * MOST_ROWS * SUM_ROW;         // of one tile; two are kept
 constexpr int FINISHERS = MOST_ROWS == 1 ? 1 : 4;         // warps that finish tiles
 constexpr int FINISHING = FINISHERS * 32;
 constexpr int THREADS = WARPS * 32 + FINISHING;
-constexpr int SHARE = MOST_ROWS / SHARING;                // rows of x whose sums a block finishes
-constexpr int OUTPUTS = (WARP_OUT * SHARE + FINISHING - 1) / FINISHING;  // of a thread
+constexpr int OUTPUTS = (WARP_OUT * MOST_ROWS + FINISHING - 1) / FINISHING;  // of a thread
 
 // Where in W the 16 rows of a part begin. out: the tile's first row of y. Tiles may reach beyond N, but no part does.
 __device__ __forceinline__ int first_row(int out, int part) {

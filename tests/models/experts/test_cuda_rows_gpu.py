@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
-from headway.backends.probe import UNTRIED
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.forms import forms_of
 from headway.models.experts.routing import Routing
@@ -124,7 +122,6 @@ def test_experts_may_have_no_one_and_many_tokens(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tokens_bits_depend_on_neither_the_others_nor_the_lots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(UNTRIED, raising=False)  # the sums of expert_token.cu have another order
     given = Given(monkeypatch, "mxfp4", "gpt_oss")
     x = given.layer.draw(40, given.hidden).to(DEVICE, BF16)
 
@@ -142,77 +139,21 @@ def test_a_tokens_bits_depend_on_neither_the_others_nor_the_lots(monkeypatch: py
 def test_a_graph_gives_the_same_bits_for_other_tokens_than_it_was_captured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     given = Given(monkeypatch, "fp8 blocks", "qwen3")
     for method in [way for way in given.methods if way.takes(12, BF16)]:
-        replay(given, computing(given, method), 12)
+        replay(given, method)
 
 
-def computing(given: Given, method: Method) -> Callable[[Tensor], None]:
-    """A layer by one method, in place."""
-    return lambda y: method.add(y, method.route(y, given.norm, given.weights), given.weights)
-
-
-def replay(given: Given, layer: Callable[[Tensor], object], count: int) -> None:
+def replay(given: Given, method: Method) -> None:
     """Capture two layers, one after the other, and replay them for other tokens."""
-    x = given.layer.draw(count, given.hidden).to(DEVICE, BF16)
-    y, eager = x.flip(1).contiguous(), x.clone()
-    layer(eager)
+    x = given.layer.draw(12, given.hidden).to(DEVICE, BF16)
+    y, eager = x.flip(0).contiguous(), x.clone()
+    method.add(eager, method.route(eager, given.norm, given.weights), given.weights)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         for _ in range(2):  # the second starts while the first ends
-            layer(y)
-    layer(eager)
+            method.add(y, method.route(y, given.norm, given.weights), given.weights)
+    method.add(eager, method.route(eager, given.norm, given.weights), given.weights)
     for _ in range(3):
         y.copy_(x)
         graph.replay()
         assert torch.equal(y, eager)
-
-
-@pytest.fixture
-def leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let expert_token.cu take part."""
-    if torch.cuda.get_device_capability(DEVICE) < (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    monkeypatch.setenv(UNTRIED, "1")
-
-
-@pytest.mark.usefixtures("leave")
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_single_tokens_own_kernel_is_right(monkeypatch: pytest.MonkeyPatch, form: str, shape: str) -> None:
-    if not read(form, shape):
-        return
-    given = Given(monkeypatch, form, shape)
-    config = given.layer.config
-    for _ in range(3):
-        given.check(given.layer.draw(1, given.hidden))
-    if config.num_shared == 0:
-        given.check(given.layer.draw(1, given.hidden), torch.randperm(config.num_experts)[None, : config.top_k])
-
-
-@pytest.mark.usefixtures("leave")
-@pytest.mark.parametrize("form", ["fp8 blocks", "int4, zeros"])
-def test_a_single_tokens_own_kernel_in_float16(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    given = Given(monkeypatch, form, "qwen3", torch.float16)
-    given.check(given.layer.draw(1, given.hidden))
-
-
-@pytest.mark.usefixtures("leave")
-def test_a_single_token_alone_has_its_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Given(monkeypatch, "fp8 blocks", "qwen3")
-    layer = computing(given, next(way for way in given.methods if way.name == "cuda.rows8"))
-    for count in (1, 2):
-        y = given.layer.draw(count, given.hidden).to(DEVICE, BF16)
-        layer(y)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            layer(y)
-            torch.cuda.synchronize()
-        assert any("expert_token" in event.key for event in profile.key_averages()) == (count == 1)
-
-
-@pytest.mark.usefixtures("leave")
-@pytest.mark.parametrize(("form", "shape"), [("fp8 blocks", "qwen3"), ("mxfp4", "gpt-oss-20b"), ("fp8 blocks", "shared")])
-def test_a_layer_of_a_single_token_in_a_graph(monkeypatch: pytest.MonkeyPatch, form: str, shape: str) -> None:
-    given = Given(monkeypatch, form, shape)
-    layer = given.kind.layer(given.weights, given.norm)
-    assert given.kind.method_for(1).name == "cuda.rows8"
-    replay(given, layer, 1)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubin_registers import blocks_that_fit, most_local_bytes
+from cubin_registers import blocks_that_fit
 from headway.backends.nvrtc.compiler import find_compiler
 from headway.models.fused.cuda_arranged import arranged, computes
-from headway.models.fused.cuda_cuts import few_rows_bytes, few_rows_cut, few_rows_pairs_cut, fitted, most_rows_of, shared_rows_cut
+from headway.models.fused.cuda_cuts import few_rows_cut, fitted, most_rows_of, shared_rows_cut
 from headway.models.fused.cuda_variant import CudaVariant
 from headway.models.fused.quantized import weight_bytes
 from headway.models.quantization.forms import Float8Weight, Int4Weight, QuantizedWeight
@@ -131,36 +131,6 @@ def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capabil
         assert replace(variant, cut=cut).needed_bytes <= room, capability
         assert cut.stages >= 2
         assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
-
-
-@pytest.mark.parametrize("rows", [2, 8, 9, 16])
-@pytest.mark.parametrize("form", READ)
-def test_pairs_read_less_and_fill_one_round(form: str, rows: int) -> None:
-    """4096 x 14336 and its like, where x does not fit; where it does, or the product is large, nothing is shared."""
-    for out, columns in ((4096, 14336), (2048, 16384), (4096, 12288)):
-        described = weight_bytes(shape_of(form, out, columns))
-        assert described is not None
-        cut, most = few_rows_pairs_cut(described, rows, out, False, MULTIPROCESSORS), most_rows_of(rows)
-        assert cut.sharing == 2
-        assert cut.tiles == out // 1024
-        assert few_rows_bytes(described, most, cut) <= SHARED_BYTES
-        assert few_rows_pairs_cut(described, rows, out, True, MULTIPROCESSORS).sharing == 1
-    for out, columns in ((4096, 4096), (28672, 14336)):
-        described = weight_bytes(shape_of(form, out, columns))
-        assert described is not None
-        assert few_rows_pairs_cut(described, rows, out, False, MULTIPROCESSORS).sharing == 1
-
-
-@pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
-@pytest.mark.parametrize("rows", [8, 16])
-def test_pairs_compile_without_spills(form: str, rows: int) -> None:
-    compiler, support = find_compiler()
-    assert compiler is not None, str(support)
-    variant = variant_of(shape_of(form, 4096, 14336), rows)
-    cut = few_rows_pairs_cut(variant.weight, rows, 4096, False, MULTIPROCESSORS)
-    source = replace(variant, cut=cut, norm=None, bias=False).source.compile("sm_90a", compiler)
-    assert blocks_that_fit(source, variant.threads) >= 1
-    assert not most_local_bytes(source)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])

@@ -63,15 +63,6 @@ def test_x_that_is_kept_for_all_tiles(rows: int, warps: int, order: int) -> None
     check("fp8 rows", rows, cut, shape=(448, 832), gated=True, order=order)
 
 
-@pytest.mark.parametrize(("rows", "sharing", "order"), [(6, 2, 0), (13, 2, 1), (13, 4, 2)])
-def test_blocks_that_share_a_sum_of_few_rows(rows: int, sharing: int, order: int) -> None:
-    """Several tiles for each cluster, slices that do not divide evenly, and what is given from block to block."""
-    cut = fixed(tiles=2, warps=3, stages=3, splits=0, sharing=sharing)
-    check("int4 of 64 with zeros", rows, cut, shape=(224, 1152), add=True, bias=True, order=order)
-    check("fp8 rows", rows, cut, shape=(448, 832), norm=True, gated=True, order=order)
-    check("mxfp4", rows, fixed(tiles=2, warps=2, stages=2, splits=0, sharing=sharing, kept=True), shape=(96, 1024), order=order)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "order"), [(1, 0), (6, 1), (13, 2)])
 @pytest.mark.parametrize("form", [form for form in WAYS if form != "int4 of 32 in another order"])

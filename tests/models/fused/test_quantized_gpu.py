@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.backends.probe import UNTRIED
 from headway.models.linear import Linear
-from headway.models.operations import Heads, Norm, TorchOperations
+from headway.models.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS as PLAIN_FORMS
 from quantized_weights import int4, moved
@@ -183,50 +182,6 @@ def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, for
         (kernel(x.cuda(), linear, add_to=y.cuda()), y.double() + x.double() @ wide),
     ):
         assert float((found.cpu().double() - expected).norm() / expected.norm()) < COARSE
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("rows", [2, 8, 9, 16])
-@pytest.mark.parametrize("form", FORMS)
-def test_pairs_of_blocks_share_a_sum(form: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule's cuts, and the same bits in a graph."""
-    from headway.models.fused.quantized_ways import QuantizedWays
-
-    monkeypatch.setenv(UNTRIED, "1")
-    generator = torch.Generator().manual_seed(rows)
-    for shape in (4096, 14336), (2048, 16384):
-        weight = FORMS[form](torch.randn(shape, generator=generator))
-        linear, ways = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), QuantizedWays(torch.device("cuda"))
-        way, x = ways.ways["few_rows pairs"], torch.randn(rows, shape[1], generator=generator).bfloat16().cuda()
-        support = way.takes(torch.bfloat16, linear.weight)
-        assert support, str(support)
-        exact = x.double() @ moved(weight, "cuda").dequantized(torch.float64).t()
-        y = way(x, linear)
-        assert float((y.double() - exact).norm() / exact.norm()) < 6e-3, shape
-        assert_graphs_repeat(way, x, linear, y)
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("sharing", [2, 4])
-@pytest.mark.parametrize("rows", [5, 16])
-def test_what_stands_around_a_product_whose_sum_is_shared(rows: int, sharing: int) -> None:
-    """A norm and a gate, a sum, and heads that are rotated, in many tiles for each cluster, beside blocks that share nothing."""
-    from headway.models.fused.cuda_cuts import CudaCut
-    from headway.models.fused.cuda_products import CudaProducts
-
-    device, generator = torch.device("cuda"), torch.Generator().manual_seed(rows)
-    weight = FORMS["int4 of 128"](torch.randn(6144, 2048, generator=generator) * 0.02)
-    linear, norm = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), Norm(torch.randn(2048).bfloat16().cuda(), 1e-6)
-    x, y = torch.randn(rows, 2048).bfloat16().cuda(), torch.randn(rows, 6144).bfloat16().cuda()
-    head_norm = Norm(torch.randn(128).bfloat16().cuda(), 1e-6)
-    heads, rope = Heads(32, 8, 128, head_norm, head_norm), (torch.rand(rows, 64).cuda(), torch.rand(rows, 64).cuda())
-    found = []
-    for count in (1, sharing):
-        kernel = CudaProducts(device, lambda *_, count=count: CudaCut(2, 4, 3, sharing=count))
-        gated = kernel(x, linear, norm, gated=True, activation="silu")
-        found.append((gated, kernel(x, linear, add_to=y.clone()), kernel(x, linear, norm, rotated=(heads, rope))))
-    for alone, shared in zip(*found, strict=True):
-        assert float((alone.double() - shared.double()).norm() / alone.double().norm()) < 6e-3
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])

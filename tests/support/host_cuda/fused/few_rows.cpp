@@ -13,5 +13,5 @@ extern "C" int run(const void* pointers, float eps, float head_eps, int rows, in
   epsilon = eps, head_epsilon = head_eps, number = rows, number_of_tiles = tiles;
   host::know(tensors, sizes, count);
   const auto kernel = +[] { few_rows(p, epsilon, head_epsilon, number, number_of_tiles); };
-  return host::run(kernel, blocks, SHARING, threads, shared_bytes, order, SHARING > 1);
+  return host::run(kernel, blocks, 1, threads, shared_bytes, order);
 }

@@ -64,7 +64,6 @@ T load_stored(const T* from) {
   host::check(from, sizeof(T));
   return *from;
 }
-inline Quad load_stored_quad(const void* from) { return load_constant_quad(from); }
 inline int add_arrivals(int* to, int count) {
   host::check(to, 4);
   return (*to += count) - count;
@@ -75,10 +74,7 @@ void store_shared(u32 to, T value) {
   std::memcpy(host::shared(to, sizeof(T)), &value, sizeof(T));
 }
 
-inline void store_quad(u32 to, const Quad& quad) { std::memcpy(host::shared(to, 16), &quad, 16); }
-
 using host::barrier_arrive, host::barrier_expect, host::barrier_init, host::barrier_wait;
-inline void barrier_wait_for_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline void barriers_ready() {}
 inline void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   if (bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) host::fail("a copy in bulk that is not of whole 16 bytes");
@@ -116,16 +112,6 @@ inline void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 bar
 }
 
 inline void cluster_wait() { host::wait_for_cluster(); }
-inline void cluster_arrive() {}
-inline void cluster_await() { host::wait_for_cluster(); }
-inline void store_of_block(u32 to, int block, float value) {
-  const host::InBlock there(block);
-  store_shared(to, value);
-}
-inline void arrive_of_block(u32 barrier, int block) {
-  const host::InBlock there(block);
-  barrier_arrive(barrier);
-}
 inline Floats load_floats_of_block(u32 from, int block) {
   Floats four;
   host::shared(from, 16);
