@@ -101,8 +101,8 @@ def weight_points() -> list[MeasuredPoint]:
             model = path.stem.removeprefix("weights-").removesuffix(f"-{form}")
             for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
                 shape = (model, None, cell["batch_size"], cell["input_len"], cell["output_len"])
-                figure = ("per_token_ms", cell["time_per_output_token_ms"], path.name)
-                found.append(MeasuredPoint(*shape, *figure, gpu="h100", weights=weights))
+                measured = cell["time_per_output_token_ms"]
+                found.append(MeasuredPoint(*shape, "per_token_ms", measured, path.name, gpu="h100", weights=weights))
     return found
 
 
