@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from headway.bench.studies.cuda_cuts import KERNELS, cuts
+from headway.bench.studies.cuda_cuts import KERNELS, cuda_cuts, cuts
+from headway.core.contract.errors import ConfigError
 from headway.models.fused.cuda_products import CudaProducts
 from headway.models.fused.quantized_choice import FEW
 from headway.models.fused.quantized_ways import QuantizedWays
@@ -25,19 +25,17 @@ def test_every_cut_is_named_once_and_is_one_of_the_kernels(kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("what", "options", "said"),
     [
-        (["products"], "cuda_cuts: needs a CUDA GPU, got none"),
-        (["tiles"], "WHAT: needs one of products, experts, got tiles"),
-        (["products", "--kernel", "marlin"], "--kernel: needs one of few_rows, shared_rows, w8a8, got marlin"),
-        (["products", "--shape", "64"], "--shape: needs out_features x in_features, such as 4096x14336, got '64'"),
-        (["experts", "--lots", "8,9"], "--lots: needs of 8, 16, 32, 64, got 9"),
+        ("products", {}, "cuda_cuts: needs a CUDA GPU, got none"),
+        ("tiles", {}, "WHAT: needs one of products, experts, got tiles"),
+        ("products", {"kernel": "marlin"}, "--kernel: needs one of few_rows, shared_rows, w8a8, got marlin"),
+        ("products", {"shape": "64"}, "--shape: needs out_features x in_features, such as 4096x14336, got '64'"),
+        ("experts", {"lots": "8,9"}, "--lots: needs of 8, 16, 32, 64, got 9"),
     ],
 )
-def test_what_it_needs_is_said_in_a_line(arguments: list[str], said: str) -> None:
+def test_what_it_needs_is_said(what: str, options: dict[str, str], said: str) -> None:
     if torch.cuda.is_available() and "GPU" in said:
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-P", "-m", "headway.bench.studies.cuda_cuts", "--shape", "64x64", "--form", "int4", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert ran.stderr == f"headway: error: {said}\n"
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        cuda_cuts(what, **{"shape": "64x64", "form": "int4", **options})
