@@ -1,5 +1,5 @@
 """What is here: functions of libraries, found by importing them and never by a version, the GPU's capability, and leave for
-kernels that no GPU has run yet."""
+kernels whose answers no GPU has been asked for yet."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from headway.core.contract.support import YES, Support
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """What tensor-core attention libraries take."""
 UNTRIED = "HEADWAY_UNTRIED_KERNELS"
-"""The variable that lets kernels take part which no GPU has run, if it is 1."""
+"""The variable that lets kernels take part whose answers have been compared on the host alone, if it is 1."""
 
 
 def untried() -> Support:
-    """Whether kernels of ours take part that have been tried on the host alone, and on no GPU: a fault could hang a start."""
+    """Whether kernels of ours take part whose answers have been compared with exact ones on the host alone, and on no GPU."""
     if os.environ.get(UNTRIED) == "1":
         return YES
-    return Support.no("kernel", "to have run on a GPU, which this one has not yet", "none", f"{UNTRIED}=1 lets it take part")
+    return Support.no("kernel", "answers that were compared on a GPU", "compared on the host alone", f"{UNTRIED}=1 lets it take part")
 
 
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:

@@ -1,4 +1,4 @@
-"""Kernels that no GPU has run take part where they are asked for, and say why not elsewhere."""
+"""Kernels whose answers were compared on the host alone take part where they are asked for, and say why not elsewhere."""
 
 from __future__ import annotations
 
