@@ -54,7 +54,10 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "fp8": {**_COMPRESSED, "format": "float-quantized", "config_groups": _group(_ROWS, _TOKENS)},
     "fp8-blocks": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "w4a16": {**_COMPRESSED, "format": "pack-quantized", "config_groups": _group(_GROUPS, None)},
-    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+    "mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    },
 }
 """Name -> `quantization_config`, as RedHatAI's, Qwen's and OpenAI's checkpoints have it; None: weights in bfloat16."""
 STD: Final = 0.02
