@@ -45,7 +45,7 @@ def kit(name: str) -> Kit:
     ("name", "cell", "words"),
     [
         ("Raises", PLAIN, "ValueError: no kernel for this (hostile.py:"),
-        ("Leaks", PLAIN.plain("memory"), "keeps memory of every step"),
+        pytest.param("Leaks", PLAIN.plain("memory"), "keeps memory of every step", marks=pytest.mark.slow),
         ("AnyOption", PLAIN.plain("options"), "unknown options are silently ignored"),
         ("LooseTolerance", PLAIN.plain("tolerance"), "a tolerance that would let wrong answers pass"),
         ("WrongBeyond", PLAIN.plain("long", phase="long"), "those of more than 1,024 tokens"),

@@ -53,6 +53,7 @@ def test_every_tile_compiles(
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 
+@pytest.mark.slow
 def test_the_source_is_right_on_the_host() -> None:
     assert passed_in_the_interpreter(ON_THE_HOST) >= 5
 
