@@ -490,6 +490,7 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"stop": [""]},
         {"stop": [3]},
         {"stop": 3},
+        {"stop": ".", "detokenize": False},
         {"stop_token_ids": ["a"]},
         {"stop_token_ids": 3},
         {"min_tokens": 17},
@@ -522,6 +523,10 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
 def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
         SamplingParams(**wrong)
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
 
 
 @pytest.mark.parametrize(
