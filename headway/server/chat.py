@@ -29,7 +29,8 @@ class ChatAnswer(ChunkedAnswer):
         super().__init__(body, model, bool(body.logprobs))
         self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
         self._includes_reasoning = body.include_reasoning
-        content = body.messages[-1].get("content") if body.echo and body.messages else ""
+        last = body.messages[-1] if body.echo and body.messages else {}
+        content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
         self._make_reader: Callable[[], ChatReader | None] = lambda: None
         self._reasons = False

@@ -149,7 +149,7 @@ class ChatRequest(SamplingRequest):
     """Refused: a template is a program."""
     chat_template_kwargs: dict[str, Any] | None = None
     echo: bool = False
-    """Begin the answer with the last message, where it is continued."""
+    """Begin the answer with the last message, where it is the assistant's or is continued."""
 
     @property
     def most_tokens(self) -> int | None:

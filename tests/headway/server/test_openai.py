@@ -113,6 +113,17 @@ def test_echo_and_logprobs_cover_the_prompt(llm: LLM, served: Running, client: O
     assert text == choice.text
 
 
+def test_an_echo_of_a_chat_is_of_the_assistants_words_alone(served: Running, client: OpenAI) -> None:
+    begun = [*ASK, {"role": "assistant", "content": "the lazy"}]
+    goes_on = {"echo": True, "ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True}
+    asked = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+    plain = client.chat.completions.create(messages=ASK, **asked, extra_body={"ignore_eos": True}).choices[0].message.content
+    users = client.chat.completions.create(messages=ASK, **asked, extra_body={"echo": True, "ignore_eos": True})
+    assert users.choices[0].message.content == plain
+    own = client.chat.completions.create(messages=begun, **asked, extra_body=goes_on)
+    assert (own.choices[0].message.content or "").startswith("the lazy")
+
+
 def test_parameters_reach_the_engine(llm: LLM, served: Running, client: OpenAI) -> None:
     def text(**asked: object) -> str:
         return (
