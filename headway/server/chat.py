@@ -12,7 +12,7 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
-from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, usage
+from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.requests import ChatRequest
 
 log = logging.getLogger("headway")
@@ -145,7 +145,6 @@ class ChatAnswer(ChunkedAnswer):
                 **extras(self.body, new),
             )
             choices.append(choice)
-        more = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
         answer = ChatCompletion(
             id=self.id,
             object="chat.completion",
@@ -153,7 +152,7 @@ class ChatAnswer(ChunkedAnswer):
             model=self.model,
             choices=choices,
             usage=usage([(output, num_written(output))]),
-            **more,  # type: ignore[arg-type]
+            **prompt_extras(self.body, output),
         )
         return answer.model_dump_json(exclude_unset=True).encode()
 
