@@ -27,7 +27,7 @@ _ELSEWHERE: Final = {
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
     "stream_interval": "leave it out: LLM.stream yields after every step",
-    "spaces_between_special_tokens": "not supported: the tokenizer's own decoding is used; see skip_special_tokens",
+    "spaces_between_special_tokens": "True or False: tokenizers of the tokenizers library write no spaces there either way",
     "flat_logprobs": "not supported: logprobs come as dicts by token id",
     "logprob_token_ids": "not supported yet: logprobs=-1 returns those of all tokens",
     "prompt_logprob_token_ids": "not supported yet: prompt_logprobs=-1 returns those of all tokens",
@@ -40,7 +40,7 @@ _ELSEWHERE: Final = {
 }
 """Names that vLLM or transformers use -> what to write here."""
 _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
     "length_penalty": (1.0,),
     "stream_interval": (1,),

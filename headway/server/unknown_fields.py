@@ -37,6 +37,7 @@ _WITHOUT_EFFECT: Final = frozenset(
     (
         *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *("prediction", "length_penalty", "early_stopping", "request_id", "cache_salt", "betas", "guided_decoding_backend"),
+        "spaces_between_special_tokens",
     )
 )
 """Fields that change no answer here: who asks, how it is billed and kept, and parameters of beam search where none is run."""

@@ -525,8 +525,11 @@ def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any
         SamplingParams(**wrong)
 
 
-def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
-    assert SamplingParams(seed=-1) == SamplingParams()
+@pytest.mark.parametrize(
+    "asked", [{"seed": -1}, {"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": True}], ids=str
+)
+def test_values_of_vllms_that_ask_for_nothing_are_taken(asked: dict[str, Any]) -> None:
+    assert SamplingParams(**asked) == SamplingParams()
 
 
 @pytest.mark.parametrize(
