@@ -74,6 +74,8 @@ OPTIONS = {
         ["--pipeline-parallel-size", "2"],
         ("--pipeline-parallel-size", "not supported: tensor_parallel_size"),
     ),
+    "a flag of vLLM's server": (["--ssl-keyfile", "x"], ("--ssl-keyfile", "a proxy before the server can speak TLS")),
+    "a flag that changes nothing": (["--stream-interval", "4"], ("--stream-interval", "leave it out: it changes no answer")),
     "more ranks than cores": (["--tensor-parallel-size", "4096", "--device", "cpu"], ("tensor_parallel_size", "at most")),
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
