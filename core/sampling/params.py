@@ -95,7 +95,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this times the most likely one."""
     seed: int | None = None
-    """Makes the request's tokens repeatable whatever else runs beside it; None, or -1 as in vLLM: drawn from the engine's seed."""
+    """Makes the request's tokens repeatable whatever else runs beside it; None, or vLLM's -1: drawn from the engine's seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Texts that end the completion; they are cut off."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
