@@ -29,6 +29,8 @@ _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "c
 """Variables of templates that are arguments of transformers' apply_chat_template, too."""
 _RENDERING: Final = frozenset(("self", "messages", "conversations"))
 """Further names that transformers and Jinja use where they render a template."""
+_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part that is a text -> its field."""
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
 """A template that writes the parts of a message's content itself, one behind the other."""
 _CODE: Final = "<template>"
@@ -129,7 +131,7 @@ def _message(message: object, between: str) -> dict[str, Any]:
         raise PromptError("messages", need, got)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):  # OpenAI's parts
-        parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        parts = [part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part for part in content]
         texts = [text for text in parts if isinstance(text, str)]
         if len(texts) != len(content):
             raise PromptError("messages", need, "content with parts that are no texts")

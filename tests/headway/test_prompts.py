@@ -158,9 +158,11 @@ def test_messages_are_a_conversation(bos_tokenizer: Any) -> None:
     ],
 )
 def test_texts_of_a_message_are_lines_unless_the_template_joins_them(bos_tokenizer: Any, template: str, text: str) -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]}]
-    (prompt,) = parse_prompts(chat_prompt(bos_tokenizer, "tiny", messages, chat_template=template))
-    assert prompt.text == text
+    fox = ({"type": "text", "text": "fox"}, {"type": "output_text", "text": "fox"}, {"type": "refusal", "refusal": "fox"}, "fox")
+    for part in fox:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "the"}, part]}]
+        (prompt,) = parse_prompts(chat_prompt(bos_tokenizer, "tiny", messages, chat_template=template))
+        assert prompt.text == text
 
 
 @pytest.mark.parametrize(
