@@ -143,9 +143,6 @@ _ATTENTION: Final = {
 """vLLM's name of an attention backend -> Headway's."""
 
 
-_MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed", "worker_extension_cls")
-"""Options that Headway has under the same names, whose default in vLLM is None."""
-
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
@@ -153,20 +150,16 @@ _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
 
-    An option of vLLM's that is None asks for its default. own: names that Headway has. What is in none of the tables is
+    An option that is None asks for its default. own: names that Headway has. What is in none of the tables is
     returned as it is, to be refused.
 
     :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
     """
     kept: dict[str, Any] = {}
     for name, value in options.items():
-        if name in own:
-            asks_nothing = value is None and name in _MAY_BE_NONE
-        else:
-            asks_nothing = value is None or name in ANY_VALUE or _is_neutral(name, value)
-        if asks_nothing:
+        if value is None or (name not in own and (name in ANY_VALUE or _is_neutral(name, value))):
             continue
-        if name in _VALUES and value is not None:
+        if name in _VALUES:
             kept.update(_VALUES[name](value))
         else:
             kept[name] = value
