@@ -174,10 +174,16 @@ def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
 def prompt_extras(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
     """Fields about a prompt that vLLM adds, to the answer of a chat and to each choice of completions."""
     found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
-    if body.prompt_logprobs is not None:
-        places = output.prompt_logprobs or []
-        found["prompt_logprobs"] = [place and {str(token): _described(each) for token, each in place.items()} for place in places]
-    return found
+    return {**found, **prompt_logprobs(body, output)}
+
+
+def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
+    """The field of that name, as vLLM has it; empty where it was not asked for."""
+    if body.prompt_logprobs is None:
+        return {}
+    places = output.prompt_logprobs or []
+    told = [place and {str(token): _described(each) for token, each in place.items()} for place in places]
+    return {"prompt_logprobs": told}
 
 
 def _described(found: Logprob) -> dict[str, Any]:
