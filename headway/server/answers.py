@@ -182,8 +182,11 @@ def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, A
     if body.prompt_logprobs is None:
         return {}
     places = output.prompt_logprobs or []
-    told = [place and {str(token): _described(each) for token, each in place.items()} for place in places]
-    return {"prompt_logprobs": told}
+    return {"prompt_logprobs": [None if place is None else _by_token(place) for place in places]}
+
+
+def _by_token(place: LogprobsByToken) -> dict[str, Any]:
+    return {str(token): _described(found) for token, found in place.items()}
 
 
 def _described(found: Logprob) -> dict[str, Any]:
