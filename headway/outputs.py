@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 from headway.core.sampling.logprobs import Logprob
 
@@ -63,6 +65,26 @@ class RequestMetrics:
         return self.time_to_first_token
 
     @property
+    def queued_ts(self) -> float:
+        """This and the next three: the times by vLLM's names. The last token ends the request."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        """See `queued_ts`."""
+        return self.scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        """See `queued_ts`."""
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        """See `queued_ts`."""
+        return self.finished_time
+
+    @property
     def time_in_queue(self) -> float | None:
         """Seconds from arrival to the first step; None before it."""
         return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
@@ -71,6 +93,12 @@ class RequestMetrics:
 @dataclass
 class RequestOutput:
     """A prompt and its completions."""
+
+    encoder_prompt: ClassVar[None] = None
+    """This and the next three: fields of vLLM's, for models and engines that Headway does not have."""
+    encoder_prompt_token_ids: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[Mapping[str, object]] = MappingProxyType({})
+    kv_transfer_params: ClassVar[None] = None
 
     request_id: str
     prompt: str | None

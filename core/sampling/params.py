@@ -27,7 +27,7 @@ _ELSEWHERE: Final = {
     "length_penalty": _BEAMS,
     "early_stopping": _BEAMS,
     "stream_interval": "leave it out: LLM.stream yields after every step",
-    "spaces_between_special_tokens": "not supported: the tokenizer's own decoding is used; see skip_special_tokens",
+    "spaces_between_special_tokens": "True or False: tokenizers of the tokenizers library write no spaces there either way",
     "flat_logprobs": "not supported: logprobs come as dicts by token id",
     "logprob_token_ids": "not supported yet: logprobs=-1 returns those of all tokens",
     "prompt_logprob_token_ids": "not supported yet: prompt_logprobs=-1 returns those of all tokens",
@@ -40,7 +40,7 @@ _ELSEWHERE: Final = {
 }
 """Names that vLLM or transformers use -> what to write here."""
 _ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache", "skip_clone"), (False,)),
     "length_penalty": (1.0,),
     "stream_interval": (1,),
@@ -95,7 +95,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this times the most likely one."""
     seed: int | None = None
-    """Makes the request's tokens repeatable whatever else runs beside it; None: drawn from the engine's seed."""
+    """Makes the request's tokens repeatable whatever else runs beside it; None, or vLLM's -1: drawn from the engine's seed."""
     stop: tuple[str, ...] | list[str] | str | None = None
     """Texts that end the completion; they are cut off."""
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
@@ -151,6 +151,8 @@ class SamplingParams:
         self._need("top_k", _whole(self.top_k) and self.top_k >= -1, "a whole number of at least -1", "-1 keeps every token")
         self._need("min_p", _number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
         self._need("seed", self.seed is None or is_seed(self.seed), SEED_RANGE)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         penalty = self.repetition_penalty
         self._need("repetition_penalty", _number(penalty) and penalty > 0, "a number above 0", "1 changes nothing")
         self._need("repetition_penalty", 2.0**-100 <= penalty <= 2.0**100, "a number from 2**-100 to 2**100", "1 changes nothing")
@@ -164,6 +166,7 @@ class SamplingParams:
         self._need("output_kind", isinstance(self.output_kind, RequestOutputKind), f"one of {_OUTPUT_KINDS}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             self._need(name, isinstance(getattr(self, name), bool), "True or False")
+        self._need("stop", self.detokenize or not self.stop, "detokenize=True beside it", "stop_token_ids needs no text")
         known = all(callable(each) or isinstance(each, str) for each in self.logits_processors or ())
         self._need("logits_processors", known, "a list of functions, or of names that plugins registered")
         self.__dict__["_checked"] = True

@@ -32,7 +32,7 @@ from headway.cli.warm import warm
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown
-from headway.vllm_api.options import FLAGS
+from headway.vllm_api.options import ANY_VALUE, FLAGS
 
 _MOST_SAID = 400
 """Most characters of an error."""
@@ -64,7 +64,8 @@ class Command(TyperCommand):
                 raise
             option: str = error.option_name  # type: ignore[attr-defined]
             near = [name for name in error.possibilities or () if name.startswith("--")]
-            hint = FLAGS.get(option.lstrip("-").replace("-", "_"), "")
+            name = option.lstrip("-").replace("-", "_")
+            hint = FLAGS.get(name) or ("leave it out: it changes no answer here" if name in ANY_VALUE else "")
             hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
             raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
 

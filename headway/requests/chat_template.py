@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import FrameType
 from typing import Any, Final
@@ -28,6 +29,10 @@ _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "c
 """Variables of templates that are arguments of transformers' apply_chat_template, too."""
 _RENDERING: Final = frozenset(("self", "messages", "conversations"))
 """Further names that transformers and Jinja use where they render a template."""
+_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a part that is a text -> its field."""
+_READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
+"""A template that writes the parts of a message's content itself, one behind the other."""
 _CODE: Final = "<template>"
 """File name that Jinja gives to a template that came as a text."""
 
@@ -56,10 +61,12 @@ def chat_prompt(
     """
     if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
+    template = chat_template or template_text(tokenizer)
+    read = partial(_message, between="" if _READS_PARTS.search(template) else "\n")
     listed = (
         [{"role": "user", "content": messages}]
         if isinstance(messages, str)
-        else list(map(_message, prepared(list_of_messages(messages), chat_template or template_text(tokenizer))))
+        else list(map(read, prepared(list_of_messages(messages), template)))
     )
     if not listed:
         raise PromptError("messages", "at least one message", "none")
@@ -113,18 +120,22 @@ def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def _message(message: object) -> dict[str, Any]:
+def _message(message: object, between: str) -> dict[str, Any]:
+    """A message whose content is one text. between: the texts of its parts; a line break in vLLM, too.
+
+    :raises PromptError: it has no role, or content that is no text.
+    """
     need = 'a message such as {"role": "user", "content": "Hello"}'
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         got = "a mapping without a role" if isinstance(message, Mapping) else f"a {type(message).__name__}"
         raise PromptError("messages", need, got)
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):  # OpenAI's parts
-        parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        parts = [part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part for part in content]
         texts = [text for text in parts if isinstance(text, str)]
         if len(texts) != len(content):
             raise PromptError("messages", need, "content with parts that are no texts")
-        content = "".join(texts)
+        content = between.join(texts)
     if not isinstance(content, str):
         raise PromptError("messages", need, f"content of the type {type(content).__name__}")
     return {**message, "content": content}

@@ -99,7 +99,7 @@ def described(messages: Messages, tools: Sequence[Mapping[str, Any]], template: 
 def _joined(description: str, content: Any) -> Any:
     if isinstance(content, str):
         return f"{description}\n\n{content}"
-    return [{"type": "text", "text": f"{description}\n\n"}, *content] if isinstance(content, Sequence) else description
+    return [{"type": "text", "text": f"{description}\n"}, *content] if isinstance(content, Sequence) else description
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,5 +121,5 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(content: Any) -> str:
     if isinstance(content, Sequence) and not isinstance(content, str):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)

@@ -12,6 +12,7 @@ import orjson
 from openai.types import CompletionUsage
 from openai.types.completion_usage import PromptTokensDetails
 
+from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.step import NO_TOKEN_LEFT
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
@@ -85,8 +86,13 @@ class ChunkedAnswer(Answer):
     """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
 
     def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool) -> None:
-        """model: the name to answer by."""
+        """model: the name to answer by.
+
+        :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either.
+        """
         super().__init__(body, model)
+        if body.stream and body.prompt_logprobs:
+            raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
         options = body.stream_options
         self.includes_usage = options is not None and options.include_usage
         self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
@@ -163,6 +169,28 @@ def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
     if body.return_token_ids:
         found["token_ids"] = new.token_ids
     return found
+
+
+def prompt_extras(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
+    """Fields about a prompt that vLLM adds, to the answer of a chat and to each choice of completions."""
+    found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+    return {**found, **prompt_logprobs(body, output)}
+
+
+def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
+    """The field of that name, as vLLM has it; empty where it was not asked for."""
+    if body.prompt_logprobs is None:
+        return {}
+    places = output.prompt_logprobs or []
+    return {"prompt_logprobs": [None if place is None else _by_token(place) for place in places]}
+
+
+def _by_token(place: LogprobsByToken) -> dict[str, Any]:
+    return {str(token): _described(found) for token, found in place.items()}
+
+
+def _described(found: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
 
 
 LOWEST = -9999.0

@@ -12,7 +12,7 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
-from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, usage
+from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.requests import ChatRequest
 
 log = logging.getLogger("headway")
@@ -29,7 +29,8 @@ class ChatAnswer(ChunkedAnswer):
         super().__init__(body, model, bool(body.logprobs))
         self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
         self._includes_reasoning = body.include_reasoning
-        content = body.messages[-1].get("content") if body.echo and body.messages else ""
+        last = body.messages[-1] if body.echo and body.messages else {}
+        content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
         self._make_reader: Callable[[], ChatReader | None] = lambda: None
         self._reasons = False
@@ -144,7 +145,6 @@ class ChatAnswer(ChunkedAnswer):
                 **extras(self.body, new),
             )
             choices.append(choice)
-        more = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
         answer = ChatCompletion(
             id=self.id,
             object="chat.completion",
@@ -152,7 +152,7 @@ class ChatAnswer(ChunkedAnswer):
             model=self.model,
             choices=choices,
             usage=usage([(output, num_written(output))]),
-            **more,  # type: ignore[arg-type]
+            **prompt_extras(self.body, output),
         )
         return answer.model_dump_json(exclude_unset=True).encode()
 

@@ -9,7 +9,7 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.answers import ChunkedAnswer, completion_logprobs, extras, usage
+from headway.server.answers import ChunkedAnswer, completion_logprobs, extras, prompt_extras, usage
 from headway.server.requests import CompletionRequest
 
 
@@ -79,11 +79,9 @@ class CompletionAnswer(ChunkedAnswer):
             for new in output.outputs:
                 index = number * (self.body.n or 1) + new.index
                 text, before = self._prompt(index, output) if self._echo else ("", None)
-                choice = self.choice(index, new)
+                choice = {**self.choice(index, new), **prompt_extras(self.body, output)}
                 choice["text"] = text + choice["text"]
                 choice["logprobs"] = _joined(before, choice["logprobs"])
-                if self.body.return_token_ids:
-                    choice["prompt_token_ids"] = output.prompt_token_ids
                 choices.append(CompletionChoice(**choice))
                 written += 0 if self._prompt_only else len(new.token_ids)
             used.append((output, written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from headway.outputs import CompletionOutput
@@ -14,6 +15,11 @@ SHARED_FIELDS: Final = (
     *("structured_outputs", "split_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
 )
 """Fields of a chat that these APIs do not have and take all the same."""
+
+
+def text_parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """The content of a chat's message of these texts: one, or parts, which are joined as the chat template wants it."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
 
 
 class ConvertedAnswer(Answer):

@@ -10,7 +10,7 @@ import orjson
 
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
-from headway.server.answers import DONE, Answer, completion_logprobs, event
+from headway.server.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.errors import ApiError
 from headway.server.generate_requests import NativeRequest, TokensRequest
 from headway.server.requests import CompletionRequest
@@ -137,7 +137,8 @@ class TokensAnswer(Answer):
             }
             for each in outputs[0].outputs
         ]
-        return orjson.dumps({"request_id": self._asked.request_id or self.id, "choices": choices})
+        told = {"request_id": self._asked.request_id or self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
+        return orjson.dumps(told)
 
     def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:
         if self._most is None:

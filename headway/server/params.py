@@ -106,6 +106,8 @@ def _params(body: SamplingRequest, maker: ParamsMaker, most: int | None, logprob
     if body.stream_options is not None and not body.stream:
         raise ConfigError("stream_options", "stream=true beside it", "stream=false")
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+    if body.vllm_xargs is not None:
+        given["extra_args"] = body.vllm_xargs
     form = _form(body)
     if form is not None:
         given["structured_outputs"] = form
@@ -192,6 +194,9 @@ def template_kwargs(body: ChatRequest | TokenizeRequest | EmbeddingRequest) -> d
     given = dict(body.chat_template_kwargs or {})
     if body.chat_template is not None or "chat_template" in given:
         raise ConfigError("chat_template", "the model's own", "another", "leave it out")
+    documents = getattr(body, "documents", None)
+    if documents is not None:
+        given.setdefault("documents", documents)
     effort = getattr(body, "reasoning_effort", None)
     if effort is not None:
         given.setdefault("reasoning_effort", effort)

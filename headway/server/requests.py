@@ -81,6 +81,8 @@ class SamplingRequest(Fields):
     bad_words: Stops | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """`extra_args` of SamplingParams."""
     structured_outputs: dict[str, Any] | None = None
     """Fields of StructuredOutputsParams."""
     guided_json: str | dict[str, Any] | None = None
@@ -134,6 +136,8 @@ class ChatRequest(SamplingRequest):
     """None: "auto" where there are tools."""
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
+    modalities: list[Literal["text"]] | None = None
+    """Not read: answers are text."""
     reasoning_effort: str | None = None
     """A variable of the chat template; "none" also sets enable_thinking to false."""
     functions: list[Any] | None = None
@@ -148,8 +152,10 @@ class ChatRequest(SamplingRequest):
     chat_template: str | None = None
     """Refused: a template is a program."""
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    """A variable of the chat template: texts that the answer may rest on."""
     echo: bool = False
-    """Begin the answer with the last message, where it is continued."""
+    """Begin the answer with the last message, where it is the assistant's or is continued."""
 
     @property
     def most_tokens(self) -> int | None:

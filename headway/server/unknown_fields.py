@@ -26,13 +26,18 @@ _REFUSED: Final = {
     "function_call": "none; tool_choice has taken its place in OpenAI's API",
     "audio": "none, because models here write text",
     "web_search_options": "none, because this server searches nothing",
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "multi_modal_data"), "none, because models here read text alone"),
+    "lora_path": "none; the model that a request to /v1/completions names may be an adapter",
+    "custom_logit_processor": "none in a request; a server's are options of its engine",
+    "thinking_token_budget": "none; max_tokens bounds reasoning and answer together",
     "prompt_embeds": "none in a chat; /v1/completions takes them",
 }
-"""Fields of OpenAI's API and of vLLM's, old and new, without which the answer is another, and what they need here."""
+"""Fields of the APIs of OpenAI, vLLM and SGLang, old and new, without which the answer is another, and what they need here."""
 _WITHOUT_EFFECT: Final = frozenset(
     (
         *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         *("prediction", "length_penalty", "early_stopping", "request_id", "cache_salt", "betas", "guided_decoding_backend"),
+        "spaces_between_special_tokens",
     )
 )
 """Fields that change no answer here: who asks, how it is billed and kept, and parameters of beam search where none is run."""

@@ -68,7 +68,20 @@ FLAGS: Final = {
         "cudagraph_capture_sizes says what is captured; enforce_eager=True captures nothing",
     ),
     "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
-    "disable_log_requests": "leave it out: RequestOutput.metrics has the times of each request",
+    "enable_log_requests": "headway serve calls it log_requests",
+    **of_each("disable_log_requests no_enable_log_requests", "leave it out: --log-requests alone logs requests"),
+    **of_each(
+        "allowed_origins allowed_methods allowed_headers allow_credentials",
+        "not supported: a proxy before the server can send the headers of CORS",
+    ),
+    **of_each("ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs", "not supported: a proxy before the server can speak TLS"),
+    **of_each("root_path middleware uds", "not supported: a proxy before the server can do that"),
+    "chat_template_content_format": "leave it out: the template shows whether it reads texts or parts",
+    "default_chat_template_kwargs": "not supported: requests have chat_template_kwargs",
+    "enable_prompt_tokens_details": "leave it out: usage always has prompt_tokens_details",
+    "enable_force_include_usage": "not supported: requests have stream_options",
+    "return_tokens_as_token_ids": "not supported: requests have a field of this name",
+    "exclude_tools_when_tool_choice_none": "leave it out: tools are not shown where tool_choice is none",
     "long_prefill_token_threshold": "max_num_batched_tokens bounds the tokens of a step, and so the chunks of long prompts",
     "max_num_partial_prefills": "leave it out: max_num_batched_tokens bounds a step",
     "trust_remote_code": "leave it out: Headway never runs code that a model brings",
@@ -115,7 +128,7 @@ scheduler_reserve_full_isl served_model_name show_hidden_metrics_for_version ski
 tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size use_tqdm_on_load use_v2_block_manager
 video_pruning_rate
 """
-_ANY_VALUE: Final = frozenset(_HARMLESS.split())
+ANY_VALUE: Final = frozenset(_HARMLESS.split())
 """Options of vLLM's that can change neither an answer nor the memory of a model of text here: names of metrics and logs, ways of
 doing the same work, and details of features that are refused by the option which turns them on."""
 
@@ -130,9 +143,6 @@ _ATTENTION: Final = {
 """vLLM's name of an attention backend -> Headway's."""
 
 
-_MAY_BE_NONE: Final = ("enable_chunked_prefill", "enable_prefix_caching", "max_num_seqs", "seed", "worker_extension_cls")
-"""Options that Headway has under the same names, whose default in vLLM is None."""
-
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
@@ -140,20 +150,16 @@ _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
 
-    An option of vLLM's that is None asks for its default. own: names that Headway has. What is in none of the tables is
+    An option that is None asks for its default. own: names that Headway has. What is in none of the tables is
     returned as it is, to be refused.
 
     :raises ConfigError: an option of vLLM's with a value that Headway has no equal of.
     """
     kept: dict[str, Any] = {}
     for name, value in options.items():
-        if name in own:
-            asks_nothing = value is None and name in _MAY_BE_NONE
-        else:
-            asks_nothing = value is None or name in _ANY_VALUE or _is_neutral(name, value)
-        if asks_nothing:
+        if value is None or (name not in own and (name in ANY_VALUE or _is_neutral(name, value))):
             continue
-        if name in _VALUES and value is not None:
+        if name in _VALUES:
             kept.update(_VALUES[name](value))
         else:
             kept[name] = value
@@ -288,5 +294,5 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 }
 """Options of vLLM's -> what makes Headway's of them."""
 
-TAKEN: Final = frozenset(_ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
+TAKEN: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
 """Options of vLLM's that Headway takes, some of them at some values alone."""

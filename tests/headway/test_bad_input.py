@@ -74,6 +74,8 @@ OPTIONS = {
         ["--pipeline-parallel-size", "2"],
         ("--pipeline-parallel-size", "not supported: tensor_parallel_size"),
     ),
+    "a flag of vLLM's server": (["--ssl-keyfile", "x"], ("--ssl-keyfile", "a proxy before the server can speak TLS")),
+    "a flag that changes nothing": (["--stream-interval", "4"], ("--stream-interval", "leave it out: it changes no answer")),
     "more ranks than cores": (["--tensor-parallel-size", "4096", "--device", "cpu"], ("tensor_parallel_size", "at most")),
     "no chat template": (["--chat"], ("chat", "chat template", "leave --chat out")),
 }
@@ -490,6 +492,7 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"stop": [""]},
         {"stop": [3]},
         {"stop": 3},
+        {"stop": ".", "detokenize": False},
         {"stop_token_ids": ["a"]},
         {"stop_token_ids": 3},
         {"min_tokens": 17},
@@ -522,6 +525,13 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
 def test_bad_sampling_params_are_refused_when_they_are_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(wrong))}: needs "):
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"seed": -1}, {"spaces_between_special_tokens": False}, {"spaces_between_special_tokens": True}], ids=str
+)
+def test_values_of_vllms_that_ask_for_nothing_are_taken(asked: dict[str, Any]) -> None:
+    assert SamplingParams(**asked) == SamplingParams()
 
 
 @pytest.mark.parametrize(

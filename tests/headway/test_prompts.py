@@ -145,10 +145,24 @@ def test_a_chat_begins_with_one_bos(bos_tokenizer: Any) -> None:
 
 
 def test_messages_are_a_conversation(bos_tokenizer: Any) -> None:
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "fox"}]
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the fox"}]
     (prompt,) = parse_prompts(chat_prompt(bos_tokenizer, "tiny", messages, add_generation_prompt=False))
     assert prompt.text == "<eos>system: be brief\nuser: the fox\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "the\nfox"),
+        ("{% for m in messages %}{% for p in m['content'] %}{{ p.text or p }}{% endfor %}{% endfor %}", "thefox"),
+    ],
+)
+def test_texts_of_a_message_are_lines_unless_the_template_joins_them(bos_tokenizer: Any, template: str, text: str) -> None:
+    fox = ({"type": "text", "text": "fox"}, {"type": "output_text", "text": "fox"}, {"type": "refusal", "refusal": "fox"}, "fox")
+    for part in fox:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "the"}, part]}]
+        (prompt,) = parse_prompts(chat_prompt(bos_tokenizer, "tiny", messages, chat_template=template))
+        assert prompt.text == text
 
 
 @pytest.mark.parametrize(

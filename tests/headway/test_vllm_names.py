@@ -129,6 +129,10 @@ def test_options_are_flags_and_survive_asdict() -> None:
     assert EngineArgs(**vars(parser.parse_args([]))) == EngineArgs()
 
 
+def test_none_is_the_default_of_every_option() -> None:
+    assert EngineArgs(**dict.fromkeys(each.name for each in dataclasses.fields(EngineArgs))) == EngineArgs()
+
+
 def test_parameters_may_be_changed_and_are_checked_when_they_are() -> None:
     params = SamplingParams(stop="a", logit_bias={1: 2.0})
     copied = params.clone()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.converted import SHARED_FIELDS
+from headway.server.converted import SHARED_FIELDS, text_parts
 from headway.server.errors import ApiError
 from headway.server.requests import MOST_STOPS, ChatRequest
 from headway.server.unknown_fields import Fields
@@ -160,7 +160,7 @@ def _user(content: Content, place: str) -> list[dict[str, Any]]:
             texts.append(block["text"])
         else:
             raise _refused(at, "a text or tool_result block", block)
-    return [*results, {"role": "user", "content": "".join(texts)}] if texts or not results else results
+    return [*results, {"role": "user", "content": text_parts(texts)}] if texts or not results else results
 
 
 def _assistant(content: Content, place: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.converted import SHARED_FIELDS
+from headway.server.converted import SHARED_FIELDS, text_parts
 from headway.server.errors import ApiError
 from headway.server.requests import ChatRequest
 from headway.server.unknown_fields import Fields
@@ -165,7 +165,7 @@ def messages_of_items(items: Iterable[Item], first: int = 0) -> list[dict[str, A
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         elif kind == "message" and item.get("role") != "assistant":
             role = "system" if item.get("role") == "developer" else str(item.get("role"))
-            messages.append({"role": role, "content": _text(item.get("content"), f"{place}.content")})
+            messages.append({"role": role, "content": text_parts(_texts(item.get("content"), f"{place}.content"))})
         elif kind in ("message", "reasoning", "function_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -190,12 +190,17 @@ def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
 
 
 def _text(content: Any, place: str) -> str:
-    """The text of an item's content.
+    """The texts of an item's content as one. Raises as `_texts`."""
+    return "".join(_texts(content, place))
+
+
+def _texts(content: Any, place: str) -> list[str]:
+    """The texts of an item's content.
 
     :raises ApiError: it holds something else.
     """
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise ApiError(400, f"{place}: needs a text or a list of parts, got {type(content).__name__}", place)
     texts = []
@@ -205,7 +210,7 @@ def _text(content: Any, place: str) -> str:
         if kind not in _TEXTS or not isinstance(text, str):
             raise ApiError(400, f"{place}.{number}: needs a part that is a text, got {str(kind)[:60]!r}", f"{place}.{number}")
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_a_message_is_the_chat_of_its_conversation(served: Running, http: httpx.
     blocks = [{"type": "text", "text": "the quick"}, {"type": "text", "text": " fox"}]
     asked = {**BODY, "system": [{"type": "text", "text": "be brief"}], "messages": [{"role": "user", "content": blocks}]}
     message = http.post(PATH, json=asked).json()
-    same = chat(http, [{"role": "system", "content": "be brief"}, *ASK])
+    same = chat(http, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick\n fox"}])
     assert message["content"] == [{"type": "text", "text": same["choices"][0]["message"]["content"]}]
     assert (message["type"], message["role"], message["model"], message["id"][:4]) == ("message", "assistant", "tiny", "msg_")
     assert (message["stop_reason"], message["stop_sequence"]) == ("max_tokens", None)

@@ -11,7 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from headway import LLM
+from headway import LLM, SamplingParams
+from headway.server.params import ParamsMaker, completion_params, template_kwargs
+from headway.server.requests import ChatRequest, CompletionRequest
 from server_thread import Running, raw
 
 ASK = [{"role": "user", "content": "the quick fox"}]
@@ -78,6 +80,10 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a stream of a beam search": (TEXT, {"prompt": "a", "use_beam_search": True, "stream": True}, "stream"),
     "functions of old": (CHAT, {"messages": ASK, "functions": [{"name": "f"}]}, "functions"),
     "sound": (CHAT, {"messages": ASK, "audio": {"voice": "alloy"}}, "audio"),
+    "sound by its modality": (CHAT, {"messages": ASK, "modalities": ["text", "audio"]}, "modalities.1"),
+    "a budget of thoughts": (CHAT, {"messages": ASK, "thinking_token_budget": 5}, "thinking_token_budget"),
+    "a picture for SGLang": ("/generate", {"text": "a", "image_data": "x.png"}, "image_data"),
+    "an adapter for SGLang": ("/generate", {"text": "a", "lora_path": "x"}, "lora_path"),
     "two forms": (TEXT, {"prompt": "a", "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     "an unknown kind of form": (TEXT, {"prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs"),
     "an argument of a form's class": (TEXT, {"prompt": "a", "structured_outputs": {"self": 1}}, "structured_outputs"),
@@ -133,6 +139,15 @@ def test_unknown_fields_are_named_in_a_header(served: Running, http: httpx.Clien
         assert answer.status_code == 200
         assert answer.headers["x-headway-ignored"] == "frobnicate, bad??name"
     assert "x-headway-ignored" not in http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "user": "me"}).headers
+
+
+def test_arguments_of_templates_and_of_processors_are_passed_on() -> None:
+    passages = [{"title": "foxes", "text": "are quick"}]
+    assert template_kwargs(ChatRequest(messages=ASK, documents=passages)) == {"documents": passages}
+    own = template_kwargs(ChatRequest(messages=ASK, documents=passages, chat_template_kwargs={"documents": []}))
+    assert own == {"documents": []}
+    body = CompletionRequest(prompt="a", vllm_xargs={"target_token": 5})
+    assert completion_params(body, ParamsMaker(SamplingParams())).extra_args == {"target_token": 5}
 
 
 def test_forms_by_the_names_that_they_had_are_served(served: Running, http: httpx.Client) -> None:

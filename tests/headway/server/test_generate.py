@@ -118,10 +118,14 @@ def test_vllms_small_server_answers_prompt_and_completion(llm: LLM, http: httpx.
 
 def test_token_ids_come_for_token_ids(llm: LLM, http: httpx.Client) -> None:
     wanted = offline(llm, logprobs=1)
-    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "detokenize": False}
+    params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 1, "detokenize": False, "prompt_logprobs": 0}
     body = {"request_id": "mine", "token_ids": wanted.prompt_token_ids, "sampling_params": params}
     found = http.post("/inference/v1/generate", json=body).json()
-    assert found["request_id"] == "mine"
+    assert (found["request_id"], sorted(found)) == ("mine", ["choices", "prompt_logprobs", "request_id"])
+    assert [place and list(place) for place in found["prompt_logprobs"]] == [
+        None,
+        *([str(token)] for token in wanted.prompt_token_ids[1:]),
+    ]
     (choice,) = found["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == (wanted.outputs[0].token_ids, "length")
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]

@@ -113,6 +113,36 @@ def test_echo_and_logprobs_cover_the_prompt(llm: LLM, served: Running, client: O
     assert text == choice.text
 
 
+def test_log_probabilities_of_a_prompt_are_told_as_in_vllm(llm: LLM, served: Running, client: OpenAI, http: httpx.Client) -> None:
+    wanted = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    more = {"ignore_eos": True, "prompt_logprobs": 1}
+    (choice,) = client.completions.create(model="tiny", prompt="the quick", max_tokens=2, temperature=0, extra_body=more).choices
+    answer = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, temperature=0, extra_body=more)
+    (text,), (chat,) = llm.generate("the quick", wanted, use_tqdm=False), llm.chat(ASK, wanted, use_tqdm=False)
+    for found, output in ((choice, text), (answer, chat)):
+        first, *told = found.model_extra["prompt_logprobs"]  # type: ignore[index]
+        assert (first, len(told)) == (None, len(output.prompt_token_ids) - 1)
+        for place, (offline_place, token) in zip(
+            told, zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True), strict=True
+        ):
+            assert place[str(token)]["rank"] == offline_place[token].rank
+            assert place[str(token)]["logprob"] == pytest.approx(offline_place[token].logprob, abs=1e-4)
+            assert place[str(token)]["decoded_token"] == offline_place[token].decoded_token
+    refused = http.post("/v1/completions", json={"prompt": "the", "prompt_logprobs": 1, "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_an_echo_of_a_chat_is_of_the_assistants_words_alone(served: Running, client: OpenAI) -> None:
+    begun = [*ASK, {"role": "assistant", "content": "the lazy"}]
+    goes_on = {"echo": True, "ignore_eos": True, "add_generation_prompt": False, "continue_final_message": True}
+    asked = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+    plain = client.chat.completions.create(messages=ASK, **asked, extra_body={"ignore_eos": True}).choices[0].message.content
+    users = client.chat.completions.create(messages=ASK, **asked, extra_body={"echo": True, "ignore_eos": True})
+    assert users.choices[0].message.content == plain
+    own = client.chat.completions.create(messages=begun, **asked, extra_body=goes_on)
+    assert (own.choices[0].message.content or "").startswith("the lazy")
+
+
 def test_parameters_reach_the_engine(llm: LLM, served: Running, client: OpenAI) -> None:
     def text(**asked: object) -> str:
         return (

@@ -43,10 +43,10 @@ def chat(http: httpx.Client, messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_a_response_is_the_chat_of_its_items(served: Running, http: httpx.Client) -> None:
-    items = [{"role": "user", "content": [{"type": "input_text", "text": "the quick fox"}]}]
+    items = [{"role": "user", "content": [{"type": "input_text", "text": text} for text in ("the quick", "fox")]}]
     told = http.post(PATH, json={**BODY, "input": items, "instructions": "be brief", "metadata": {"a": "b"}}).json()
     response = responses.Response.model_validate(told)
-    same = chat(http, [{"role": "system", "content": "be brief"}, *ASK])
+    same = chat(http, [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick\nfox"}])
     assert response.output_text == same["choices"][0]["message"]["content"]
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.usage.input_tokens, response.usage.output_tokens) == (same["usage"]["prompt_tokens"], 8)
