@@ -27,7 +27,7 @@ def untried() -> Support:
     """Whether kernels of ours take part whose answers have been compared with exact ones on the host alone, and on no GPU."""
     if os.environ.get(UNTRIED) == "1":
         return YES
-    return Support.no("kernel", "answers that were compared on a GPU", "compared on the host alone", f"{UNTRIED}=1 lets it take part")
+    return Support.no("kernel", "answers compared on a GPU", "on the host alone", f"{UNTRIED}=1 lets it take part")
 
 
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:

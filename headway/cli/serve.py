@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,14 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Host that requests may name in the header Host; *.example.org: all below it. Repeatable; default: any.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Page whose scripts may ask this server in a browser (CORS), such as https://example.org; *: any. Repeatable, "
+            "or a list in JSON; default: none.",
             rich_help_panel=SERVER,
         ),
     ] = None,
@@ -192,6 +201,7 @@ def serve(
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
+        allowed_origins=_listed(allowed_origins or ()),
         generation_config=generation_config,
         chat_template=chat_template,
         tool_call_parser=tool_call_parser,
@@ -207,6 +217,23 @@ def serve(
     }
     sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
     _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _listed(given: Sequence[str]) -> tuple[str, ...]:
+    """What a repeatable option was given, a list in JSON taken apart.
+
+    :raises ConfigError: a text that begins as a list and is none of texts.
+    """
+    found: list[str] = []
+    for text in given:
+        try:
+            parts = json.loads(text) if text.startswith("[") else [text]
+        except ValueError:
+            parts = [None]
+        if not all(isinstance(part, str) for part in parts):
+            raise ConfigError("--allowed-origins", 'origins, or a list of them in JSON such as ["*"]', repr(text))
+        found += parts
+    return tuple(found)
 
 
 def _listen(

@@ -32,7 +32,7 @@ from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
 from headway.server.generate_routes import GenerateRoutes
 from headway.server.metrics import CONTENT_TYPE
-from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
+from headway.server.middleware import guard
 from headway.server.operator_routes import OperatorRoutes
 from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
@@ -66,11 +66,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
-    if service.options.api_key is None:
-        app.add_middleware(JsonMiddleware)
-    app.add_middleware(ApiKeyMiddleware, api_key=service.options.api_key, open_paths=OPEN_PATHS)
-    if service.options.allowed_hosts:
-        app.add_middleware(HostMiddleware, allowed=service.options.allowed_hosts)
+    guard(app, service.options, OPEN_PATHS)
     return app
 
 

@@ -6,9 +6,24 @@ import hmac
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final
 
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
 from headway.server.errors import ApiError
+from headway.server.options import ServerOptions
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str]) -> None:
+    """Put before an application what its options ask for. open_paths: need no key."""
+    if options.api_key is None:
+        app.add_middleware(JsonMiddleware)
+    app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=open_paths)
+    if options.allowed_origins:  # before the key: a browser asks for leave without one
+        app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    if options.allowed_hosts:
+        app.add_middleware(HostMiddleware, allowed=options.allowed_hosts)
 
 
 class ApiKeyMiddleware:
@@ -81,7 +96,7 @@ class JsonMiddleware:
     """ASGI middleware that refuses bodies that are not declared to be JSON; for servers without a key.
 
     A browser lets any page post texts and forms to any address, this machine's included. JSON it sends to another host only
-    where that host has agreed, which this server never does.
+    where that host has agreed, which this server does to pages of `allowed_origins` alone.
     """
 
     def __init__(self, app: App) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from headway.core.contract.errors import ConfigError
 
 LONGEST_TIME: Final = 10_000_000
 """Seconds that a limit of time may be, four months; event loops take no infinite ones."""
+_ORIGIN: Final = re.compile(r"https?://[^/\s,*]+")
 _TIMES: Final = ("request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout")
 
 
@@ -62,6 +64,8 @@ class ServerOptions:
     """Responses of /v1/responses that can be asked for again and continued; 0: none."""
     allowed_hosts: Sequence[str] = ()
     """Hosts that requests may name in the header Host, "*.example.org" for all below one; none: any."""
+    allowed_origins: Sequence[str] = ()
+    """Pages whose scripts a browser lets ask this server and read its answers (CORS), as "https://example.org"; "*": all."""
 
     generation_config: str = "auto"
     """Where parameters come from that a request leaves out: "auto": the model's generation_config.json; "vllm": none of it; or a
@@ -110,6 +114,10 @@ class ServerOptions:
             if not name or host.count(":") == 1 or set(name) & set("*/ ,"):
                 need = "names or addresses without ports, or *.NAME for all below one"
                 raise ConfigError("--allowed-hosts", need, repr(host), "repeat the option for each")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                need = '"*", or the scheme, name and port of a page, such as https://example.org or http://localhost:3000'
+                raise ConfigError("--allowed-origins", need, repr(origin), "repeat the option for each")
         _ = self.template_text  # a file that cannot be read is told of at once
         given = self.generation_config
         if given not in ("auto", "vllm") and not Path(given).is_dir():

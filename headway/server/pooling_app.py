@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.routes import BatchRoutes
-from headway.server.middleware import ApiKeyMiddleware, HostMiddleware, JsonMiddleware
+from headway.server.middleware import guard
 from headway.server.options import ServerOptions
 from headway.server.pooling_routes import PoolingRoutes
 from headway.version import __version__
@@ -26,9 +26,5 @@ def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = No
     app.state.routes, app.state.batches, app.state.line_answers = routes, batches, answers
     routes.add_to(app)
     batches.add_to(app)
-    if options.api_key is None:
-        app.add_middleware(JsonMiddleware)
-    app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=OPEN_PATHS)
-    if options.allowed_hosts:
-        app.add_middleware(HostMiddleware, allowed=options.allowed_hosts)
+    guard(app, options, OPEN_PATHS)
     return app

@@ -71,9 +71,10 @@ FLAGS: Final = {
     "enable_log_requests": "headway serve calls it log_requests",
     **of_each("disable_log_requests no_enable_log_requests", "leave it out: --log-requests alone logs requests"),
     **of_each(
-        "allowed_origins allowed_methods allowed_headers allow_credentials",
-        "not supported: a proxy before the server can send the headers of CORS",
+        "allowed_methods allowed_headers",
+        "leave it out: pages of --allowed-origins may use every method and header",
     ),
+    "allow_credentials": "leave it out: no path reads cookies; keys come in headers, which pages of --allowed-origins may send",
     **of_each("ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs", "not supported: a proxy before the server can speak TLS"),
     **of_each("root_path middleware uds", "not supported: a proxy before the server can do that"),
     "chat_template_content_format": "leave it out: the template shows whether it reads texts or parts",

@@ -41,6 +41,12 @@ REFUSED = {
     "half an address": ("bench serve --url http://[::1", "--url: needs a URL such as"),
     "bytes in an address": ("bench serve --url \udcff", "--url: needs a URL such as"),
     "another machine's address": ("serve no/such/model --host 192.0.2.1", "--host and --port: needs an address of"),
+    "pages in a list that is none": (
+        "serve smollm2 --allowed-origins [",
+        "needs origins, or a list of them in JSON",
+    ),
+    "pages of no text": ("serve smollm2 --allowed-origins [1]", "needs origins, or a list of them in JSON"),
+    "a page with a path": ('serve smollm2 --allowed-origins ["http://a/b"]', "--allowed-origins: needs"),
     "a proposer": ("serve smollm2 --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),
     "no limit": ("bench serve --goodput ttft:nan", "--goodput: needs limits"),

@@ -75,3 +75,44 @@ def test_a_page_cannot_post_without_a_body_either(served: Running) -> None:
     with served.connect() as sock:
         sock.sendall(raw("POST", TEXT, content_type="text/plain").replace(b"content-length: 0", b"transfer-encoding: chunked"))
         assert sock.recv(100).startswith(b"HTTP/1.1 415")
+
+
+PAGE, OTHER = "http://localhost:3000", "https://evil.example.org"
+ASKS = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+def test_scripts_of_a_page_that_is_allowed_may_ask(llm: LLM) -> None:
+    key = {"authorization": "Bearer secret", "content-type": "application/json"}
+    with running(llm, ServerOptions(api_key="secret", allowed_origins=(PAGE,))) as keyed:
+        url = f"{keyed.url}{TEXT}"
+        leave = httpx.options(url, headers={"origin": PAGE, **ASKS})  # a browser asks for leave without the key
+        assert leave.status_code == 200
+        assert leave.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in leave.headers["access-control-allow-methods"]
+        assert leave.headers["access-control-allow-headers"] == "authorization,content-type"
+        for body in (BODY, BODY[:-1] + b', "stream": true}', b"{"):  # an error, too, is read by the page
+            answer = httpx.post(url, content=body, headers={"origin": PAGE, **key})
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert answer.status_code == (400 if body == b"{" else 200)
+        refused = httpx.post(url, content=BODY, headers={"origin": PAGE, "content-type": "application/json"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
+        assert httpx.options(url, headers={"origin": OTHER, **ASKS}).status_code == 400
+        assert "access-control-allow-origin" not in httpx.post(url, content=BODY, headers={"origin": OTHER, **key}).headers
+
+
+def test_no_page_is_allowed_where_none_is_named(served: Running) -> None:
+    headers = {"origin": PAGE, "content-type": "application/json"}
+    assert "access-control-allow-origin" not in httpx.post(f"{served.url}{TEXT}", content=BODY, headers=headers).headers
+    assert "access-control-allow-origin" not in httpx.options(f"{served.url}{TEXT}", headers={"origin": PAGE, **ASKS}).headers
+
+
+def test_every_page_is_allowed_by_a_star(llm: LLM) -> None:
+    with running(llm, ServerOptions(allowed_origins=("*",))) as open_to_all:
+        answer = httpx.get(f"{open_to_all.url}/v1/models", headers={"origin": OTHER})
+        assert answer.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("origin", ["", "localhost:3000", "https://", "https://a/path", "https://*.example.org", "null"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-origins"):
+        ServerOptions(allowed_origins=(origin,))
