@@ -111,6 +111,7 @@ def strides(reading: Reading) -> Answers:
     row, dense, asked = reading.row, reading.wrong.dense, reading.wrong.asked
     if asked is not None:
         yield "ignores the strides of q", reading.attend(q=unstrided(asked)[-row.query_len :])
+        yield "ignores the strides of each sequence's q", reading.attend(q=unstrided(asked[-row.query_len :]))
     if dense is None or row.context:
         return
     k, v = (t[: row.query_len].double() for t in dense)
