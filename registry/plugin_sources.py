@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.core.contract.layout import LayoutInfo
+from headway.core.contract.layout import CacheLayout, LayoutInfo
 from headway.core.contract.state import StateLayout
 from headway.core.contract.state_backend import StateBackend, StateBackendInfo
 from headway.registry.hookspecs import hookimpl
@@ -214,7 +214,9 @@ class ClassPlugin:
         self._backend = backend
         known, writer = [info.layout for info in layouts.values()], next(iter(layouts.values())).load_writer
         claimed = getattr(backend.capabilities, "layouts", None) or ()
-        self._layouts = [LayoutInfo(layout, writer) for layout in claimed if layout not in known]
+        self._layouts = [
+            LayoutInfo(layout, writer) for layout in claimed if isinstance(layout, CacheLayout) and layout not in known
+        ]
 
     @hookimpl
     def headway_register_backends(self) -> list[BackendInfo]:

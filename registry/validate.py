@@ -84,7 +84,9 @@ def check_backend_info(info: BackendInfo | StateBackendInfo, plugin: str) -> Non
     _check_name(info.name, f"{plugin}: {kind}.name")
     oldest, where = (_OLDEST_STATES, "state backend") if isinstance(info, StateBackendInfo) else (_OLDEST, "backend")
     where = f"{plugin}: {where} {info.name!r}"
-    if type(info.api_version) is not int or not oldest <= info.api_version <= API_VERSION:
+    if type(info.api_version) is not int:
+        raise PluginError(f"{where}: {kind}.api_version must be a whole number, as {API_VERSION}, got {info.api_version!r}")
+    if not oldest <= info.api_version <= API_VERSION:
         accepted = f"{API_VERSION}" + f" and serves those for {oldest}" * (oldest < API_VERSION)
         raise PluginError(
             f"{where} is written for api_version {info.api_version}, Headway has {accepted}: "

@@ -31,7 +31,7 @@ class Wanted:
     layout: str = ""
     """A layout whose writer, check and gather are tried in place of a backend."""
     only: str = ""
-    """One check."""
+    """Checks, separated by commas; empty: all."""
     cell: str = ""
     """One cell, by its name."""
     in_process: bool = False
@@ -136,11 +136,11 @@ def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
         return [str(cell)]
     if not wanted.only:
         return list(cells)
-    picked = [cell for cell in cells if cell.partition(":")[0] == wanted.only]
-    if not picked:
-        known = ", ".join(dict.fromkeys(cell.partition(":")[0] for cell in cells))
-        raise ConfigError("--only", f"a check of this subject: {known}", repr(wanted.only))
-    return picked
+    only, known = wanted.only.split(","), dict.fromkeys(cell.partition(":")[0] for cell in cells)
+    for name in only:
+        if name not in known:
+            raise ConfigError("--only", f"checks of this subject: {', '.join(known)}", repr(name))
+    return [cell for cell in cells if cell.partition(":")[0] in only]
 
 
 def _version(owner: str) -> str:

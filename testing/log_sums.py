@@ -87,5 +87,5 @@ def _added(own: Tensor, right: Tensor, row: StepSequence) -> str:
 
 def _whole(numbers: Tensor) -> bool:
     """Whether these are one whole number above zero, but for rounding."""
-    number = round(float(numbers.median())) if len(numbers) else 0
-    return number > 0 and bool(((numbers - number).abs() < 0.2 * number).all())
+    number = numbers.median().round()
+    return bool((number > 0) & ((numbers - number).abs() < 0.2 * number).all())

@@ -50,6 +50,7 @@ def places(reading: Reading) -> Answers:
         following = (row.blocks[0] + torch.arange(len(row.blocks))) % count
         yield "assumes contiguous blocks: matches the blocks after the first", _over(row, following)
         yield "matches the first block read again and again", _over(row, torch.full((len(row.blocks),), row.blocks[0]))
+        yield "ignores the order of the block table: matches its blocks sorted", _over(row, torch.tensor(sorted(row.blocks)))
     yield "ignores the block table: matches blocks 0, 1, ...", _over(row, torch.arange(len(row.blocks)) % count)
     for before in dict.fromkeys(reading.wrong.earlier_blocks):
         kept = torch.tensor([*before, *[0] * len(row.blocks)])[: len(row.blocks)]
@@ -110,6 +111,7 @@ def strides(reading: Reading) -> Answers:
     row, dense, asked = reading.row, reading.wrong.dense, reading.wrong.asked
     if asked is not None:
         yield "ignores the strides of q", reading.attend(q=unstrided(asked)[-row.query_len :])
+        yield "ignores the strides of each sequence's q", reading.attend(q=unstrided(asked[-row.query_len :]))
     if dense is None or row.context:
         return
     k, v = (t[: row.query_len].double() for t in dense)

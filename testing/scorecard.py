@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ _SHOWN = 8
 """Failures shown in words, one of each kind; the rest are counted, and all are in the JSON file."""
 _UNEXPLAINED = 3
 """How many failures are shown of a kind that the kit has no word for."""
+_RAISED = re.compile(r"(\w+: .*)(\(\S+\.py:\d+\))$")
+"""What was raised, and where, at the end of a failure's reason."""
 
 
 def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) -> Iterator[Text]:
@@ -41,7 +44,7 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
         yield Text()
         left = _SHOWN
         for kind in _kinds(failed):
-            shown = kind[: min(left, 1 if kind[0].guess else _UNEXPLAINED)]
+            shown = kind[: min(left, 1 if kind[0].guess or _RAISED.search(kind[0].reason) else _UNEXPLAINED)]
             left -= len(shown)
             for cell in shown:
                 yield from _failure(report, cell, width)
@@ -180,10 +183,12 @@ def badge(report: CheckReport) -> str:
 
 
 def _kinds(failed: Sequence[CellResult]) -> list[list[CellResult]]:
-    """Failures by check and guess, whatever it depends on, in the order of the first of each."""
+    """Failures by what was raised and where, else by check and guess without what it depends on, in the order they came."""
     kinds: dict[tuple[str, str], list[CellResult]] = {}
     for cell in failed:
-        kinds.setdefault((cell.check, cell.guess.partition(";")[0]), []).append(cell)
+        raised = _RAISED.search(cell.reason)
+        kind = (re.sub(r"\d+", "0", raised[1]), raised[2]) if raised else (cell.check, cell.guess.partition(";")[0])
+        kinds.setdefault(kind, []).append(cell)
     return list(kinds.values())
 
 

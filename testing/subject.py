@@ -79,7 +79,7 @@ class Subject:
 
     def make(self, spec: AttentionSpec, layout: str, block_size: int, name: str = "") -> AttentionBackend:
         """An instance of the subject or of another backend."""
-        return self.registry.backend(name or self.name)(spec, self.layouts[layout], block_size)
+        return self.registry.backend(name or self.name)(spec, self.layouts[layout], block_size, {})
 
 
 def load_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:

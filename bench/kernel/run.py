@@ -178,7 +178,7 @@ def _contender(entry: Entry, case: Case, expected: Tensor | None, block_size: in
         if entry.peer is not None:
             return peer_contender(entry.peer, case, error)
         assert entry.backend is not None
-        return backend_contender(entry.backend(case.spec, case.cache.layout, block_size), case, error)
+        return backend_contender(entry.backend(case.spec, case.cache.layout, block_size, {}), case, error)
 
     return prepare
 

@@ -246,7 +246,7 @@ class AttentionBackend(ABC):
         q: [num_decode_tokens, num_heads, head_dim]; out: [num_decode_tokens, num_heads, v_head_dim]; lse: float32 [num_heads,
         num_decode_tokens], as in `prefill`.
 
-        Rows of padding sequences (length 0) must not disturb others; what is written to them is not read.
+        Rows of padding sequences (length 0) must not disturb others; they are left alone or set to zero.
         """
         raise NotImplementedError(f"{self.name} declares no decode")
 

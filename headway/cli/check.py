@@ -28,7 +28,7 @@ def check(
     model: Annotated[
         str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
     ] = "",
-    only: Annotated[str, typer.Option(help="Run one check, by its name in the scorecard.")] = "",
+    only: Annotated[str, typer.Option(help="Run these checks, by their names in the scorecard, comma-separated.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
     in_process: Annotated[
         bool,

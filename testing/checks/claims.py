@@ -38,6 +38,10 @@ def claims(stage: Stage, cell: CheckCell) -> str:
         _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
     _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
     _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
+    registered = stage.subject.layouts.values()
+    unknown = [layout.name for layout in said.layouts or () if layout not in registered]
+    brings = "one that is registered, or a hook headway_register_layouts() that brings it"
+    _need(bool(stage.claimed.rows) or not unknown, f"layouts has {', '.join(unknown)}, which nobody registers", brings)
     _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")
     spec = stage.claimed.spec(stage.claimed.rows[0][0])
     plain = stage.claimed.rows[0][0]

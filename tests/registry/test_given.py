@@ -89,6 +89,16 @@ def test_a_class_is_a_plugin_with_the_layouts_that_it_reads() -> None:
     assert callable(registry.layout("slots_outermost").load_writer(torch.device("cpu")))
 
 
+def test_a_class_whose_layouts_are_names_is_told_so() -> None:
+    class Named(Alone):
+        capabilities = Capabilities(phases=ALL_PHASES, layouts=("nhd",), devices=("cpu",))  # type: ignore[arg-type]
+
+    with pytest.raises(
+        HeadwayError, match=r"capabilities.layouts must be a tuple of CacheLayout, or None for any, got \('nhd',\)"
+    ):
+        registry_of(Named).backend("alone")
+
+
 BAD = {
     "missing.py": (None, ("missing.py", "there is no such file")),
     "folder": (None, ("'folder'", "FILE.py or FILE.py:CLASS")),

@@ -120,7 +120,7 @@ def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> 
         (Plugin([TorchStates]), "item 0 of headway_register_state_backends() must be a StateBackendInfo"),
         (Plugin([info(api_version=2)]), "state backend 'mine' is written for api_version 2, Headway has 3: install"),
         (Plugin([info(api_version=4)]), "state backend 'mine' is written for api_version 4, Headway has 3: install"),
-        (Plugin([info(api_version="3")]), "state backend 'mine' is written for api_version 3, Headway has 3"),
+        (Plugin([info(api_version="3")]), "StateBackendInfo.api_version must be a whole number, as 3, got '3'"),
         (Plugin([info("a b")]), "StateBackendInfo.name must be a text without blanks"),
         (Plugin([info(load=3)]), "state backend 'mine': StateBackendInfo.load must be callable, got 3"),
         (Plugin([info(extra=None)]), "state backend 'mine': StateBackendInfo.extra must be a text, got None"),

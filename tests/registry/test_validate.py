@@ -73,8 +73,8 @@ def refused(plugin: object) -> str:
         (Plugin([info(load=SDPA.name)]), "backend 'mine': BackendInfo.load must be callable"),
         (Plugin([info(summary=None)]), "backend 'mine': BackendInfo.summary must be a text, got None"),
         (Plugin([info(api_version=1)]), f"backend 'mine' is written for api_version 1, Headway has {API_VERSION}"),
-        (Plugin([info(api_version=True)]), f"backend 'mine' is written for api_version True, Headway has {API_VERSION}"),
-        (Plugin([info(api_version="2")]), f"backend 'mine' is written for api_version 2, Headway has {API_VERSION}"),
+        (Plugin([info(api_version=True)]), "BackendInfo.api_version must be a whole number, as 3, got True"),
+        (Plugin([info(api_version="2")]), "BackendInfo.api_version must be a whole number, as 3, got '2'"),
         (Plugin(layouts=[LayoutInfo(AXES, lambda device: write_rows)]), "LayoutInfo.layout must be a CacheLayout"),
         (
             Plugin(layouts=[LayoutInfo(CacheLayout("own", {"key": AXES, "value": AXES}), None)]),

@@ -27,6 +27,12 @@ class IgnoresTheTable(PlainBackend):
         return super().plan(replace(metadata, block_table=blocks.expand_as(metadata.block_table)))
 
 
+class SortsTheTable(PlainBackend):
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        used = blocks[: -(-kv_len // self.block_size)]
+        return super().rows(cache, used.sort().values, kv_len)
+
+
 class LeavesTheLastOut(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         right = out.clone()
@@ -59,6 +65,13 @@ class TakesQForOnePiece(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         strides = (q.shape[1] * q.shape[2], q.shape[2], 1)
         super().decode(q.as_strided(q.shape, strides, q.storage_offset()), cache, plan, out, lse)
+
+
+class TakesEachSequencesQForOnePiece(PlainBackend):
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
+        strides = (q.shape[1] * q.shape[2], q.shape[2], 1)
+        whole = q.as_strided(q.shape, strides, q.storage_offset())
+        return super().sequence(whole, keys, values, context, number, metadata)
 
 
 class HidesByANumber(PlainBackend):
@@ -127,6 +140,7 @@ def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("made", "feature", "words"),
     [
         (IgnoresTheTable, "none", "ignores the block table: matches blocks 0, 1, ..."),
+        (SortsTheTable, "none", "ignores the order of the block table: matches its blocks sorted"),
         (LeavesTheLastOut, "none", "leaves rows of `out` unwritten, or parts of them: of the last sequence of the step"),
         (KeepsElevenBits, "none", "float32 rounded to 11 bits"),
         (KeepsEightBits, "none", "float32 rounded to 8 bits"),
@@ -153,6 +167,7 @@ def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str
     ("made", "changes", "words"),
     [
         (TakesQForOnePiece, {}, "ignores the strides of q"),
+        (TakesEachSequencesQForOnePiece, {"phase": "extend"}, "ignores the strides of each sequence's q"),
         (HidesByANumber, {"phase": "extend", "scores": "low"}, "what hides them is no -inf"),
         (KeepsPlansByFirstBlocks, {"work": "again"}, "had in a step before: a plan that is kept too long"),
         (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
@@ -349,6 +364,20 @@ def test_a_mistake_of_a_class_is_named(
     made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_guessed(made, changes, words, monkeypatch)
+
+
+class GivesLogSumsFarOff(PlainBackend):
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q, cache, plan, out, lse)
+        if lse is not None:
+            lse.copy_(torch.linspace(400, 500, lse.numel()).view_as(lse))
+
+
+def test_log_sums_that_are_far_off_fail_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums themselves are then more than a whole number of 64 bits holds."""
+    monkeypatch.setitem(planted.PLANTED, "made", GivesLogSumsFarOff)
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, check="lse"))
+    assert result.reason.startswith("lse of sequence"), result
 
 
 MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}

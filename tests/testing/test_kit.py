@@ -319,6 +319,55 @@ def test_ctrl_c_shows_what_was_found(tmp_path: Path, hung: int, verdict: str) ->
     assert ("not tested" if hung == 1 else "1 of 2 failed") in (tmp_path / "badge.svg").read_text()
 
 
+def test_what_is_raised_at_one_place_is_shown_once_whatever_the_check() -> None:
+    reasons = [
+        "backend x failed in prefill (layer 0, q [382, 8, 64]): IndexError: index 9 is out of bounds (x.py:69)",
+        "raised IndexError: index 12 is out of bounds (x.py:69)",
+        "raised IndexError: index 9 is out of bounds (x.py:70)",
+    ]
+    made = kit("LeaksBetweenLayers").run(PLAIN)
+    cells = [made.model_copy(update={"cell": f"{number}", "reason": reasons[number % 2], "guess": ""}) for number in range(6)]
+    cells[1] = cells[1].model_copy(update={"check": "lse"})
+    cells += [cells[0].model_copy(update={"cell": "other place", "reason": reasons[2]})]
+    machine = machine_of(torch.device("cpu"))
+    report = CheckReport(target="x", subject="x", origin=Origin.here(), date="now", quick=True, machine=machine, cells=cells)
+    lines = [line.plain for line in scorecard(report, {}, 80)]
+    assert [line for line in lines if line.startswith("✗ ")] == ["✗ 0", "✗ other place"]
+    assert "  and 5 more like it" in lines
+
+
+_UNREGISTERED = """
+from headway import hookimpl
+from headway.contract import ALL_PHASES, BackendInfo, CacheLayout, Capabilities
+from headway.testing.broken.plain import PlainBackend
+
+ROWS = ("slot", "block", "head", "dim")
+OWN = CacheLayout("slots_first", {"key": ROWS, "value": ROWS})
+
+class Mine(PlainBackend):
+    name = "mine"
+    capabilities = Capabilities(phases=ALL_PHASES, layouts=(OWN,), devices=("cpu",))
+
+@hookimpl
+def headway_register_backends():
+    return [BackendInfo("mine", "reads a layout of its own", lambda: Mine, api_version=3)]
+"""
+
+
+def test_a_layout_that_a_plugin_claims_and_does_not_register_is_named(tmp_path: Path) -> None:
+    (tmp_path / "unregistered.py").write_text(_UNREGISTERED)
+    result = Kit(load_subject(f"{tmp_path / 'unregistered.py'}:Mine", torch.device("cpu"))).run(PLAIN.plain("claims"))
+    assert "layouts has slots_first, which nobody registers" in result.reason
+    assert "headway_register_layouts()" in result.reason
+
+
+def test_several_checks_are_asked_for_at_once() -> None:
+    report = check(Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims,options"))
+    assert [cell.check for cell in report.cells] == ["claims", "options"]
+    with pytest.raises(ConfigError, match="--only: needs checks of this subject: claims, .*, got 'ansewr'"):
+        check(Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims,ansewr"))
+
+
 def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> None:
     report = check(Wanted(target=f"{HOSTILE}:Prints", cell=str(PLAIN), in_process=True))
     assert [cell.status for cell in report.cells] == ["passed"]

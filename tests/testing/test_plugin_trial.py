@@ -112,5 +112,5 @@ def test_the_check_comes_first_of_a_plugins_cells() -> None:
         Wanted(target=f"{HOSTILE}:Prints", only="process", quick=True), counts.append, lambda r: told.append(r.check), try_plugins
     )
     assert (counts, told, [cell.status for cell in report.cells]) == ([1], ["process"], ["failed"])
-    with pytest.raises(ConfigError, match="--only: needs a check of this subject: claims"):
+    with pytest.raises(ConfigError, match="--only: needs checks of this subject: claims"):
         check(Wanted(target="broken:changes-q", only="process", quick=True), trial=try_plugins)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
+from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import create_registry
@@ -30,6 +33,19 @@ def wrong(backend: type[PlainBackend], spec: AttentionSpec) -> str:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_right_backend_passes(spec: AttentionSpec) -> None:
     assert wrong(PlainBackend, spec) == ""
+
+
+class AsksForOptions(PlainBackend):
+    """Its options have no default, as the contract writes the call."""
+
+    name = "asks-for-options"
+
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str]) -> None:
+        super().__init__(spec, layout, block_size, options)
+
+
+def test_a_backend_is_always_handed_its_options() -> None:
+    assert wrong(AsksForOptions, PLAIN) == ""
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.02, 0.05)])

@@ -45,7 +45,7 @@ def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> No
         if not bench.registry.supports(name, bench.spec, *pair, CORE_PHASE[point.phase]):
             continue
         with suppress(Exception):
-            made = made if made is not None else bench.registry.backend(name)(bench.spec, *pair)
+            made = made if made is not None else bench.registry.backend(name)(bench.spec, *pair, {})
             if not _launches_nothing(made, point, bench, pair):
                 return
 

@@ -216,7 +216,7 @@ def _prepare(
     bench.tell(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
-        backend = bench.registry.backend(name)(bench.spec, *pair)
+        backend = bench.registry.backend(name)(bench.spec, *pair, {})
         graph = point.phase == "decode" and captures(backend, case)  # an engine launches the verification of drafts
 
         def distance(out: Tensor) -> float:

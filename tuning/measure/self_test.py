@@ -169,7 +169,7 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps
     try:
         writer = registry.layout(pair[0].name).load_writer(spec.device)
         lens = parse_case(steps.case, steps.decode_query_len)
-        backend = registry.backend(name)(spec, *pair)
+        backend = registry.backend(name)(spec, *pair, {})
         for number, scores in enumerate(steps.scores):
             numbers = Numbers(spec, scores, torch.Generator())
             numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
