@@ -305,7 +305,8 @@ def _age(date: str) -> str:
 
 def _print(found: Explanation, console: Console) -> None:
     shape = found.shape
-    step = f"{shape.batch} sequences, {shape.query_len} new of {shape.kv_len} tokens"
+    sequences = "1 sequence" if shape.batch == 1 else f"{shape.batch} sequences"
+    step = f"{sequences}, {shape.query_len} new of {shape.kv_len} tokens"
     console.print(Text(f"{shape.phase.value}, {step}: ", "bold").append(found.choice, "bold green"), soft_wrap=True)
     if found.gap is not None:
         name, factor = found.gap
