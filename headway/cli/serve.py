@@ -37,6 +37,7 @@ _KEY_VARIABLE = "HEADWAY_API_KEY"
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
 def serve(
+    context: typer.Context,
     engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
     model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
@@ -179,7 +180,7 @@ def serve(
     """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
     from headway.server.options import ServerOptions, bound_socket
 
-    model = model_option or model
+    model = _model(context, model, model_option)
     options = ServerOptions(
         served_model_names=tuple(served_model_name or ()) or (model,),
         lora_modules=adapters_of(lora_modules or (), engine["enable_lora"]),
@@ -217,6 +218,19 @@ def serve(
     }
     sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
     _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _model(context: typer.Context, argument: str, option: str | None) -> str:
+    """What MODEL says, or --model, that of the command line before that of --config.
+
+    :raises ConfigError: both are on the command line, and differ: MODEL may have been meant for the option before it.
+    """
+    sources = {name: context.get_parameter_source(name) for name in ("model", "model_option")}
+    told = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if len(told) == 2 and argument != option:
+        hint = "--served-model-name is repeated for each name of the model"
+        raise ConfigError("MODEL and --model", "one model", f"{argument!r} and {option!r}", hint)
+    return argument if told == ["model"] else option or argument
 
 
 def _listed(given: Sequence[str]) -> tuple[str, ...]:

@@ -46,6 +46,10 @@ REFUSED = {
         "needs origins, or a list of them in JSON",
     ),
     "pages of no text": ("serve smollm2 --allowed-origins [1]", "needs origins, or a list of them in JSON"),
+    "two models": (
+        "serve --model smollm2 --served-model-name a b",
+        "MODEL and --model: needs one model, got 'b' and 'smollm2' (--served-model-name is repeated",
+    ),
     "a page with a path": ('serve smollm2 --allowed-origins ["http://a/b"]', "--allowed-origins: needs"),
     "a proposer": ("serve smollm2 --speculate nonsense", "speculate: needs one of ngram, suffix, got 'nonsense'"),
     "no rate": ("bench serve --rate inf", "--rate: needs requests per second"),

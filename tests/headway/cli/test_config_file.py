@@ -10,6 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from headway.cli.app import Command
+from headway.cli.app import app as headway
 from headway.cli.config_file import ConfigFile
 from headway.core.contract.errors import ConfigError
 
@@ -53,6 +54,14 @@ def test_a_file_gives_what_the_command_line_leaves_out(tmp_path: Path) -> None:
     }
     assert run(path, "max_len: null\n")["max_len"] == 5
     assert run(path, "# nothing\n")["model"] == "smollm2"
+
+
+@pytest.mark.parametrize(("arguments", "served"), [(["no/such/one"], "one"), (["--model", "no/such/one"], "one"), ([], "two")])
+def test_the_model_of_the_command_line_is_served(tmp_path: Path, arguments: list[str], served: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: no/such/two\n")
+    done = CliRunner().invoke(headway, ["serve", *arguments, "--port", "0", "--config", str(path)])
+    assert f"model 'no/such/{served}' is unknown" in str(done.exception)
 
 
 BAD = {
