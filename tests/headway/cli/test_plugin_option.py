@@ -66,7 +66,7 @@ def test_a_registry_and_plugins_beside_it_are_refused(tiny_model_folder: Path) -
         LLM(str(tiny_model_folder), plugins="toy.py")
 
 
-@pytest.mark.parametrize("given", [5, None, "sdpa", int, [5], ["sdpa"], [int], [object()], {"sdpa": 1}])
+@pytest.mark.parametrize("given", [5, "sdpa", int, [5], ["sdpa"], [int], [object()], {"sdpa": 1}])
 def test_backends_that_are_no_list_of_backend_classes_are_refused_by_name(given: Any) -> None:
     with pytest.raises(ConfigError, match="backends: needs a list of subclasses of AttentionBackend, got"):
         LLM("no/such/model", backends=given)
