@@ -174,6 +174,7 @@ weights() {  # weights as they are published, random ones in those forms, and vL
         $PYTHON -P -m headway.bench.studies.engines vllm --model "$folder" --load-format $load --repeat 1 --batch-size 1,16,64,256 \
             --input-len 512 --output "$out/weights-$name-vllm.json" || failed="$failed weights-$name-vllm"
     done
+    rm -rf "$at"
 }
 
 traces() {  # the kernels of a decode step by the time they take, and the pauses between: trace-MODEL-FORM-REQUESTS.txt
@@ -184,7 +185,8 @@ traces() {  # the kernels of a decode step by the time they take, and the pauses
         $PYTHON -P -m headway.bench.studies.weight_shapes "$form" "$folder" --model "$shapes" || { failed="$failed trace-$name"; continue; }
         run "trace-$name" bench throughput --model "$folder" --load-format dummy --max-model-len 2048 --batch-size "$batch" --input-len 512 \
             --output-len 128 --attn-backend prefill=hopper,decode=triton --repeat 1 --profile "$at/$name.json"
-        $PYTHON -P -m headway.bench.studies.step_trace "$at/$name.json" | tee "$out/trace-$name.txt"
+        $PYTHON -P -m headway.bench.studies.step_trace "$at/$name.json" >"$out/trace-$name.txt" || failed="$failed trace-$name-kernels"
+        cat "$out/trace-$name.txt"
     done
 }
 

@@ -202,7 +202,7 @@ def serve(
         profile_dir=profile_dir,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
-        allowed_origins=_listed(allowed_origins or ()),
+        allowed_origins=_origins(allowed_origins or ()),
         generation_config=generation_config,
         chat_template=chat_template,
         tool_call_parser=tool_call_parser,
@@ -233,8 +233,8 @@ def _model(context: typer.Context, argument: str, option: str | None) -> str:
     return argument if told == ["model"] else option or argument
 
 
-def _listed(given: Sequence[str]) -> tuple[str, ...]:
-    """What a repeatable option was given, a list in JSON taken apart.
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    """What --allowed-origins was given, a list in JSON taken apart.
 
     :raises ConfigError: a text that begins as a list and is none of texts.
     """

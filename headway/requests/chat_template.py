@@ -62,7 +62,7 @@ def chat_prompt(
     if not (getattr(tokenizer, "chat_template", None) or (chat_template and tokenizer is not None)):
         raise ConfigError("chat", "a model whose tokenizer has a chat template", model, "leave --chat out")
     template = chat_template or template_text(tokenizer)
-    read = partial(_message, between="" if _READS_PARTS.search(template) else "\n")
+    read = partial(_message, between=_between(template))
     listed = (
         [{"role": "user", "content": messages}]
         if isinstance(messages, str)
@@ -120,8 +120,14 @@ def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return given
 
 
+@lru_cache(maxsize=16)
+def _between(template: str) -> str:
+    """What stands between the texts of one message: nothing where the template writes them itself, else a line break."""
+    return "" if _READS_PARTS.search(template) else "\n"
+
+
 def _message(message: object, between: str) -> dict[str, Any]:
-    """A message whose content is one text. between: the texts of its parts; a line break in vLLM, too.
+    """A message whose content is one text. between: what stands between the texts of its parts.
 
     :raises PromptError: it has no role, or content that is no text.
     """
