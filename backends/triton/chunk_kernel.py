@@ -30,6 +30,7 @@ def cut_sequences(
     BLOCK_N: tl.constexpr,  # keys a tile
     HAS_WINDOW: tl.constexpr,
     EVEN: tl.constexpr,  # a sequence's cut hangs on its own length alone
+    FENCED: tl.constexpr,  # decode, launched before this kernel's results are known to be written, reads the chunks before it waits
 ):
     """Grid (cdiv(max_chunks, CHUNKS),). Every program makes the whole cut and writes its part of it.
 
@@ -90,3 +91,7 @@ def cut_sequences(
     tl.store(row + 5, tl.minimum((start + size) * BLOCK_N, kv_len), mask=kept)
     tl.store(row + 6, first, mask=kept)
     tl.store(row + 7, count, mask=kept)
+    if FENCED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", args=[seq], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip

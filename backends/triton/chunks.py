@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import CHUNK_FIELDS, SEQ_FIELDS
-from headway.backends.triton.launch import BoundKernel, Launcher
+from headway.backends.triton.launch import BoundKernel, Launcher, launches_early
 
 _WORK = 8192
 """Chunks times sequences that a program compares at once."""
@@ -68,6 +68,7 @@ class Chunks:
             "BLOCK_N": self.block_n,
             "HAS_WINDOW": self.window is not None,
             "EVEN": self.even,
+            "FENCED": launches_early(self.seq_lens.device),
         }
         key, grid = tuple(constants.values()), (triton.cdiv(most, width), 1, 1)
         rest = (self.seq_lens, self.query_start_loc, self.table, self.seqs, num_seqs, most, self.window or 0)

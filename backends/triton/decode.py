@@ -26,6 +26,9 @@ EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode
 (H200, Qwen3-0.6B shapes, a step with 768 tokens of context: 8 sequences 933 us and 970 without, 16 1349 and 1308)."""
 
+AHEAD_TILES = 4
+"""Tiles of keys that a program of so few sequences brings to the L2 cache while the kernel before it still runs."""
+
 _MOST_STRIDES = 256
 """Strides of layers for which constants are kept: an engine's cache has a few, dense tensors that grow have others each step."""
 
@@ -257,7 +260,7 @@ class Decode:
         return max(plan.config.num_warps, min(rows * max(1, self._layer.block_dv // 128), 8))
 
     def _compile_time(self, plan: DecodePlan, cache: LayerCache, addressing: Addressing, new: bool, lse: bool) -> dict[str, Any]:
-        equal = self._spec.head_dim == self._spec.v_head_dim
+        equal, early = self._spec.head_dim == self._spec.v_head_dim, launches_early(self._spec.device)
         # Pairs are multiplied in float16, which would cost a float32 layer its digits.
         pairs = cache.key.element_size() == 1 and addressing.pairs and equal and self._spec.dtype != torch.float32
         constants = {name: value for name, value in self._layer.constants.items() if name != "VALUE_IN_KEY"}
@@ -275,13 +278,15 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             **addressing.constants,
+            "PEEK": False,
             "PAIRS": pairs and (not INTERPRETED or self._scaled),  # fp8 is unpacked in assembler
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),
             "FAN": FAN,
             "STAGES": plan.config.num_stages,
-            "PDL": launches_early(self._spec.device),
+            "PDL": early,
             "EARLY": plan.early,
+            "AHEAD": AHEAD_TILES if early and plan.early and addressing.whole_rows else 0,
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

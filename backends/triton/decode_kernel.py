@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.backends.triton.fold_kernel import fold_cached, fold_new
 from headway.backends.triton.merge_kernel import merge_parts, merge_rows
-from headway.backends.triton.tiles import alibi_slopes, normalise, query_tile
+from headway.backends.triton.tiles import alibi_slopes, ask_for_rows, normalise, query_tile
 from headway.backends.triton.write_kernel import store_kv
 
 
@@ -81,6 +81,7 @@ def split_kv_decode(
     BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own
     SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
+    PEEK: tl.constexpr,  # block numbers take no part of the pipeline
     PAIRS: tl.constexpr,  # 8-bit rows that lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # partial results merged at a time
@@ -95,6 +96,7 @@ def split_kv_decode(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,  # launched before the kernels it depends on have ended
     EARLY: tl.constexpr,  # the kernel after this one may start meanwhile
+    AHEAD: tl.constexpr,  # tiles of keys and values brought to the L2 cache before the wait; 0: nothing is read before it
 ):
     """Grid (kv heads * query tiles, chunks). Row r of a sequence's query is token r // GROUP, head r % GROUP.
 
@@ -104,7 +106,8 @@ def split_kv_decode(
     if PDL:
         if EARLY:
             gdc_launch_dependents()
-        gdc_wait()
+        if AHEAD == 0:
+            gdc_wait()
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     first_row = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
     chunk = chunks_ptr + tl.program_id(1) * 8
@@ -119,6 +122,18 @@ def split_kv_decode(
     if not ONE_TOKEN:
         token = tl.load(chunk + 2)
         query_len = tl.load(chunk + 3)
+    if AHEAD > 0:  # keys and values are read after the wait all the same: only their way from memory is shorter then
+        ahead_table = table_ptr + tl.maximum(seq, 0) * table_stride
+        for tile in tl.static_range(AHEAD):
+            ask_for_rows(
+                key_ptr + kv_head * k_stride_head, ahead_table, start + tile * BLOCK_N, end, k_stride_block, k_stride_slot,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+            ask_for_rows(
+                value_ptr + kv_head * v_stride_head, ahead_table, start + tile * BLOCK_N, end, v_stride_block, v_stride_slot,
+                V_HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+        gdc_wait()
     if seq < 0:
         return
     if first_row >= query_len * GROUP:
@@ -176,7 +191,7 @@ def split_kv_decode(
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, not V_SLOTS_INNER,
+            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, PEEK, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
@@ -187,7 +202,7 @@ def split_kv_decode(
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
                 HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, True,
+                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, PEEK, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled

@@ -11,6 +11,7 @@ from headway.backends.triton.tiles import (
     cached_rows,
     head_offsets,
     key_rows,
+    peeked_blocks,
     row_scales,
     softmax_step,
     unpack_fp8,
@@ -26,7 +27,7 @@ def fold_cached(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_X: tl.constexpr, V_X: tl.constexpr,
     V_SLOTS_INNER: tl.constexpr, K_PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, PAIRS: tl.constexpr,
+    SCALED: tl.constexpr, SCALE_STRIDES: tl.constexpr, PAIRS: tl.constexpr, PEEK: tl.constexpr,
     ZEROED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +35,10 @@ def fold_cached(
 
     PAIRS: acc holds the even elements of a row, acc_odd the odd.
     """
-    blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
+    if PEEK:
+        blocks = peeked_blocks(table, first, end, BLOCK_SIZE, BLOCK_N)
+    else:
+        blocks = block_numbers(table, first, end, BLOCK_SIZE, BLOCK_N)
     scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if PAIRS:
         k = cached_rows(

@@ -130,6 +130,11 @@ class Addressing:
         return cls(strides, k_x, v_x, value.stride(1) == 1, k_pieces, pairs, tuple(chain(*scales)))
 
     @property
+    def whole_rows(self) -> bool:
+        """Whether each row of the key and of the value lies in one piece."""
+        return self.k_x == self.v_x == self.strides[3] == self.strides[8] == 1
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Compile-time constants of kernels by which they find scales."""
         return {"SCALED": bool(self.scale_strides), "SCALE_STRIDES": self.scale_strides}
