@@ -78,6 +78,12 @@ def _hopper_mla() -> type[AttentionBackend]:
     return HopperLatent
 
 
+def _hopper_decode() -> type[AttentionBackend]:
+    from headway.backends.hopper.decode_backend import HopperDecoding
+
+    return HopperDecoding
+
+
 def _flash_attn() -> type[AttentionBackend]:
     from headway.backends.flash_attn import FlashAttention2
 
@@ -148,6 +154,7 @@ def headway_register_backends() -> list[BackendInfo]:
             _hopper_mla,
             "headway[cuda]",
         ),
+        _info("hopper_decode", "our decode in CUDA C++ for H100 and H200, compiled at first use", _hopper_decode, "headway[cuda]"),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info(
             "flash_attn_3",
@@ -209,6 +216,7 @@ RANK: dict[str, dict[Phase, tuple[str, ...]]] = {
         Phase.EXTEND: _PROMPTS,
         Phase.DECODE: (
             "triton",
+            "hopper_decode",
             "hopper_mla",
             "flash_attn_3",
             "vllm_paged",

@@ -67,7 +67,7 @@ def compiled(source: Variant) -> ctypes.CDLL:
     return loaded
 
 
-def _places(tensors: Tensors) -> tuple[object, object, int]:
+def places(tensors: Tensors) -> tuple[object, object, int]:
     """Where tensors lie and how long they are: a kernel that reads elsewhere fails."""
     given = [each for each in tensors if each is not None]
     starts = (ctypes.c_void_p * len(given))(*[each.data_ptr() for each in given])
@@ -132,7 +132,7 @@ def multiply(product: HostProduct) -> None:
         given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
     tensors = product.tensors(read, x)
     sizes = variant.threads, variant.shared_bytes, product.order
-    assert not library.run(_pointers(tensors), *given, *sizes, *_places(tensors)), SAID
+    assert not library.run(_pointers(tensors), *given, *sizes, *places(tensors)), SAID
 
 
 def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
     sizes = len(read.codes), rows, -(-variant.out_features // variant.tile_rows) * blocks
     how = variant.threads, variant.shared_bytes, product.order
     given = ctypes.c_void_p(scales.data_ptr()), ctypes.c_long(sizes[0]), *sizes[1:], *how
-    assert not library.run(_pointers(tensors[:-1]), *given, *_places(tensors)), SAID
+    assert not library.run(_pointers(tensors[:-1]), *given, *places(tensors)), SAID
     row, chunk = torch.arange(most)[:, None], torch.arange(8)
     plain = x[:, :, row, chunk ^ (row & 7)].permute(0, 2, 1, 3, 4).reshape(-1, columns)
     return plain[:rows].view(torch.float8_e4m3fn), scales[:, :rows]
@@ -158,7 +158,7 @@ def multiply_float8(product: HostProduct) -> tuple[Tensor, Tensor]:
 def _launch_rows(kernel: Callable[..., int], tensors: Tensors, product: HostProduct) -> None:
     """A launch that brings rows of x into the form that a product reads."""
     pointers = [ctypes.c_void_p(0 if each is None else each.data_ptr()) for each in tensors]
-    assert not kernel(*pointers, product.eps, len(product.x), *_places(tensors)), SAID
+    assert not kernel(*pointers, product.eps, len(product.x), *places(tensors)), SAID
 
 
 def add_experts(
@@ -180,7 +180,7 @@ def add_experts(
 def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: int, order: int) -> None:
     routing = (ctypes.c_uint64 * 2)(routed.experts.data_ptr(), routed.weights.data_ptr())
     sizes = len(routed.experts), blocks, variant.each.threads, variant.shared_bytes, order
-    places = _places([*tensors, routed.experts, routed.weights])
+    places = places([*tensors, routed.experts, routed.weights])
     assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID
 
 
@@ -213,10 +213,10 @@ def add_lots(
 def _launch_beside(variant: LotsVariant, tensors: Sequence[Tensor], blocks: int) -> None:
     pointers = [ctypes.c_void_p(each.data_ptr()) for each in tensors]
     pointers += [ctypes.c_void_p(0)] * (5 - len(pointers))
-    assert not compiled(variant.source).beside(*pointers, blocks, 0, *_places(tensors)), SAID
+    assert not compiled(variant.source).beside(*pointers, blocks, 0, *places(tensors)), SAID
 
 
 def _launch_lots(variant: LotsVariant, tensors: Tensors, table: Tensor, blocks: int, order: int) -> None:
     sizes = len(table), blocks, variant.threads, variant.shared_bytes, order
     where = ctypes.c_void_p(table.data_ptr())
-    assert not compiled(variant.source).run(_pointers(tensors), where, *sizes, *_places([*tensors, table])), SAID
+    assert not compiled(variant.source).run(_pointers(tensors), where, *sizes, *places([*tensors, table])), SAID

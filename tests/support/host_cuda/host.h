@@ -327,12 +327,19 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct int4 {
+  int x, y, z, w;
+};
+struct float4 {
+  float x, y, z, w;
+};
 struct uint2 {
   unsigned x, y;
 };
 struct float2 {
   float x, y;
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }

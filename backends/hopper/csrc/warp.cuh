@@ -1,0 +1,109 @@
+// The instructions by which one warp copies, multiplies and counts (PTX ISA 7.8: "cp.async", "ldmatrix", "movmatrix",
+// "mma.m16n8k16", "prefetch"). One function for each, and nothing else.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace hopper {
+
+using u16 = unsigned short;
+
+#if HALF_IS_BF16
+#define WARP_ELEMENT "bf16"
+#else
+#define WARP_ELEMENT "f16"
+#endif
+
+// --- global memory ---
+
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+// 16 bytes to shared memory; bytes: 16, or 0: zeros are written, and nothing is read.
+__device__ __forceinline__ void copy_16(u32 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until all but the last MOST groups of this thread have arrived.
+template <int MOST>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
+}
+
+// What other multiprocessors have stored: not out of this one's own cache.
+__device__ __forceinline__ float4 load_stored(const float4* from) {
+  float4 four;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+               : "l"(from)
+               : "memory");
+  return four;
+}
+__device__ __forceinline__ float load_stored(const float* from) {
+  float one;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(one) : "l"(from) : "memory");
+  return one;
+}
+
+// Count an arrival; what this thread has seen is seen by those that count later. Returns how many came before.
+__device__ __forceinline__ int add_arrival(int* to) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
+  return before;
+}
+
+// --- matrices of a warp ---
+
+struct Matrices {
+  u32 part[4];
+};
+
+// Four matrices of 8 rows of 16 bytes; lane 8 i + r names row r of the i-th.
+__device__ __forceinline__ Matrices load_matrices(u32 from) {
+  Matrices four;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.part[0]), "=r"(four.part[1]), "=r"(four.part[2]), "=r"(four.part[3])
+               : "r"(from)
+               : "memory");
+  return four;
+}
+// The same, each turned.
+__device__ __forceinline__ Matrices load_turned(u32 from) {
+  Matrices four;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.part[0]), "=r"(four.part[1]), "=r"(four.part[2]), "=r"(four.part[3])
+               : "r"(from)
+               : "memory");
+  return four;
+}
+// A matrix of 8 x 8 that lies in registers, turned.
+__device__ __forceinline__ u32 turned(u32 part) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(part));
+  return out;
+}
+
+// sums [16, 8] += a [16, 16] b [16, 8], each thread with its parts.
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrices& a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." WARP_ELEMENT "." WARP_ELEMENT
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a.part[0]), "r"(a.part[1]), "r"(a.part[2]), "r"(a.part[3]), "r"(b0), "r"(b1));
+}
+
+// --- numbers ---
+
+// {low, high} in half precision, each rounded to the nearest.
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+  u32 out;
+  asm("cvt.rn." WARP_ELEMENT "x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// --- shared memory, by address ---
+
+__device__ __forceinline__ void store_quad(u32 to, uint4 four) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(four.x), "r"(four.y), "r"(four.z), "r"(four.w) : "memory");
+}
+
+}  // namespace hopper

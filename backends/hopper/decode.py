@@ -1,0 +1,182 @@
+"""Plan and launch of the decode kernel: the keys are cut by the kernel that cuts those of Triton's decode."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
+from headway.backends.nvrtc.arguments import Arguments
+from headway.backends.nvrtc.compiler import Variant
+from headway.backends.nvrtc.launch import Kernel, Launch
+from headway.backends.nvrtc.store import load
+from headway.backends.triton.chunks import most_chunks
+from headway.backends.triton.configs import Architecture, DecodeConfig
+from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.launch import Workspace
+from headway.backends.triton.layer import Layer
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.spec import AttentionSpec
+
+ARGUMENTS = Struct("=13Q16q5i2f4x")
+"""struct DecodeArguments of decode.cu."""
+WARPS, TILE = 4, 16
+"""Warps of a block of threads, and keys of the tile of one."""
+CONFIG = DecodeConfig(
+    block_n=WARPS * TILE,
+    num_warps=WARPS,
+    num_stages=3,
+    residents=2,
+    tile_us=0.45,
+    wave_us=4.0,
+    merge_us=0.03,
+    merge_row_us=0.01,
+    merge_launch_us=1.5,
+    bytes_per_us=4.1e6,
+    most_rounds=4,
+)
+"""What the split rule assumes: reckoned, not yet fitted to measurements. merge_launch_us: of counting arrivals, and reading what others left."""
+_MOST_COLUMNS = 512
+"""Query rows of a tile times elements of a head: the sums lie in registers."""
+_LOG2E = math.log2(math.e)
+
+
+def row_blocks(rows: int, head_dim: int) -> int:
+    """Eights of query rows that a tile holds, for so many rows."""
+    most = max(1, min(4, _MOST_COLUMNS // head_dim // 8))
+    return next(count for count in (1, 2, 4) if count == most or 8 * count >= rows)
+
+
+def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
+    """The compilation that serves a layer. blocks: of `row_blocks`."""
+    constants = {
+        "HALF_IS_BF16": int(spec.dtype == torch.bfloat16),
+        "HEAD_DIM": spec.head_dim,
+        "GROUP": spec.group_size,
+        "BLOCK_SIZE": block_size,
+        "ROW_BLOCKS": blocks,
+        "WARPS": WARPS,
+        "STAGES": stages_of(spec.head_dim),
+        "SOFTCAP": int(spec.softcap is not None),
+        "WINDOW": int(spec.sliding_window is not None),
+        "SINKS": int(spec.sinks is not None),
+    }
+    return Variant(Path(__file__).parent / "csrc", "decode.cu", tuple(constants.items()))
+
+
+def stages_of(head_dim: int) -> int:
+    """Tiles of a warp's ring: two blocks of threads of a multiprocessor have room up to heads of 128."""
+    return CONFIG.num_stages if head_dim <= 128 else 2
+
+
+def shared_bytes(head_dim: int, blocks: int) -> int:
+    """Dynamic shared memory: the rings, and in their place the sums of all warps."""
+    rings = WARPS * stages_of(head_dim) * 2 * TILE * 16 * (head_dim // 8 | 1)
+    sums = WARPS * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
+    return max(rings, sums)
+
+
+class HopperDecode(Decode):
+    """Decode and verification of one layer kind, on one stream at a time."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layer: Layer,
+        layout: CacheLayout,
+        block_size: int,
+        arch: Architecture,
+        multiprocessors: int,
+        num_splits: int | None,
+        workspace: Workspace,
+    ) -> None:
+        """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
+        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        self.configs = (CONFIG,)
+        self._kernels: dict[int, Kernel] = {}
+        self._arguments = Arguments(bytes(ARGUMENTS.size))
+        self._grids: dict[tuple[int, int], Launch] = {}
+        cap = spec.softcap
+        self._scales = (spec.scale * _LOG2E, 0.0) if cap is None else (spec.scale / cap, cap * _LOG2E)
+        self._kernel(row_blocks(spec.group_size, spec.head_dim))
+
+    def tile(self, max_query_len: int) -> tuple[int, int, int]:
+        """(Rows of a tile, rows of its partial results, tiles of a kv head) for so many query tokens."""
+        rows = self._spec.group_size * max_query_len
+        tile = 8 * row_blocks(rows, self._spec.head_dim)
+        return tile, min(rows, tile), -(-rows // tile)
+
+    def workspace_bytes(self, max_num_seqs: int) -> int:
+        """Most bytes the partial results take: the split rule keeps launches small."""
+        items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
+        most = max(items, 2 * CONFIG.most_rounds * self.multiprocessors)
+        return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4
+
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: DecodePlan,
+        out: Tensor,
+        lse: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """As `Decode.run`."""
+        if len(plan.chunks.table) == 0:
+            return
+        assert new is None or plan.max_query_len == 1
+        written = out if _lies_in_words(out, 2) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        q = q if _lies_in_words(q, 2) else q.contiguous()
+        k, v = (q, q) if new is None else (each if _lies_in_words(each, 8) else each.contiguous() for each in new)
+        key, value = cache.logical_key, cache.logical_value
+        tensors = (plan.block_table, plan.chunks.table, self._layer.sinks, plan.partial, plan.lse, plan.arrivals)
+        packed = ARGUMENTS.pack(
+            *(each.data_ptr() for each in (q, key, value)),
+            *((0, 0) if new is None else (k.data_ptr(), v.data_ptr())),
+            written.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            *(each.data_ptr() for each in tensors),
+            *q.stride()[:2],
+            *written.stride()[:2],
+            0 if lse is None else lse.stride(0),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            plan.block_table.stride(0),
+            plan.items,
+            self._spec.num_kv_heads,
+            plan.rows,
+            self._spec.sliding_window or 0,
+            int(plan.early),
+            *self._scales,
+        )
+        self._arguments.set(packed)
+        blocks = plan.block_m // 8
+        self._kernel(blocks)(self._launch(plan.items * len(plan.chunks.table), blocks), self._arguments)
+        if written is not out:
+            out.copy_(written)
+
+    def _kernel(self, blocks: int) -> Kernel:
+        kernel = self._kernels.get(blocks)
+        if kernel is None:
+            kernel = self._kernels[blocks] = load(variant_of(self._spec, self._block_size, blocks), "decode", self._spec.device, ARCH)
+            kernel.allow_shared(min(shared_bytes(self._spec.head_dim, blocks), SHARED_BYTES))
+        return kernel
+
+    def _launch(self, programs: int, blocks: int) -> Launch:
+        launch = self._grids.get((programs, blocks))
+        if launch is None:
+            shared = shared_bytes(self._spec.head_dim, blocks)
+            launch = self._grids[programs, blocks] = Launch((programs, 1, 1), 32 * WARPS, shared, overlaps=True)
+        return launch
+
+
+def _lies_in_words(rows: Tensor, elements: int) -> bool:
+    """Whether rows of a tensor [.., .., head_dim] begin at multiples of so many elements, and lie in one piece."""
+    together = rows.data_ptr() // rows.element_size() | rows.stride(0) | rows.stride(1)
+    return rows.stride(2) == 1 and together % elements == 0
