@@ -26,8 +26,8 @@ EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode
 (H200, Qwen3-0.6B shapes, a step with 768 tokens of context: 8 sequences 933 us and 970 without, 16 1349 and 1308)."""
 
-AHEAD_TILES = 4
-"""Tiles of keys that a program of so few sequences brings to the L2 cache while the kernel before it still runs."""
+AHEAD_TILES, AHEAD_SEQUENCES = 4, 16
+"""Tiles of keys that a program brings to the L2 cache while the kernel before it still runs, and up to how many sequences."""
 
 _MOST_STRIDES = 256
 """Strides of layers for which constants are kept: an engine's cache has a few, dense tensors that grow have others each step."""
@@ -59,6 +59,11 @@ class DecodePlan:
     def early(self) -> bool:
         """Whether the next kernel may start before decode has finished."""
         return len(self.chunks.seq_lens) <= EARLY_SEQUENCES
+
+    @property
+    def ahead(self) -> bool:
+        """Whether decode asks for keys before the kernel before it has finished."""
+        return len(self.chunks.seq_lens) <= AHEAD_SEQUENCES
 
 
 class Decode:
@@ -212,7 +217,7 @@ class Decode:
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
         q, _, _, out, k, v, *_ = tensors
-        compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.config)
+        compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.ahead, plan.config)
         known = self._constants.get(compiled_for)
         if known is None:
             if len(self._constants) >= _MOST_STRIDES:
@@ -286,7 +291,7 @@ class Decode:
             "STAGES": plan.config.num_stages,
             "PDL": early,
             "EARLY": plan.early,
-            "AHEAD": AHEAD_TILES if early and plan.early and addressing.whole_rows else 0,
+            "AHEAD": AHEAD_TILES if early and plan.ahead and addressing.whole_rows else 0,
         }
 
     def workspace_bytes(self, max_num_seqs: int) -> int:

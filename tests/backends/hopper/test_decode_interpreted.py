@@ -42,9 +42,11 @@ def case_of(
     return make_case(parse_case(step, verify), asked, layout, block_size, write_rows, poison=math.nan, **options)
 
 
-def check(monkeypatch: pytest.MonkeyPatch, case: Case, order: int, **options: str) -> int:
-    """Returns the most blocks of threads of a launch."""
-    made = run_by_the_host(monkeypatch, order)
+def check(
+    monkeypatch: pytest.MonkeyPatch, case: Case, order: int, multiprocessors: int = 132, **options: str
+) -> tuple[int, int, int]:
+    """Returns the grid of the largest launch."""
+    made = run_by_the_host(monkeypatch, order, multiprocessors)
     view = case.metadata.decode
     assert view is not None
     assert view.num_tokens == len(case.q)
@@ -55,7 +57,7 @@ def check(monkeypatch: pytest.MonkeyPatch, case: Case, order: int, **options: st
     expected, sums = reference_with_lse(case)
     assert relative_error(answer, expected, case) < HostDecode.tolerance[case.spec.dtype]
     assert float((lse - sums).abs().max()) < 2e-3
-    return max(kernel.blocks for kernel in made)
+    return max(grid for kernel in made for grid in kernel.launches)
 
 
 FEATURES = {
@@ -79,8 +81,17 @@ def test_matches_float64(monkeypatch: pytest.MonkeyPatch, name: str, order: int)
 
 
 def test_keys_of_one_sequence_are_cut_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check(monkeypatch, case_of("1q1s2900", layer("4/2/128")), SOME, num_splits="17") == 2 * 17
-    assert check(monkeypatch, case_of("1q1s1500_1q1s70", layer("4/2/64", FP16)), IN_TURN) > 4
+    assert check(monkeypatch, case_of("1q1s2900", layer("4/2/128")), SOME, num_splits="17") == (2 * 17, 1, 1)
+    assert check(monkeypatch, case_of("1q1s2500_1q1s70", layer("4/2/64", FP16)), IN_TURN, num_splits="5")[1] == 1
+
+
+@pytest.mark.parametrize("order", [IN_TURN, FROM_THE_LAST, SOME])
+@pytest.mark.parametrize(("sequences", "cluster"), [(1, 8), (7, 4), (20, 2), (40, 1)])
+def test_blocks_of_a_cluster_share_keys(monkeypatch: pytest.MonkeyPatch, sequences: int, cluster: int, order: int) -> None:
+    case = case_of(f"{sequences}q1s90_1q1s700", layer("4/2/64"))
+    assert check(monkeypatch, case, order)[1] == cluster
+    if sequences == 1:
+        assert check(monkeypatch, case_of("1q1s3000_1q1s5", layer("6/3/128")), order)[0] > 6, "clusters that share a sequence"
 
 
 def test_a_chunk_of_thousands_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +111,9 @@ def test_new_tokens_are_written(monkeypatch: pytest.MonkeyPatch, name: str, bloc
     case = new_token_case(LENGTHS, asked, HND if "hnd" in name else NHD, block_size)
     for spoiled in (math.nan, 3e4):
         backend = HostDecode(asked, case.cache.layout, block_size)
-        assert error_after_writing(case, lambda made=backend: write_and_decode(made, case), spoiled) < backend.tolerance[asked.dtype]
+        assert (
+            error_after_writing(case, lambda made=backend: write_and_decode(made, case), spoiled) < backend.tolerance[asked.dtype]
+        )
 
 
 def test_a_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +151,11 @@ def test_rows_that_are_parts_of_longer_ones(monkeypatch: pytest.MonkeyPatch) -> 
 def test_random_steps_match_float64(monkeypatch: pytest.MonkeyPatch, number: int, order: int) -> None:
     seed = random.randrange(2**31)
     draw = random.Random(seed)
-    head_dim, kv_heads, group = draw.choice((64, 80, 96, 112, 128, 192, 256)), draw.choice((1, 2, 3)), draw.choice((1, 2, 4, 7, 8, 16))
+    head_dim, kv_heads, group = (
+        draw.choice((64, 80, 96, 112, 128, 192, 256)),
+        draw.choice((1, 2, 3)),
+        draw.choice((1, 2, 4, 7, 8, 16)),
+    )
     verify, block_size = draw.choice((1, 1, 2, 5)), draw.choice((16, 32, 48, 64, 256))
     changes = draw.choice(({}, {"sliding_window": draw.randint(1, 200)}, {"softcap": 15.0}))
     asked = layer(f"{group * kv_heads}/{kv_heads}/{head_dim}", draw.choice((BF16, FP16)), **changes)
