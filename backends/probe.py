@@ -1,10 +1,8 @@
-"""What is here: functions of libraries, found by importing them and never by a version, the GPU's capability, and leave for
-kernels whose answers no GPU has been asked for yet."""
+"""What is here: functions of libraries, found by importing them and never by a version, and the GPU's capability."""
 
 from __future__ import annotations
 
 import ast
-import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
@@ -19,15 +17,6 @@ from headway.core.contract.support import YES, Support
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """What tensor-core attention libraries take."""
-UNTRIED = "HEADWAY_UNTRIED_KERNELS"
-"""The variable that lets kernels take part whose answers have been compared on the host alone, if it is 1."""
-
-
-def untried() -> Support:
-    """Whether kernels of ours take part whose answers have been compared with exact ones on the host alone, and on no GPU."""
-    if os.environ.get(UNTRIED) == "1":
-        return YES
-    return Support.no("kernel", "answers compared on a GPU", "on the host alone", f"{UNTRIED}=1 lets it take part")
 
 
 def find(module: str, name: str, hint: str, parameters: Collection[str] = ()) -> tuple[Any, Support]:

@@ -154,7 +154,9 @@ def headway_register_backends() -> list[BackendInfo]:
             _hopper_mla,
             "headway[cuda]",
         ),
-        _info("hopper_decode", "our decode in CUDA C++ for H100 and H200, compiled at first use", _hopper_decode, "headway[cuda]"),
+        _info(
+            "hopper_decode", "our decode in CUDA C++ for H100 and H200, compiled at first use", _hopper_decode, "headway[cuda]"
+        ),
         _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
         _info(
             "flash_attn_3",

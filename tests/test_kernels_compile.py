@@ -27,7 +27,6 @@ import headway.models.experts
 import headway.models.fused
 import headway.models.lora
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
-from headway.backends.probe import UNTRIED
 from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.families import FAMILIES
@@ -202,9 +201,8 @@ def test_products_over_quantised_weights_compile(capability: Capability, dtype: 
     check(found)
 
 
-def test_tiles_of_a_weights_rows_compile_to_products_of_warpgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes part with leave alone: W as the first operand, 64 rows of it by 16 of x."""
-    monkeypatch.setenv(UNTRIED, "1")
+def test_tiles_of_a_weights_rows_compile_to_products_of_warpgroups() -> None:
+    """W as the first operand, 64 rows of it by 16 of x."""
     with absent_gpu(HOPPER) as found:
         linear = Linear(torch.empty(5120, 2880, dtype=BF16, device=GPU))
         TiledProducts(GPU)(torch.empty(16, 2880, dtype=BF16, device=GPU), linear)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -22,19 +21,16 @@ from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.launch import Workspace
 from headway.backends.triton.layer import Layer
 from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 
-ARGUMENTS = Struct("=13Q16q6i2f")
+ARGUMENTS = Struct("=13Q16q5i2f4x")
 """struct DecodeArguments of decode.cu."""
 TILE = 16
 """Keys of a warp's tile."""
-CLUSTERS = 8, 4, 2, 1
-"""Blocks of threads that share the keys of a chunk, and merge through shared memory."""
 _MOST_COLUMNS = 512
-"""Query rows of a tile times elements of a head: the sums lie in registers."""
+"""Eights of query rows times elements of a head, at most: the sums lie in registers."""
 _LOG2E = math.log2(math.e)
-_GROUPS = 8
-"""Groups of multiprocessors in which clusters lie, each of which may leave some over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class Ring:
 
     @classmethod
     def of(cls, head_dim: int) -> Ring:
-        """Half a megabyte of a multiprocessor's rate: longer rows by fewer warps."""
+        """The fastest of those tried on an H100 for heads of 128; of longer rows half the warps have room."""
         return cls(8, 2) if head_dim <= 128 else cls(4, 3)
 
     @property
@@ -57,32 +53,29 @@ class Ring:
         return self.warps * TILE
 
 
-def config_of(ring: Ring, cluster: int) -> DecodeConfig:
-    """What the split rule assumes of a cluster: fitted to an H100, 16/8 heads of 128, in steps of a model (docs/notes/kernels.md)."""
+def config_of(ring: Ring) -> DecodeConfig:
+    """What the split rule assumes: fitted to 16/8 heads of 128 on an H100, in steps of a model (docs/notes/kernels.md).
+
+    merge_launch_us: of counting arrivals, and of reading what other blocks of threads have left.
+    """
     return DecodeConfig(
-        block_n=ring.keys * cluster,
+        block_n=ring.keys,
         num_warps=ring.warps,
         num_stages=ring.stages,
         residents=1,
         tile_us=1.17 * ring.keys / 128,
-        wave_us=0.9 if cluster == 1 else 2.0,
-        merge_us=0.35,
+        wave_us=0.9,
+        merge_us=0.28,
         merge_row_us=0.0,
-        merge_launch_us=2.0,
+        merge_launch_us=1.6,
         bytes_per_us=4.1e6,
         most_rounds=4,
     )
 
 
-def clusters_at_once(multiprocessors: int, cluster: int) -> int:
-    """Clusters of so many blocks of threads that run together. Pairs leave no multiprocessor over, larger ones two of each group."""
-    return multiprocessors // cluster if cluster <= 2 else (multiprocessors - 2 * _GROUPS) // cluster
-
-
 def row_blocks(rows: int, head_dim: int) -> int:
     """Eights of query rows that a tile holds, for so many rows."""
-    most = max(1, min(4, _MOST_COLUMNS // head_dim // 8))
-    return next(count for count in (1, 2, 4) if count == most or 8 * count >= rows)
+    return next(count for count in (4, 2, 1) if count == 1 or (count * head_dim <= _MOST_COLUMNS and 4 * count < rows))
 
 
 def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
@@ -104,10 +97,10 @@ def variant_of(spec: AttentionSpec, block_size: int, blocks: int) -> Variant:
 
 
 def shared_bytes(head_dim: int, blocks: int) -> int:
-    """Dynamic shared memory: the rings, and in their place the sums of all warps, those of the block, and a number."""
+    """Dynamic shared memory: the rings, and in their place the sums of all warps, and a number."""
     ring = Ring.of(head_dim)
     rings = ring.warps * ring.stages * 2 * TILE * 16 * (head_dim // 8 | 1)
-    sums = (ring.warps + 1) * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
+    sums = ring.warps * 8 * blocks * (head_dim + 4 + 2) * 4 + 4
     return max(rings, sums)
 
 
@@ -127,29 +120,14 @@ class HopperDecode(Decode):
     ) -> None:
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
         super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
-        ring = Ring.of(spec.head_dim)
-        self._ring = ring
-        self._of_cluster = {size: config_of(ring, size) for size in CLUSTERS}
+        self._ring = Ring.of(spec.head_dim)
+        self.configs = (config_of(self._ring),)
         self._kernels: dict[int, Kernel] = {}
         self._arguments = Arguments(bytes(ARGUMENTS.size))
-        self._grids: dict[tuple[int, int, int], Launch] = {}
+        self._grids: dict[tuple[int, int], Launch] = {}
         cap = spec.softcap
         self._scales = (spec.scale * _LOG2E, 0.0) if cap is None else (spec.scale / cap, cap * _LOG2E)
         self._kernel(row_blocks(spec.group_size, spec.head_dim))
-
-    def choose(
-        self, kv_lens: list[int], max_query_len: int, configs: Sequence[DecodeConfig] | None = None
-    ) -> tuple[DecodeConfig, int]:
-        """As `Decode.choose`; clusters are as large as all of them run at once, whatever the lengths: a graph's cluster is fixed."""
-        if configs is None:
-            items = sum(length > 0 for length in kv_lens) * self._spec.num_kv_heads * self.tile(max_query_len)[2]
-            configs = (self._of_cluster[self._cluster_of(items)],)
-        return super().choose(kv_lens, max_query_len, configs)
-
-    def _cluster_of(self, items: int) -> int:
-        if self._spec.batch_invariant or self._num_splits is not None:
-            return 1
-        return next(size for size in CLUSTERS if size == 1 or items <= clusters_at_once(self.multiprocessors, size))
 
     def tile(self, max_query_len: int) -> tuple[int, int, int]:
         """(Rows of a tile, rows of its partial results, tiles of a kv head) for so many query tokens."""
@@ -157,10 +135,16 @@ class HopperDecode(Decode):
         tile = 8 * row_blocks(rows, self._spec.head_dim)
         return tile, min(rows, tile), -(-rows // tile)
 
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """As `Decode.plan`; the kernel for so many query rows is compiled now, if it has not been."""
+        plan = super().plan(metadata)
+        self._kernel(plan.block_m // 8)
+        return plan
+
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Most bytes the partial results take: the split rule keeps launches small."""
         items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
-        most = max(items, 2 * self._of_cluster[1].most_rounds * self.multiprocessors)
+        most = max(items, 2 * self.configs[0].most_rounds * self.multiprocessors)
         return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4
 
     def run(
@@ -179,7 +163,7 @@ class HopperDecode(Decode):
         written = out if _lies_in_words(out, 2) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         q = q if _lies_in_words(q, 2) else q.contiguous()
         k, v = (q, q) if new is None else (each if _lies_in_words(each, 8) else each.contiguous() for each in new)
-        key, value, cluster = cache.logical_key, cache.logical_value, plan.config.block_n // self._ring.keys
+        key, value = cache.logical_key, cache.logical_value
         tensors = (plan.block_table, plan.chunks.table, self._layer.sinks, plan.partial, plan.lse, plan.arrivals)
         packed = ARGUMENTS.pack(
             *(each.data_ptr() for each in (q, key, value)),
@@ -200,12 +184,11 @@ class HopperDecode(Decode):
             plan.rows,
             self._spec.sliding_window or 0,
             int(plan.early),
-            cluster,
             *self._scales,
         )
         self._arguments.set(packed)
         blocks = plan.block_m // 8
-        self._kernel(blocks)(self._launch(plan.items * len(plan.chunks.table), cluster, blocks), self._arguments)
+        self._kernel(blocks)(self._launch(plan.items * len(plan.chunks.table), blocks), self._arguments)
         if written is not out:
             out.copy_(written)
 
@@ -218,13 +201,11 @@ class HopperDecode(Decode):
             kernel.allow_shared(min(shared_bytes(self._spec.head_dim, blocks), SHARED_BYTES))
         return kernel
 
-    def _launch(self, programs: int, cluster: int, blocks: int) -> Launch:
-        key = programs, cluster, blocks
-        launch = self._grids.get(key)
+    def _launch(self, programs: int, blocks: int) -> Launch:
+        launch = self._grids.get((programs, blocks))
         if launch is None:
-            grid, together = (programs, cluster, 1), (1, cluster, 1)
             shared = shared_bytes(self._spec.head_dim, blocks)
-            launch = self._grids[key] = Launch(grid, 32 * self._ring.warps, shared, overlaps=True, cluster=together)
+            launch = self._grids[programs, blocks] = Launch((programs, 1, 1), 32 * self._ring.warps, shared, overlaps=True)
         return launch
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
 from headway.backends.hopper.decode import HopperDecode
 from headway.backends.hopper.tiles import HEAD_DIMS
-from headway.backends.probe import HALF_DTYPES, untried
+from headway.backends.probe import HALF_DTYPES
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import DecodePlan
@@ -57,7 +57,7 @@ class HopperDecoding(AttentionBackend):
     def available(cls) -> Support:
         """What `hopper` needs, and Triton, whose kernel cuts keys."""
         support = HopperAttention.available()
-        return support & TritonAttention.available() & untried() if support else support
+        return support & TritonAttention.available() if support else support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

@@ -30,7 +30,7 @@ def cut_sequences(
     BLOCK_N: tl.constexpr,  # keys a tile
     HAS_WINDOW: tl.constexpr,
     EVEN: tl.constexpr,  # a sequence's cut hangs on its own length alone
-    FENCED: tl.constexpr,  # decode, launched before this kernel's results are known to be written, reads the chunks before it waits
+    FENCED: tl.constexpr,  # decode reads the chunks before it waits for the kernels before it
 ):
     """Grid (cdiv(max_chunks, CHUNKS),). Every program makes the whole cut and writes its part of it.
 

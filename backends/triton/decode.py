@@ -217,7 +217,16 @@ class Decode:
     ) -> None:
         """Launch for the first layer of a step, and prepare the launch for the layers like this one."""
         q, _, _, out, k, v, *_ = tensors
-        compiled_for = (key, plan.block_m, plan.rows, plan.max_query_len == 1, plan.chunks.split, plan.early, plan.ahead, plan.config)
+        compiled_for = (
+            key,
+            plan.block_m,
+            plan.rows,
+            plan.max_query_len == 1,
+            plan.chunks.split,
+            plan.early,
+            plan.ahead,
+            plan.config,
+        )
         known = self._constants.get(compiled_for)
         if known is None:
             if len(self._constants) >= _MOST_STRIDES:
@@ -283,7 +292,6 @@ class Decode:
             "ROWS": plan.rows,
             "BLOCK_N": plan.config.block_n,
             **addressing.constants,
-            "PEEK": False,
             "PAIRS": pairs and (not INTERPRETED or self._scaled),  # fp8 is unpacked in assembler
             "SPLIT": plan.chunks.split,
             "MERGED": max(1, min(8, 4096 // (plan.rows * self._layer.block_dv))),

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.fold_kernel import fold_cached, fold_new
+from headway.backends.triton.fold_kernel import ask_for_rows, fold_cached, fold_new
 from headway.backends.triton.merge_kernel import merge_parts, merge_rows
-from headway.backends.triton.tiles import alibi_slopes, ask_for_rows, normalise, query_tile
+from headway.backends.triton.tiles import alibi_slopes, normalise, query_tile
 from headway.backends.triton.write_kernel import store_kv
 
 
@@ -81,7 +81,6 @@ def split_kv_decode(
     BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,  # a row of the cache is whole numbers times a scale of its own
     SCALE_STRIDES: tl.constexpr,  # three of the key's scales, three of the value's
-    PEEK: tl.constexpr,  # block numbers take no part of the pipeline
     PAIRS: tl.constexpr,  # 8-bit rows that lie in one piece: read as pairs, which the tensor cores' loads can turn around
     SPLIT: tl.constexpr,  # a sequence may have more than one chunk
     MERGED: tl.constexpr,  # partial results merged at a time
@@ -191,7 +190,7 @@ def split_kv_decode(
             cap_log2, window,
             k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
             HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, PEEK, not V_SLOTS_INNER,
+            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, not V_SLOTS_INNER,
             HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
@@ -202,7 +201,7 @@ def split_kv_decode(
                 cap_log2, window,
                 k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
                 HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, PEEK, True,
+                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, True,
                 HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled

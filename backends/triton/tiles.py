@@ -61,37 +61,6 @@ def peeked_blocks(table_ptr, first, limit, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl
 
 
 @triton.jit
-def ask_for_rows(
-    base_ptr,  # the head's first element
-    table_ptr,
-    first,
-    limit,
-    stride_block,
-    stride_slot,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Bring the rows of the keys first .. first + BLOCK_N before `limit` to the L2 cache. A row lies in one piece.
-
-    first may lie beyond `limit`, where nothing is asked for.
-    """
-    LINE: tl.constexpr = 128 // (base_ptr.dtype.element_ty.primitive_bitwidth // 8)  # elements of a line of the cache
-    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM, LINE))
-    known = tl.minimum(first, tl.maximum(limit - 1, 0) // BLOCK_N * BLOCK_N)  # the table has no more entries
-    blocks = block_numbers(table_ptr, known, limit, BLOCK_SIZE, BLOCK_N)
-    n = tl.arange(0, BLOCK_N)
-    place = tl.arange(0, LINES) * LINE
-    rows = blocks * stride_block + ((known + n) % BLOCK_SIZE) * stride_slot
-    lines = base_ptr + rows[:, None] + place[None, :]
-    asked = (n < limit - first)[:, None] & (place < HEAD_DIM)[None, :]
-    tl.inline_asm_elementwise(
-        "{ .reg .pred asked; setp.ne.b32 asked, $2, 0; @asked prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", args=[lines.to(tl.int64), asked.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def cached_rows(
     base_ptr,  # the head's first element
     blocks,  # of block_numbers

@@ -9,7 +9,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from headway.backends.probe import untried
 from headway.backends.triton.launch import FixedLauncher
 from headway.backends.triton.layer import INTERPRETED
 from headway.models.config import Activation
@@ -95,7 +94,6 @@ class TiledProducts:
         self._device = device
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self._swaps = bool(untried())
         self._launchers: dict[_Variant, FixedLauncher] = {}
         self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
         """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
@@ -110,7 +108,7 @@ class TiledProducts:
         size = weight_rows * in_features
         if size <= MAX_WEIGHT:
             return tiling(rows, out_features, in_features, self._multiprocessors)
-        if size <= 2 * MAX_WEIGHT and self._swaps:
+        if size <= 2 * MAX_WEIGHT:
             return swapped_tiling(rows, out_features, in_features, self._multiprocessors)
         return None
 

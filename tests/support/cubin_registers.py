@@ -10,6 +10,8 @@ _FRAME_SIZE = b"\x04\x11\x08\x00"
 """EIATTR_FRAME_SIZE, likewise: a function and the bytes of local memory of a thread of it."""
 _MOST = 255
 """Registers that a thread may have."""
+_MOST_LOCAL = 512 * 1024
+"""Bytes of local memory that a thread may have."""
 _PART, _PARTS = 16 * 1024, 4
 """Registers of a part of a multiprocessor, which a warp gets 256 at a time, and parts."""
 
@@ -21,7 +23,7 @@ def most_registers(cubin: bytes) -> int:
 
 def most_local_bytes(cubin: bytes) -> int:
     """Bytes of local memory of a thread, such as what registers are spilled to, of the function that takes most."""
-    return max(_values(cubin, _FRAME_SIZE))
+    return max(count for count in _values(cubin, _FRAME_SIZE) if count <= _MOST_LOCAL)  # likewise
 
 
 def _values(cubin: bytes, attribute: bytes) -> list[int]:

@@ -26,24 +26,21 @@ class HostKernel:
 
     known: Sequence[Tensor]
     """What the kernel may read by instructions of its own."""
-    launches: list[tuple[int, int, int]]
-    """Grids so far."""
 
     def __init__(self, variant: Variant, order: int) -> None:
-        self._variant, self._order, self.known, self.launches = variant, order, (), []
+        self._variant, self._order, self.blocks, self.known = variant, order, 0, ()
 
     def allow_shared(self, shared_bytes: int) -> None:
         """As much as a block of threads may have."""
         assert shared_bytes <= 227 * 1024
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
-        """Run all clusters, one after the other."""
+        """Run all blocks of threads, one after the other."""
         (packed,) = arguments.values
         assert isinstance(packed, bytes)
-        clusters, blocks, _ = launch.grid
-        assert launch.cluster == (1, blocks, 1)
-        self.launches.append(launch.grid)
-        sizes = clusters, blocks, launch.block[0], launch.shared_bytes, self._order
+        blocks, _, _ = launch.grid
+        self.blocks = max(self.blocks, blocks)
+        sizes = blocks, launch.block[0], launch.shared_bytes, self._order
         assert not compiled(self._variant).run(ctypes.c_char_p(packed), *sizes, *places(self.known)), SAID
 
 

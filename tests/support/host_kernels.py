@@ -180,8 +180,8 @@ def add_experts(
 def _launch(variant: ExpertVariant, tensors: Tensors, routed: Routed, blocks: int, order: int) -> None:
     routing = (ctypes.c_uint64 * 2)(routed.experts.data_ptr(), routed.weights.data_ptr())
     sizes = len(routed.experts), blocks, variant.each.threads, variant.shared_bytes, order
-    places = places([*tensors, routed.experts, routed.weights])
-    assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *places), SAID
+    where = places([*tensors, routed.experts, routed.weights])
+    assert not compiled(variant.source).run(_pointers(tensors), routing, *sizes, *where), SAID
 
 
 def add_lots(

@@ -1,9 +1,8 @@
 // Decode over a paged cache: one kernel reads, merges and writes. For few query rows the time is latency, and else that of reading keys.
 //
-// Grid (chunks of keys times kv heads and tiles of query rows, blocks of a cluster). The warps of all blocks of a cluster take tiles of TILE
-// keys in turn, each through a ring of its own in shared memory, so that none waits for another before all sums are there. They are merged
-// through shared memory, and where a sequence has several chunks, by the last of them to arrive, through global memory. Queries are the narrow
-// side of the products: scores are [keys, rows] = K Q', sums [dim, rows] = V' P', eight rows at a time, where the usual way round fills sixteen.
+// Grid: chunks of keys times kv heads (and tiles of query rows). The warps of a block take tiles of TILE keys in turn, each through a
+// ring of its own in shared memory, so that none waits for another before all sums are there. Queries are the narrow side of the products: scores
+// are [keys, rows] = K Q', sums [dim, rows] = V' P', eight rows at a time, where the usual way round would fill sixteen.
 //
 // What does not depend on the kernel before this one is done before the wait (programmatic dependent launch): the chunk and its blocks are read,
 // and the first keys and values are brought to the L2 cache. They are read after it, at once with the queries.
@@ -22,12 +21,11 @@ struct DecodeArguments {
   int* arrivals;                    // [chunk, item], zero between launches
   long long q_token, q_head, out_token, out_head, sums_head, new_k_token, new_k_head, new_v_token, new_v_head;
   long long k_block, k_slot, k_head, v_block, v_slot, v_head, table_seq;
-  int items, kv_heads, kept_rows, window, early, cluster;  // items: kv heads times tiles of query rows; kept_rows: of a partial result
+  int items, kv_heads, kept_rows, window, early;  // items: kv heads times tiles of query rows; kept_rows: of a partial result
   float scale, cap;                 // of scores, in the domain of base 2; SOFTCAP: cap * tanh(scale * score)
 };
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int MOST_BLOCKS = 8;                          // of a cluster
 constexpr int TILE = 16;                                // keys of a warp's tile
 constexpr int ROWS = 8 * ROW_BLOCKS;                    // query rows of a block of threads
 constexpr int PIECES = HEAD_DIM / 8;                    // of 16 bytes of a row
@@ -42,28 +40,27 @@ constexpr int LINES = (HEAD_DIM * 2 + 127) / 128;       // of a row in the L2 ca
 struct Chunk {
   int seq, kv_len, token, query_len, start, end, first_chunk, num_chunks;
 
-  __device__ __forceinline__ void read(const DecodeArguments& a, int number, int blocks) {
+  __device__ __forceinline__ void read(const DecodeArguments& a, int number) {
     const int4* const fields = reinterpret_cast<const int4*>(a.chunks) + 2 * number;
     const int4 low = fields[0], high = fields[1];
     seq = low.x, kv_len = low.y, token = low.z, query_len = low.w;
-    start = high.x * (TILE * WARPS * blocks), end = high.y, first_chunk = high.z, num_chunks = high.w;
+    start = high.x * (TILE * WARPS), end = high.y, first_chunk = high.z, num_chunks = high.w;
   }
 };
 
 // The tiles of one warp: where they begin, and in which blocks they lie.
 struct Tiles {
   const int* table;
-  int first, step, count, known, blocks;  // blocks: of this lane's tile among the 32 from `known` on
+  int first, count, known, blocks;  // blocks: of this lane's tile among the 32 from `known` on
 
-  // warp: among so many of the cluster.
-  __device__ __forceinline__ void begin(const DecodeArguments& a, const Chunk& chunk, int warp, int warps, int lane) {
+  __device__ __forceinline__ void begin(const DecodeArguments& a, const Chunk& chunk, int warp, int lane) {
     table = a.table + a.table_seq * chunk.seq;
-    first = chunk.start + warp * TILE, step = warps * TILE;
+    first = chunk.start + warp * TILE;
     const int all = (chunk.end - chunk.start + TILE - 1) / TILE;
-    count = chunk.seq < 0 ? 0 : max(0, (all - warp + warps - 1) / warps);
+    count = chunk.seq < 0 ? 0 : max(0, (all - warp + WARPS - 1) / WARPS);
     look_up(0, lane);
   }
-  __device__ __forceinline__ int key(int number) const { return first + number * step; }
+  __device__ __forceinline__ int key(int number) const { return first + number * (WARPS * TILE); }
   __device__ __forceinline__ void look_up(int number, int lane) {
     known = number;
     blocks = number + lane < count ? table[key(number + lane) / BLOCK_SIZE] : 0;
@@ -224,20 +221,12 @@ struct NewRow {
   }
 };
 
-// What is merged, in shared memory, where the rings were: of each warp, and at last of the block.
+// What the warps of a block, and later the blocks of a sequence, add up: in shared memory, where the rings were.
 struct Shared {
-  float (*acc)[ROWS][SUM_ROW];  // [WARPS + 1]
-  float (*largest)[ROWS];       // [WARPS + 1]
-  float (*total)[ROWS];         // [WARPS + 1]
+  float (*acc)[ROWS][SUM_ROW];  // [WARPS]
+  float (*largest)[ROWS];       // [WARPS]
+  float (*total)[ROWS];         // [WARPS]
   int* last;
-
-  __device__ __forceinline__ explicit Shared(char* start) {
-    float* const floats = reinterpret_cast<float*>(start);
-    acc = reinterpret_cast<float(*)[ROWS][SUM_ROW]>(floats);
-    largest = reinterpret_cast<float(*)[ROWS]>(floats + (WARPS + 1) * ROWS * SUM_ROW);
-    total = largest + WARPS + 1;
-    last = reinterpret_cast<int*>(total + WARPS + 1);
-  }
 };
 
 __device__ __forceinline__ void share(const Shared& shared, Sums& sums, int warp, int lane) {
@@ -289,21 +278,11 @@ __device__ __forceinline__ void finish(const DecodeArguments& a, const Chunk& ch
   to[0] = to_pair(y.x, y.y), to[1] = to_pair(y.z, y.w);
 }
 
-// Hand on four elements of a row of a chunk: finished, where the sequence has no other chunk.
-__device__ __forceinline__ void hand_on(
-    const DecodeArguments& a, const Chunk& chunk, const Merged& merged, int number, int item, int kv_head, int first_row, int row, int column) {
-  if (chunk.num_chunks == 1) return finish(a, chunk, merged, kv_head, first_row + row, column);
-  const long long slot = (static_cast<long long>(number) * a.items + item) * a.kept_rows + row;
-  reinterpret_cast<float4*>(a.partial + slot * HEAD_DIM)[column] = merged.mean();
-  if (column == 0) a.partial_lse[slot] = merged.lse();
-}
-
-// Merge the warps of each block, and then the blocks of the cluster, each of which takes its part of the columns.
-__device__ __forceinline__ void merge_cluster(
-    const DecodeArguments& a, const Chunk& chunk, const Shared& shared, int number, int item, int kv_head, int first_row, int blocks) {
-  const int columns = a.kept_rows * (HEAD_DIM / 4);
-  for (int v = threadIdx.x; v < columns; v += THREADS) {
+__device__ __forceinline__ void merge_warps(
+    const DecodeArguments& a, const Chunk& chunk, const Shared& shared, int number, int item, int kv_head, int first_row) {
+  for (int v = threadIdx.x; v < ROWS * (HEAD_DIM / 4); v += THREADS) {
     const int row = v / (HEAD_DIM / 4), column = v % (HEAD_DIM / 4);
+    if (row >= a.kept_rows) break;
     Merged merged;
     merged.clear();
 #pragma unroll
@@ -311,40 +290,22 @@ __device__ __forceinline__ void merge_cluster(
       const float4 acc = reinterpret_cast<const float4*>(shared.acc[warp][row])[column];
       merged.add(acc, shared.largest[warp][row], shared.total[warp][row]);
     }
-    if (blocks == 1) {
-      hand_on(a, chunk, merged, number, item, kv_head, first_row, row, column);
+    if (chunk.num_chunks == 1) {
+      finish(a, chunk, merged, kv_head, first_row + row, column);
       continue;
     }
-    reinterpret_cast<float4*>(shared.acc[WARPS][row])[column] = merged.acc;
-    if (column == 0) shared.largest[WARPS][row] = merged.largest, shared.total[WARPS][row] = merged.total;
-  }
-  if (blocks == 1) return;
-  cluster_sync();
-  for (int v = threadIdx.x * blocks + blockIdx.y; v < columns; v += THREADS * blocks) {
-    const int row = v / (HEAD_DIM / 4), column = v % (HEAD_DIM / 4);
-    float4 acc[MOST_BLOCKS];
-    float largest[MOST_BLOCKS], total[MOST_BLOCKS];
-#pragma unroll
-    for (int block = 0; block < MOST_BLOCKS; ++block) {
-      const int from = min(block, blocks - 1);
-      acc[block] = load_of_block(reinterpret_cast<const float4*>(shared.acc[WARPS][row]) + column, from);
-      largest[block] = load_of_block(&shared.largest[WARPS][row], from), total[block] = load_of_block(&shared.total[WARPS][row], from);
-    }
-    Merged merged;
-    merged.clear();
-#pragma unroll
-    for (int block = 0; block < MOST_BLOCKS; ++block) {
-      if (block < blocks) merged.add(acc[block], largest[block], total[block]);
-    }
-    hand_on(a, chunk, merged, number, item, kv_head, first_row, row, column);
+    const long long slot = (static_cast<long long>(number) * a.items + item) * a.kept_rows + row;
+    reinterpret_cast<float4*>(a.partial + slot * HEAD_DIM)[column] = merged.mean();
+    if (column == 0) a.partial_lse[slot] = merged.lse();
   }
 }
 
-// Merge what the chunks of a sequence have left, PARTS at a time so that their loads overlap.
+// Merge what the blocks of a sequence have left, PARTS at a time so that their loads overlap.
 __device__ __forceinline__ void merge_chunks(const DecodeArguments& a, const Chunk& chunk, int item, int kv_head, int first_row) {
   constexpr int PARTS = 8;
-  for (int v = threadIdx.x; v < a.kept_rows * (HEAD_DIM / 4); v += THREADS) {
+  for (int v = threadIdx.x; v < ROWS * (HEAD_DIM / 4); v += THREADS) {
     const int row = v / (HEAD_DIM / 4), column = v % (HEAD_DIM / 4);
+    if (row >= a.kept_rows) break;
     Merged merged;
     merged.clear();
     for (int part = 0; part < chunk.num_chunks; part += PARTS) {
@@ -372,15 +333,14 @@ using namespace hopper;
 
 extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __grid_constant__ DecodeArguments a) {
   extern __shared__ __align__(128) char dynamic[];
-  const int item = blockIdx.x % a.items, number = blockIdx.x / a.items, kv_head = item % a.kv_heads, blocks = a.cluster;
+  const int item = blockIdx.x % a.items, number = blockIdx.x / a.items, kv_head = item % a.kv_heads;
   const int first_row = item / a.kv_heads * ROWS;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int place = blockIdx.y * WARPS + warp, warps = blocks * WARPS;  // in the cluster
   if (a.early) launch_dependents();
   Chunk chunk;
-  chunk.read(a, number, blocks);
+  chunk.read(a, number);
   Tiles tiles;
-  tiles.begin(a, chunk, place, warps, lane);
+  tiles.begin(a, chunk, warp, lane);
   const int at = chunk.kv_len - 1;  // of the newest key
   const bool brings = a.new_k != nullptr && chunk.end == chunk.kv_len && chunk.seq >= 0;
   const int limit = brings ? at : chunk.end;
@@ -394,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
     if (stage < tiles.count) copy_tile(a, tiles, ring + stage * STAGE, stage, kv_head, limit, lane);
     copies_commit();
   }
-  const int new_tile = (at - chunk.start) / TILE, mine = brings && new_tile % warps == place ? new_tile / warps : -1;
+  const int new_tile = (at - chunk.start) / TILE, mine = brings && new_tile % WARPS == warp ? new_tile / WARPS : -1;
   NewRow fresh;
   if (mine >= 0) fresh.read(a, chunk, kv_head, lane);
   Queries queries;
@@ -418,17 +378,18 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   __syncthreads();  // no ring is read any more
-  const Shared shared(dynamic);
+  float* const floats = reinterpret_cast<float*>(dynamic);
+  Shared shared;
+  shared.acc = reinterpret_cast<float(*)[ROWS][SUM_ROW]>(floats);
+  shared.largest = reinterpret_cast<float(*)[ROWS]>(floats + WARPS * ROWS * SUM_ROW);
+  shared.total = shared.largest + WARPS;
+  shared.last = reinterpret_cast<int*>(shared.total + WARPS);
   share(shared, sums, warp, lane);
   __syncthreads();
-  merge_cluster(a, chunk, shared, number, item, kv_head, first_row, blocks);
-  if (chunk.num_chunks > 1) __threadfence();
-  if (blocks == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();  // what this block has shared has been read, and all of the chunk is stored
-  }
-  if (chunk.num_chunks == 1 || blockIdx.y > 0) return;
+  merge_warps(a, chunk, shared, number, item, kv_head, first_row);
+  if (chunk.num_chunks == 1) return;
+  __threadfence();
+  __syncthreads();
   if (threadIdx.x == 0) {
     int* const arrivals = a.arrivals + chunk.first_chunk * a.items + item;
     const bool last = add_arrival(arrivals) == chunk.num_chunks - 1;

@@ -45,26 +45,6 @@ __device__ __forceinline__ float load_stored(const float* from) {
   return one;
 }
 
-// What lies at an address of this block's shared memory, in that of another block of the cluster.
-__device__ __forceinline__ u32 address_in(u32 own, int block) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(own), "r"(block));
-  return there;
-}
-__device__ __forceinline__ float4 load_of_block(const float4* own, int block) {
-  float4 four;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-               : "r"(address_in(shared_address(own), block))
-               : "memory");
-  return four;
-}
-__device__ __forceinline__ float load_of_block(const float* own, int block) {
-  float one;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(address_in(shared_address(own), block)) : "memory");
-  return one;
-}
-
 // Count an arrival; what this thread has seen is seen by those that count later. Returns how many came before.
 __device__ __forceinline__ int add_arrival(int* to) {
   int before;

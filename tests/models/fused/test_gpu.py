@@ -25,7 +25,6 @@ from transformers import (
     Starcoder2Config,
 )
 
-from headway.backends.probe import UNTRIED
 from headway.models.decoder import Decoder
 from headway.models.families import read_decoder_config
 from headway.models.linear import Linear
@@ -103,13 +102,10 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [9, 12, 16])
 @pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
-def test_tiles_whose_rows_are_the_weights(
-    shape: tuple[int, int], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """With a bias, added to what is there; twice, since its counters must be zero again."""
     from headway.models.fused.tiles import TiledProducts
 
-    monkeypatch.setenv(UNTRIED, "1")
     products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)

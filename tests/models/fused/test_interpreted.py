@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from headway.backends.probe import UNTRIED
 from headway.models import linear as linear_layers
 from headway.models.linear import Linear
 from headway.models.operations import Norm, TorchOperations
@@ -125,7 +124,6 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
 def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
-    monkeypatch.setenv(UNTRIED, "1")
     monkeypatch.setattr(tiles, "MAX_WEIGHT", 64 * 192 * 3 // splits)
     seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
     products, x = tiles.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()

@@ -25,11 +25,6 @@ T load_stored(const T* from) {
   host::check(from, sizeof(T));
   return *from;
 }
-template <typename T>
-T load_of_block(const T* own, int block) {
-  const long at = reinterpret_cast<const char*>(own) - host::own_memory();
-  return *reinterpret_cast<const T*>(host::memories[block] + at);
-}
 inline int add_arrival(int* to) {
   host::check(to, 4);
   return (*to)++;
