@@ -170,10 +170,12 @@ class _Tables:
         """The table of a kind of layer of which nothing is kept: a shipped one that was checked, or one measured in full."""
         prior = prior_for(self.device, SpecRecord.of(spec), owners(self.registry))
         if budget <= 0:
-            unknown = [] if prior is None else prior.unknown(self.available)
-            if unknown:  # it would never let them be chosen
-                log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(unknown))
-            return None if prior is None or unknown else prior.unchecked()
+            if prior is None:
+                return None
+            missed = self._missed(spec, prior.unknown(self.available))
+            if missed:
+                log.info("auto: the shipped table is not used unchecked: %s not in it", ", ".join(missed))
+            return None if missed else prior.unchecked()
         if prior is not None:
 
             def measure(points: Sequence[Point], seconds: float, known: CrossoverTable | None) -> CrossoverTable | None:
@@ -186,6 +188,12 @@ class _Tables:
             return check_prior(prior, wanted, self.available, path, budget, measure)
         _announce(spec, budget, None)
         return self._measure(spec, wanted, path, budget, None, resume=False)
+
+    def _missed(self, spec: AttentionSpec, unknown: Collection[str]) -> list[str]:
+        """Which of the backends that a table does not know a start without a table might choose, by rank."""
+        ranks = [self.registry.rank(spec, phase, self.available) for phase in Phase]
+        known = [next((place for place, name in enumerate(rank) if name not in unknown), len(rank)) for rank in ranks]
+        return [name for name in unknown if any(rank.index(name) < first for rank, first in zip(ranks, known, strict=True))]
 
     def _named(self, spec: AttentionSpec) -> CrossoverTable | None:
         """The first of the tables that the user named that fits a layer; the log says why none does."""

@@ -269,7 +269,12 @@ def test_without_a_budget_a_prior_serves_unchecked_unless_it_lacks_a_backend(
     assert costs.source == "shipped table of 2026-11-21, not checked here"
     assert machine.runs == []
     assert not table_path(a_device(), SpecRecord.of(SPEC)).exists(), "what was not checked is not kept"
-    assert start(machine, with_backend("newcomer"), monkeypatch, budget=0.0) is None
+    newcomer = with_backend("newcomer")
+    assert start(machine, newcomer, monkeypatch, budget=0.0) is not None, (
+        "ranked behind, it would not be chosen without a table either"
+    )
+    monkeypatch.setattr(newcomer, "rank", lambda spec, phase, names: sorted(names, key=lambda name: name != "newcomer"))
+    assert start(machine, newcomer, monkeypatch, budget=0.0) is None
     assert "not used unchecked: newcomer not in it" in caplog.text
 
 
