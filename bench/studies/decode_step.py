@@ -1,4 +1,5 @@
-"""One decode step of a model with random weights, from a CUDA graph: microseconds, and the share of what the memory allows.
+"""One decode step of a model with random weights, from a CUDA graph: microseconds, the share of what the memory allows, and what
+attention adds to each layer of the same step without any.
 
 python -m headway.bench.studies.decode_step --model qwen3-0.6b --batch-size 1,16,64 --context 512
 """
@@ -33,8 +34,6 @@ from headway.tuning.isolated.trial import create_registry
 from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.timing import Timer
 
-BLOCK_SIZE = 256
-
 
 def shapes(model: str) -> DecoderConfig:
     """The configuration of one of the models whose shapes ship with Headway."""
@@ -66,18 +65,18 @@ class CapturedDecode:
         self._graph.replay()
 
 
-def paged_attention(model: Decoder, backend: str, batch_size: int, context: int) -> PagedAttention:
+def paged_attention(model: Decoder, backend: str, batch_size: int, context: int, block_size: int = 256) -> PagedAttention:
     """Attention over a random cache, ready for one decode step of sequences with `context` cached tokens."""
     registry, specs = create_registry(), model.attention_specs
-    selector = Selector(registry, LayerSpecs(specs), BackendRequest.parse(backend), kv_layout="nhd", block_size=BLOCK_SIZE)
-    blocks = -(-(context + 1) // BLOCK_SIZE)
-    caches = pool.allocate_layers(specs, [registry.layout("nhd").layout] * len(specs), batch_size * blocks, BLOCK_SIZE)
+    selector = Selector(registry, LayerSpecs(specs), BackendRequest.parse(backend), kv_layout="nhd", block_size=block_size)
+    blocks = -(-(context + 1) // block_size)
+    caches = pool.allocate_layers(specs, [registry.layout("nhd").layout] * len(specs), batch_size * blocks, block_size)
     for layer in caches:
         layer.key.normal_()
         layer.value.normal_()
     attention = PagedAttention(LayerSpecs(specs), caches, registry.layout("nhd").load_writer(specs[0].device))
     tables = torch.randperm(batch_size * blocks).view(batch_size, blocks).tolist()
-    metadata = AttentionMetadata.build([1] * batch_size, [context] * batch_size, tables, BLOCK_SIZE, specs[0].device)
+    metadata = AttentionMetadata.build([1] * batch_size, [context] * batch_size, tables, block_size, specs[0].device)
     attention.begin(metadata, selector.backends_for(Phase.PREFILL), selector.backends_for(Phase.DECODE))
     return attention
 
@@ -97,6 +96,7 @@ def main(
     batch_size: Annotated[str, typer.Option(help="Sequences, several with commas.")] = "1,16,64",
     context: Annotated[int, typer.Option(min=1, help="Cached tokens of each.")] = 512,
     attn_backend: Annotated[str, typer.Option(help="auto, NAME, or none: a step without attention and cache.")] = "auto",
+    block_size: Annotated[int, typer.Option(min=16, help="Slots of a block of the cache.")] = 256,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="As in deterministic mode.")] = False,
     read_gbps: Annotated[float, typer.Option(help="What the memory reads, GB/s.")] = 4192.0,
 ) -> None:
@@ -111,30 +111,36 @@ def main(
         raise typer.BadParameter("needs a CUDA GPU, got none")
     with torch.inference_mode():
         decoder = Decoder(shapes(model), DummyWeights(torch.bfloat16, device), deterministic)
-        rows = [_measure(decoder, attn_backend, int(size), context, read_gbps) for size in sizes]
+        rows = [_measure(decoder, attn_backend, int(size), context, block_size, read_gbps) for size in sizes]
     who = identify_device(device)
     mode = ", deterministic" if deterministic else ""
     title = f"{model}, bfloat16, context {context}, attention {attn_backend}{mode}; {who.name}, torch {who.torch}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("batch", "us a step", "floor us", "share", "tokens/s"):
+    for column in ("batch", "us a step", "floor us", "share", "tokens/s", "attention, us a layer"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*row)
     Terminal(width=110).print(table)
 
 
-def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, read_gbps: float) -> Sequence[str]:
-    if backend == "none":
-        spec = decoder.attention_specs[0]
-        out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        num_bytes, nothing = step_bytes(decoder, batch_size, -1), AttentionFunctions(lambda *_: out)
-        step = CapturedDecode(decoder, batch_size, nothing, context)
-    else:
-        attention = paged_attention(decoder, backend, batch_size, context)
-        num_bytes, step = step_bytes(decoder, batch_size, context), CapturedDecode(decoder, batch_size, attention, context)
-    median = Timer().time(step, torch.device("cuda")).median_us
+def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, block_size: int, read_gbps: float) -> Sequence[str]:
+    spec = decoder.attention_specs[0]
+    out = torch.randn(batch_size, spec.num_heads, spec.head_dim, dtype=spec.dtype, device=spec.device)
+    bare = _median_us(CapturedDecode(decoder, batch_size, AttentionFunctions(lambda *_: out), context))
+    median, added, num_bytes = bare, "", step_bytes(decoder, batch_size, -1)
+    if backend != "none":
+        attention = paged_attention(decoder, backend, batch_size, context, block_size)
+        median, num_bytes = (
+            _median_us(CapturedDecode(decoder, batch_size, attention, context)),
+            step_bytes(decoder, batch_size, context),
+        )
+        added = f"{(median - bare) / len(decoder.attention_specs):.1f}"
     floor = num_bytes / read_gbps / 1e3
-    return str(batch_size), f"{median:.0f}", f"{floor:.0f}", f"{floor / median:.0%}", f"{1e6 * batch_size / median:.0f}"
+    return str(batch_size), f"{median:.0f}", f"{floor:.0f}", f"{floor / median:.0%}", f"{1e6 * batch_size / median:.0f}", added
+
+
+def _median_us(step: CapturedDecode) -> float:
+    return Timer().time(step, torch.device("cuda")).median_us
 
 
 if __name__ == "__main__":

@@ -75,7 +75,23 @@ def places(tensors: Tensors) -> tuple[object, object, int]:
 
 
 def _pointers(tensors: Tensors) -> bytes:
-    return POINTERS.pack(*[0 if each is None else each.data_ptr() for each in tensors], *[0] * 5)
+    return POINTERS.pack(*[0 if each is None else each.data_ptr() for each in [*tensors, *[None] * (12 - len(tensors))]])
+
+
+@dataclass(frozen=True)
+class HostRotation:
+    """What follows a product that gives queries, keys and values: QK-norm of their heads, and RoPE."""
+
+    heads: tuple[int, int, int]
+    """num_heads, num_kv_heads and head_dim."""
+    cos: Tensor
+    """float32 [rows, head_dim / 2], as sin."""
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    arrivals: Tensor
+    """int32, zero."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +110,7 @@ class HostProduct:
     add: bool = False
     order: int = 0
     """In which threads run; see host.h."""
+    rotation: HostRotation | None = None
 
     @property
     def eps(self) -> ctypes.c_float:
@@ -106,11 +123,18 @@ class HostProduct:
         cut = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
         shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
         before = None if self.norm is None else self.norm.weight.dtype
-        return of(self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, None, None)
+        heads, turned = None, self.rotation
+        if turned is not None:
+            heads = turned.heads, None if turned.q_norm is None else turned.q_norm.dtype
+        return of(
+            self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, *(heads or (None, None))
+        )
 
     def tensors(self, read: ArrangedWeight, x: Tensor) -> list[Tensor | None]:
         """What the kernel is given. x: as it reads it."""
-        return [x, read.codes, read.scales, read.zeros, self.norm_weight, self.bias, self.y]
+        turned = self.rotation
+        rotation = [] if turned is None else [turned.cos, turned.sin, turned.q_norm, turned.k_norm, turned.arrivals]
+        return [x, read.codes, read.scales, read.zeros, self.norm_weight, self.bias, self.y, *rotation]
 
     @property
     def norm_weight(self) -> Tensor | None:
@@ -129,7 +153,8 @@ def multiply(product: HostProduct) -> None:
         _launch_rows(library.arrange, [product.x, product.norm_weight, x], product)
         given = ctypes.c_void_p(read.codes.data_ptr()), ctypes.c_long(len(read.codes)), rows, tiles * blocks
     else:
-        given = product.eps, ctypes.c_float(0.0), rows, tiles, min(tiles, MULTIPROCESSORS)
+        head_eps = ctypes.c_float(0.0 if product.rotation is None else product.rotation.eps)
+        given = product.eps, head_eps, rows, tiles, min(tiles, MULTIPROCESSORS)
     tensors = product.tensors(read, x)
     sizes = variant.threads, variant.shared_bytes, product.order
     assert not library.run(_pointers(tensors), *given, *sizes, *places(tensors)), SAID

@@ -17,7 +17,7 @@ struct DecodeArguments {
   float* sums;                      // the caller's log-sum-exp [head, token]; null: not wanted
   const int *table, *chunks;        // chunks: see chunk_kernel.CHUNK_FIELDS
   const float* sinks;               // log2(e) times a logit of each head (SINKS)
-  float *partial, *partial_lse;     // [chunk, item, ROWS, HEAD_DIM], [chunk, item, ROWS]
+  float *partial, *partial_lse;     // [chunk, item, kept_rows, HEAD_DIM], [chunk, item, kept_rows]
   int* arrivals;                    // [chunk, item], zero between launches
   long long q_token, q_head, out_token, out_head, sums_head, new_k_token, new_k_head, new_v_token, new_v_head;
   long long k_block, k_slot, k_head, v_block, v_slot, v_head, table_seq;
@@ -388,8 +388,7 @@ extern "C" __global__ void __launch_bounds__(hopper::THREADS) decode(const __gri
   __syncthreads();
   merge_warps(a, chunk, shared, number, item, kv_head, first_row);
   if (chunk.num_chunks == 1) return;
-  __threadfence();
-  __syncthreads();
+  __syncthreads();  // all of the chunk is stored; counting releases it
   if (threadIdx.x == 0) {
     int* const arrivals = a.arrivals + chunk.first_chunk * a.items + item;
     const bool last = add_arrival(arrivals) == chunk.num_chunks - 1;

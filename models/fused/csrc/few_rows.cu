@@ -80,48 +80,71 @@ __device__ __forceinline__ void store_tile(
 }
 
 #if HEADS > 0
+constexpr int TURNED = (MOST_ROWS + FINISHERS - 1) / FINISHERS;  // rows of a warp that finishes
+constexpr int HALF_HEAD = HEAD_DIM / 2, PARTS = (HALF_HEAD + 31) / 32;
+
+// The elements of a head that a lane turns, of each of its warp's rows: asked for together, for a wait each would be most of the time.
+struct Turning {
+  u16 low[TURNED][PARTS], high[TURNED][PARTS];
+  float cos[TURNED][PARTS], sin[TURNED][PARTS];
+
+  __device__ __forceinline__ void read(const Pointers& p, int head, int warp, int lane, int rows) {
+#pragma unroll
+    for (int i = 0; i < TURNED; ++i) {
+      const int m = min(warp + i * FINISHERS, rows - 1);
+      const u16* y = p.y + static_cast<u64>(m) * N + head * HEAD_DIM;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const int h = min(part * 32 + lane, HALF_HEAD - 1);
+        low[i][part] = load_stored(y + h), high[i][part] = load_stored(y + HALF_HEAD + h);
+        cos[i][part] = p.cos[m * HALF_HEAD + h], sin[i][part] = p.sin[m * HALF_HEAD + h];
+      }
+    }
+  }
+
+  // Norm and rotate one row.
+  __device__ __forceinline__ void turn(u16* y, const void* norm, int i, int lane, float eps) const {
+    float scale = 1.0f;
+    if (QK_NORM) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        const float a = from_half(low[i][part]), b = from_half(high[i][part]);
+        squares += part * 32 + lane < HALF_HEAD ? a * a + b * b : 0.0f;
+      }
+#pragma unroll
+      for (int distance = 16; distance; distance /= 2) squares += __shfl_xor_sync(0xffffffff, squares, distance);
+      scale = rsqrtf(squares / HEAD_DIM + eps);
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      const int h = part * 32 + lane;
+      if (h >= HALF_HEAD) continue;
+      float a = from_half(low[i][part]), b = from_half(high[i][part]);
+      if (QK_NORM) a *= scale * norm_at(norm, h), b *= scale * norm_at(norm, HALF_HEAD + h);
+      y[h] = to_half(a * cos[i][part] - b * sin[i][part]);
+      y[HALF_HEAD + h] = to_half(b * cos[i][part] + a * sin[i][part]);
+    }
+  }
+};
+
 // Norm and rotate the heads of q and k that this tile completes, in all rows of y. shared: one int. thread: of the finishing ones.
 __device__ __forceinline__ void turn_heads(const Pointers& p, int* shared, int tile, int thread, int rows, float eps) {
-  constexpr int half = HEAD_DIM / 2;
   const int begin = tile * WARP_OUT, end = min(begin + WARP_OUT, N);
   const int warp = thread / 32, lane = thread % 32;
   for (int head = begin / HEAD_DIM; head < HEADS + KV_HEADS && head * HEAD_DIM < end; ++head) {
     const int count = min(end, (head + 1) * HEAD_DIM) - max(begin, head * HEAD_DIM);
-    named_sync(1, FINISHING);  // all of this tile is stored; the next line releases it
-    if (thread == 0) {
-      __threadfence();
-      *shared = add_arrivals(p.arrivals + head, count);
-    }
+    named_sync(1, FINISHING);  // all of this tile is stored; counting releases it
+    if (thread == 0) *shared = add_arrivals(p.arrivals + head, count);
     named_sync(1, FINISHING);
     if (*shared + count < HEAD_DIM) continue;
     if (thread == 0) p.arrivals[head] = 0;
-    for (int m = warp; m < rows; m += FINISHERS) {
-      u16* y = p.y + static_cast<u64>(m) * N + head * HEAD_DIM;
-      float low[(half + 31) / 32], high[(half + 31) / 32], squares = 0.0f;
+    Turning turning;
+    turning.read(p, head, warp, lane, rows);
 #pragma unroll
-      for (int i = 0; i < (half + 31) / 32; ++i) {
-        const int h = i * 32 + lane;
-        low[i] = h < half ? from_half(load_stored(y + h)) : 0.0f;
-        high[i] = h < half ? from_half(load_stored(y + half + h)) : 0.0f;
-        squares += low[i] * low[i] + high[i] * high[i];
-      }
-      float scale = 1.0f;
-      if (QK_NORM) {
-#pragma unroll
-        for (int distance = 16; distance; distance /= 2) squares += __shfl_xor_sync(0xffffffff, squares, distance);
-        scale = rsqrtf(squares / HEAD_DIM + eps);
-      }
-      const void* norm = head < HEADS ? p.q_norm : p.k_norm;
-#pragma unroll
-      for (int i = 0; i < (half + 31) / 32; ++i) {
-        const int h = i * 32 + lane;
-        if (h >= half) continue;
-        const float cos = p.cos[m * half + h], sin = p.sin[m * half + h];
-        const float a = QK_NORM ? low[i] * scale * norm_at(norm, h) : low[i];
-        const float b = QK_NORM ? high[i] * scale * norm_at(norm, half + h) : high[i];
-        y[h] = to_half(a * cos - b * sin);
-        y[half + h] = to_half(b * cos + a * sin);
-      }
+    for (int i = 0; i < TURNED; ++i) {
+      const int m = warp + i * FINISHERS;
+      if (m < rows) turning.turn(p.y + static_cast<u64>(m) * N + head * HEAD_DIM, head < HEADS ? p.q_norm : p.k_norm, i, lane, eps);
     }
   }
 }

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from headway.models.fused.cuda_cuts import CudaCut, CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
 from headway.models.operations import Norm
-from host_kernels import HostProduct, multiply
+from host_kernels import HostProduct, HostRotation, multiply
 from quantized_weights import FORMS, int4
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -61,6 +61,36 @@ def test_x_that_is_kept_for_all_tiles(rows: int, warps: int, order: int) -> None
     cut = fixed(tiles=2, warps=warps, stages=3, splits=0, kept=True)
     check("int4 of 64 with zeros", rows, cut, shape=(224, 1024), norm=True, add=True, order=order)
     check("fp8 rows", rows, cut, shape=(448, 832), gated=True, order=order)
+
+
+@pytest.mark.parametrize(("rows", "order"), [(1, 0), (7, 2), (16, 1)])
+@pytest.mark.parametrize(("heads", "normed"), [((3, 1, 64), True), ((2, 1, 80), False), ((4, 2, 32), True)])
+def test_heads_are_turned(heads: tuple[int, int, int], normed: bool, rows: int, order: int) -> None:
+    """QK-norm and RoPE by the block that completes a head; values stay as they are. Twice, since counters must be zero again."""
+    num_heads, num_kv_heads, head_dim = heads
+    seed, turned = torch.seed(), num_heads + num_kv_heads
+    weight, x = (
+        WAYS["int4 of 64 with zeros"](torch.randn((turned + num_kv_heads) * head_dim, 512) * 0.1),
+        torch.randn(rows, 512).to(BF16),
+    )
+    angles = torch.rand(rows, head_dim // 2) * 6.28
+    norms = [torch.rand(head_dim) + 0.5 if normed else None for _ in range(2)]
+    rotation = HostRotation(heads, angles.cos(), angles.sin(), *norms, 1e-5, torch.zeros(turned, dtype=torch.int32))
+    y = torch.full((rows, weight.shape[0]), torch.nan, dtype=BF16)
+    expected = (x.double() @ weight.dequantized(torch.float64).t()).view(rows, -1, head_dim)
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+    for head in range(turned):
+        norm = norms[0] if head < num_heads else norms[1]
+        if norm is not None:
+            expected[:, head] = rms_norm(expected[:, head], (head_dim,), norm.double(), 1e-5)
+    low, high = expected[:, :turned].chunk(2, dim=-1)
+    whole = torch.cat([torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1), expected[:, turned:]], dim=1).flatten(
+        1
+    )
+    for _ in range(2):
+        multiply(HostProduct(x, weight, few_rows_cut, y.fill_(torch.nan), order=order, rotation=rotation))
+        assert (y.double() - whole).norm() < 1e-2 * whole.norm(), f"seed {seed}"
+        assert not rotation.arrivals.any()
 
 
 @pytest.mark.slow
