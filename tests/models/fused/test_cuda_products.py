@@ -121,6 +121,11 @@ def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) ->
         assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
 
 
+def test_one_row_takes_sixteens_alone_where_pairs_are_uneven() -> None:
+    cuts = {out: few_rows_cut(weight_bytes(weight_of("fp8 rows", 16)), 1, out, False, 132) for out in (5120, 6144, 8192)}  # type: ignore[arg-type]
+    assert {out: (cut.tiles, cut.kept) for out, cut in cuts.items()} == {5120: (1, True), 6144: (1, True), 8192: (2, False)}
+
+
 @pytest.mark.parametrize(("capability", "room"), [("A100", 166_912), ("L40S", 101_376)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize("form", READ)

@@ -56,7 +56,7 @@ def test_four_bits_with_zeros(rows: int, cut: dict[str, int], order: int) -> Non
     check("int4 of 64 with zeros", rows, fixed(**cut), shape=(96, 1024), add=True, bias=True, order=order)
 
 
-@pytest.mark.parametrize(("rows", "warps", "order"), [(6, 4, 0), (13, 2, 1)])
+@pytest.mark.parametrize(("rows", "warps", "order"), [(1, 4, 2), (6, 4, 0), (13, 2, 1)])
 def test_x_that_is_kept_for_all_tiles(rows: int, warps: int, order: int) -> None:
     cut = fixed(tiles=2, warps=warps, stages=3, splits=0, kept=True)
     check("int4 of 64 with zeros", rows, cut, shape=(224, 1024), norm=True, add=True, order=order)
