@@ -72,10 +72,7 @@ class HopperAttention(AttentionBackend):
         """Rows must lie at multiples of 16 bytes, which the tensor memory accelerator asks for, in a cache that is read."""
         if cache.layout not in (cls.capabilities.layouts or ()):
             return YES  # prompts alone are served beside it
-        for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
-            if not (support := has_rows_of_16_bytes(name, logical)):
-                return support
-        return YES
+        return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
@@ -106,7 +103,7 @@ def is_hopper(device: torch.device) -> Support:
 
 
 def has_rows_of_16_bytes(name: str, logical: Tensor) -> Support:
-    """Whether the tensor memory accelerator can copy rows of a cache tensor, seen as [block, slot, head, dim, 1]."""
+    """Whether rows of a cache tensor, seen as [block, slot, head, dim, 1], can be copied 16 bytes at a time."""
     size = logical.element_size()
     if logical.stride(3) == 1 and not logical.data_ptr() % 16 and not any(s * size % 16 for s in logical.stride()[:3]):
         return YES

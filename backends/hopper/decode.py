@@ -10,12 +10,11 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
+from headway.backends.hopper.tiles import ARCH
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant
 from headway.backends.nvrtc.launch import Kernel, Launch
 from headway.backends.nvrtc.store import load
-from headway.backends.triton.chunks import most_chunks
 from headway.backends.triton.configs import Architecture, DecodeConfig
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.launch import Workspace
@@ -141,12 +140,6 @@ class HopperDecode(Decode):
         self._kernel(plan.block_m // 8)
         return plan
 
-    def workspace_bytes(self, max_num_seqs: int) -> int:
-        """Most bytes the partial results take: the split rule keeps launches small."""
-        items = self._spec.num_kv_heads * most_chunks(max_num_seqs, self._num_splits or 1, self._num_splits is not None)
-        most = max(items, 2 * self.configs[0].most_rounds * self.multiprocessors)
-        return most * self.tile(1)[1] * (self._layer.block_dv + 1) * 4
-
     def run(
         self,
         q: Tensor,
@@ -198,7 +191,7 @@ class HopperDecode(Decode):
             kernel = self._kernels[blocks] = load(
                 variant_of(self._spec, self._block_size, blocks), "decode", self._spec.device, ARCH
             )
-            kernel.allow_shared(min(shared_bytes(self._spec.head_dim, blocks), SHARED_BYTES))
+            kernel.allow_shared(shared_bytes(self._spec.head_dim, blocks))
         return kernel
 
     def _launch(self, programs: int, blocks: int) -> Launch:

@@ -23,7 +23,7 @@ from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.support import YES, Support
+from headway.core.contract.support import Support
 
 
 class HopperDecoding(AttentionBackend):
@@ -70,10 +70,7 @@ class HopperDecoding(AttentionBackend):
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:
         """Rows must lie at multiples of 16 bytes, which are copied at once."""
-        for name, logical in (("key", cache.logical_key), ("value", cache.logical_value)):
-            if not (support := has_rows_of_16_bytes(name, logical)):
-                return support
-        return YES
+        return has_rows_of_16_bytes("key", cache.logical_key) & has_rows_of_16_bytes("value", cache.logical_value)
 
     @classmethod
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:

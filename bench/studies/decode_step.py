@@ -130,10 +130,8 @@ def _measure(decoder: Decoder, backend: str, batch_size: int, context: int, bloc
     median, added, num_bytes = bare, "", step_bytes(decoder, batch_size, -1)
     if backend != "none":
         attention = paged_attention(decoder, backend, batch_size, context, block_size)
-        median, num_bytes = (
-            _median_us(CapturedDecode(decoder, batch_size, attention, context)),
-            step_bytes(decoder, batch_size, context),
-        )
+        median = _median_us(CapturedDecode(decoder, batch_size, attention, context))
+        num_bytes = step_bytes(decoder, batch_size, context)
         added = f"{(median - bare) / len(decoder.attention_specs):.1f}"
     floor = num_bytes / read_gbps / 1e3
     return str(batch_size), f"{median:.0f}", f"{floor:.0f}", f"{floor / median:.0%}", f"{1e6 * batch_size / median:.0f}", added

@@ -48,19 +48,17 @@ def few_rows_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool,
     wide = not gated and -(-parts // 4) / multiprocessors > _FULL
     tiles = 2 if gated or parts > 2 * _FULL * multiprocessors else 1
     if most == 1:
-        return _one_row_cut(tiles, parts, multiprocessors) if not gated else CudaCut(tiles, 16, 4)
+        alone = tiles == 2 and not gated and _busiest(parts, 1, multiprocessors) < _busiest(parts, 2, multiprocessors)
+        # 5120 x 2048 in FP8 took an H100 6.0 us alone, with three stages, and 6.9 by pairs.
+        return CudaCut(1, 16, 7, kept=True) if alone else CudaCut(tiles, 16, 4)
     if wide and -(-parts // 4) <= multiprocessors:
         return CudaCut(4, 4, 4)
     return CudaCut(tiles, 8, 5 if most == 8 else 3 if weight.half else 4)
 
 
-def _one_row_cut(tiles: int, parts: int, multiprocessors: int) -> CudaCut:
-    """Sixteens of rows alone where the busiest multiprocessor has fewer of them so, with as many bytes asked for ahead.
-
-    5120 x 2048 in FP8 took an H100 6.0 us so, with three stages, and 6.9 by pairs.
-    """
-    single, pairs = (-(-parts // count // multiprocessors) * count for count in (1, 2))
-    return CudaCut(1, 16, 7, kept=True) if tiles == 2 and single < pairs else CudaCut(tiles, 16, 4)
+def _busiest(parts: int, tiles: int, multiprocessors: int) -> int:
+    """Sixteens of rows that the busiest multiprocessor has, of so many in tiles of so many."""
+    return -(-parts // tiles // multiprocessors) * tiles
 
 
 def _kept_cuts(weight: WeightBytes, most: int, gated: bool) -> tuple[CudaCut, ...]:

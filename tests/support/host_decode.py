@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from headway.backends.hopper import backend, decode
+from headway.backends.hopper import decode
 from headway.backends.hopper.decode_backend import HopperDecoding
 from headway.backends.nvrtc.arguments import Arguments
 from headway.backends.nvrtc.compiler import Variant
@@ -19,6 +18,7 @@ from headway.backends.nvrtc.launch import Launch
 from headway.backends.triton.decode import DecodePlan
 from headway.core.contract.layout import LayerCache
 from host_kernels import MULTIPROCESSORS, SAID, compiled, places
+from host_latent import find_hopper
 
 
 class HostKernel:
@@ -74,10 +74,7 @@ def run_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors
         made.append(HostKernel(variant, order))
         return made[-1]
 
-    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    find_hopper(monkeypatch, multiprocessors)
     monkeypatch.setattr(decode, "load", load)
     monkeypatch.setattr(HostDecode, "made", made)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(backend, "capability", lambda device: (9, 0))
     return made

@@ -123,12 +123,10 @@ class HostProduct:
         cut = self.rule(read.described, rows, out, self.gated, MULTIPROCESSORS)
         shape = read.described, read.scales.dtype, read.wide, cut, max(most_rows_of(rows), 8 if cut.splits else 1), columns, out
         before = None if self.norm is None else self.norm.weight.dtype
-        heads, turned = None, self.rotation
-        if turned is not None:
-            heads = turned.heads, None if turned.q_norm is None else turned.q_norm.dtype
-        return of(
-            self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, *(heads or (None, None))
-        )
+        turned = self.rotation
+        heads = None if turned is None else turned.heads
+        head_norm = None if turned is None or turned.q_norm is None else turned.q_norm.dtype
+        return of(self.x.dtype, *shape, before, self.gated, self.activation, self.add, self.bias is not None, heads, head_norm)
 
     def tensors(self, read: ArrangedWeight, x: Tensor) -> list[Tensor | None]:
         """What the kernel is given. x: as it reads it."""

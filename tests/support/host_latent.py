@@ -70,10 +70,15 @@ def run_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors
         made.append(HostKernel(variant, order))
         return made[-1]
 
-    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    find_hopper(monkeypatch, multiprocessors)
     monkeypatch.setattr(latent, "load", load)
     monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
+    return made
+
+
+def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    """Have the backends of this generation find a GPU of 9.0."""
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(backend, "capability", lambda device: (9, 0))
-    return made
