@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pluggy
+import torch
 
 from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
@@ -218,6 +219,10 @@ class Registry:
         """Load and probe an attention backend, once, and return whether this machine can run it."""
         return self._attention.availability(name)
 
+    def able(self, device: torch.device) -> list[str]:
+        """The attention backends that serve a type of device and can run on this machine; others are not probed."""
+        return [name for name in self.backends if self._attention.is_able(name, device.type)]
+
     def state_backend(self, name: str) -> type[StateBackend]:
         """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""
         return self._states.backend(name)
@@ -225,6 +230,10 @@ class Registry:
     def state_availability(self, name: str) -> Support:
         """Load and probe a backend for layers with a state, once, and return whether this machine can run it."""
         return self._states.availability(name)
+
+    def state_able(self, device: torch.device) -> list[str]:
+        """As `able`, of the backends for layers with a state."""
+        return [name for name in self.state_backends if self._states.is_able(name, device.type)]
 
     def layout(self, name: str) -> LayoutInfo:
         """A layout by name.

@@ -102,6 +102,17 @@ class BackendShelf(Generic[I, B]):
                     self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
         return self._support[name]
 
+    def is_able(self, name: str, device_type: str) -> bool:
+        """Return whether a backend claims a type of device and can run on this machine.
+
+        One that does not claim it is not probed, which may take a compiler's time.
+        """
+        try:
+            claimed = device_type in self.backend(name).capabilities.devices
+        except PluginError:
+            return False
+        return claimed and bool(self.availability(name))
+
     def supports(self, name: str, ask: Callable[[type[B]], Support]) -> Support:
         """Return whether a backend can run here, and if so what it answers when it is asked about a layer."""
         available = self.availability(name)

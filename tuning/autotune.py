@@ -25,8 +25,8 @@ from headway.registry import Registry
 from headway.tuning.autotune_prior import check_prior, prior_for
 from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.points import ROUNDS, Point, grid
-from headway.tuning.measure.prior_check import layouts_to_check
+from headway.tuning.measure.points import Point, grid
+from headway.tuning.measure.prior_check import Extent
 from headway.tuning.measure.run import BLOCK_SIZES, CrossoverOptions, run_kernel_level
 from headway.tuning.measure.self_test import FAILED, owners, plugin_digest
 from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, SharedBudget
@@ -112,7 +112,7 @@ def tables_for(
             raise ConfigError("crossover_table", "a table file", found_none, "headway bench crossover makes one")
     if not backend_request.auto_phases:
         return None
-    available = [name for name in registry.backends if registry.availability(name)]
+    available = registry.able(layers.device)
     if not table_request.paths and len(available) < 2:
         return None  # nothing to choose from
     named_tables = [(path, table) for path in table_request.paths if (table := _read(path)) is not None]
@@ -182,8 +182,8 @@ class _Tables:
                 if known is not None:
                     return self._measure(spec, points, path, seconds, known, resume=True)
                 layouts = [self.registry.layout(name).layout for name in preferred_layouts(self.registry, self.available, spec)]
-                told = layouts_to_check(prior.table, [(layout, size) for size in BLOCK_SIZES for layout in layouts])
-                return self._measure(spec, points, path, seconds, None, resume=False, refine=0, layouts=told)
+                extent = Extent.of(prior.table, [(layout, size) for size in BLOCK_SIZES for layout in layouts])
+                return self._measure(spec, points, path, seconds, None, resume=False, extent=extent)
 
             return check_prior(prior, wanted, self.available, path, budget, measure)
         _announce(spec, budget, None)
@@ -284,21 +284,19 @@ class _Tables:
         old: CrossoverTable | None,
         *,
         resume: bool,
-        refine: int = ROUNDS,
-        layouts: Sequence[str] | None = None,
+        extent: Extent | None = None,
     ) -> CrossoverTable | None:
-        """Measure a table in `budget` seconds over some layouts; None: those that the backends prefer.
+        """Measure a table in `budget` seconds.
 
         old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
-        refine: as in `CrossoverOptions`.
+        extent: None: all backends, over the layouts that they prefer, refined between points.
         """
         started = time.perf_counter()
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
-            layouts=preferred_layouts(self.registry, self.available, spec) if layouts is None else layouts,
+            layouts=preferred_layouts(self.registry, self.available, spec),
             grid=wanted,
-            refine=refine,
             turns=TIMER,
             budget=budget,
             output=path,
@@ -307,6 +305,8 @@ class _Tables:
             command=f"autotune {budget:g} s",
             compile_ahead=self.compile_ahead,
         )
+        if extent is not None:
+            options = replace(options, refine=0, layouts=extent.layouts, block_sizes=extent.block_sizes, given_up=extent.given_up)
         try:
             if resume and old is not None:
                 old = self._without_missing(old, path)

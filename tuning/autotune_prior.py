@@ -64,6 +64,8 @@ def check_prior(
     assert table.prior is not None
     for line in table.prior.disagreed:
         log.info("auto: the shipped table is not used around %s", line)
+    for line in table.prior.corrected:
+        log.info("auto: the shipped table is corrected around %s", line)
     known = {cell.point for cell in table.cells}
     missing = [point for point in wanted if (point.phase, point.case) not in known]
     taken = len({cell.point for cell in table.cells if cell.prior})

@@ -51,7 +51,7 @@ def state_costs_for(
     distinct = list(dict.fromkeys(specs))
     if not distinct or not backend_request.auto_phases:
         return None
-    available = [name for name in registry.state_backends if registry.state_availability(name)]
+    available = registry.state_able(distinct[0].device)
     if not _rivals(registry, distinct, available):
         return None
     tables = _StateTables(registry, available, identify_device(distinct[0].device), compile_ahead)

@@ -131,7 +131,7 @@ def measure_regret(
         raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
     chosen = selector.selection
     usable = {record.name for record in table.backends if record.usable}
-    names = [name for name in registry.backends if name in usable and registry.availability(name)]
+    names = [name for name in registry.able(device) if name in usable]
     known = {cell.case for cell in table.cells}
     draws = [[(seed, point) for point in held_out(device.type, count, seed, known)] for seed in seeds]
     # Where time may end early every seed has its part of the points.

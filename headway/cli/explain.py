@@ -340,6 +340,8 @@ def _print(found: Explanation, console: Console) -> None:
             console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
         for line in found.prior.disagreed:
             console.print(Text(f"  not used around {line}", "dim"), soft_wrap=True)
+        for line in found.prior.corrected:
+            console.print(Text(f"  corrected around {line}", "dim"), soft_wrap=True)
 
 
 def _source(cell: Cell, prior: PriorRecord) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 
 import torch
 
@@ -20,13 +21,21 @@ from headway.tuning.measure.measure_point import Bench, Pair
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.workloads import VERIFY_QUERY_LEN
 from headway.tuning.table.convert import CORE_PHASE
+from headway.tuning.table.schema import PhaseName
 
 
 def compile_points(
-    points: Iterable[Point], bench: Bench, names: Sequence[str], pairs: Sequence[Pair], compile_ahead: CompileAhead
+    points: Iterable[Point],
+    bench: Bench,
+    names: Sequence[str],
+    pairs: Sequence[Pair],
+    compile_ahead: CompileAhead,
+    given_up: Mapping[PhaseName, Collection[str]] = MappingProxyType({}),
 ) -> None:
     """Launch every backend's self-test and every point, inside `compile_ahead`, over a cache of one block that all
     sequences share.
+
+    given_up: backends that are not measured in a phase.
 
     What raises is left to the measurement, which says so. A backend whose launches run all the same has nothing to be
     compiled, and is left after its first.
@@ -36,7 +45,7 @@ def compile_points(
         selftest.launch(bench.registry, names, bench.spec, pairs)
         for pair in pairs:
             for name in names:
-                _compile(listed, bench, name, pair)
+                _compile([point for point in listed if name not in given_up.get(point.phase, ())], bench, name, pair)
 
 
 def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> None:

@@ -1,7 +1,9 @@
-"""A shipped table held to a few points measured here: where they agree its times are taken, scaled; around others nothing is.
+"""A shipped table held to a few points measured here: where they agree its times are taken, scaled; where a backend is somewhat
+slower or faster than expected its times around are corrected by that; where it is far off nothing around is taken.
 
 A point is checked in each phase where a backend wins by most, which is what a mistake would cost, and then where nothing near has
-been checked. Each point of the shipped table stands or falls with the nearest of them.
+been checked. Each point of the shipped table goes by the nearest of them. Only what may win is measured: backends that come near
+the fastest somewhere in the phase, over the best block size.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
-from headway.tuning.measure.run import NEAR, surviving_pairs
+from headway.tuning.measure.run import NEAR, pair_losses, surviving_pairs
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.priors import Prior
 from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
@@ -25,7 +27,11 @@ _MOST_POINTS = 4
 _LARGE = 0.25
 """Part of a phase's largest cache: points beyond it take long, and say what smaller ones do."""
 _LOSS, _DRIFT = 0.05, 0.15
-"""What the prior's choice may lose at a checked point, and how far the ratio of a rival to it may be off, as shares."""
+"""What the prior's choice may lose at a checked point, and how far a backend's time may be off uncorrected, as shares."""
+_WRONG = 1.5
+"""The factor by which the ratio of a rival to the prior's choice may be off, and be corrected: beyond it the prior is wrong."""
+_NOWHERE_NEAR = 1.5
+"""Times the fastest: a backend that is slower at every point of a phase is not measured to check a prior."""
 _NOISES = 2.0
 """Times the noise of both tables: what may be off at least."""
 
@@ -43,6 +49,32 @@ def check_points(prior: CrossoverTable, wanted: Sequence[Point], names: Collecti
         small = [point for point in known if point.batch * point.kv_len <= limit] or known
         found += _choose({point: measured[phase, point.case] for point in small})
     return [replace(point, level=0) for point in found]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is measured at the points that check a prior."""
+
+    layouts: Sequence[str]
+    block_sizes: Sequence[int]
+    given_up: Mapping[PhaseName, Mapping[str, str]]
+    """Backends that are not measured in a phase -> why."""
+
+    @classmethod
+    def of(cls, prior: CrossoverTable, pairs: Sequence[Pair]) -> Extent:
+        """What may win by a prior, and what it does not know. pairs: all layouts and block sizes."""
+        layouts = layouts_to_check(prior, pairs)
+        kept = [pair for pair in pairs if pair[0].name in layouts]
+        known = {(cell.layout, cell.block_size) for cell in prior.cells}
+        sizes = list(dict.fromkeys(size for _, size in kept))
+        if all((layout.name, size) in known for layout, size in kept):
+            losses = pair_losses(prior.cells, kept)
+            sizes = [kept[losses.index(min(losses))][1]]
+        given_up: dict[PhaseName, dict[str, str]] = {}
+        for (phase, name), ratio in _at_best(prior.cells).items():
+            if ratio > _NOWHERE_NEAR:
+                given_up.setdefault(phase, {})[name] = f"at best {ratio:.2f} times the fastest in the shipped table"
+        return cls(layouts, sizes, given_up)
 
 
 def layouts_to_check(prior: CrossoverTable, pairs: Sequence[Pair]) -> list[str]:
@@ -81,7 +113,8 @@ def _far(a: Coordinates, b: Coordinates) -> float:
 
 
 def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Sequence[Point]) -> CrossoverTable:
-    """What was measured here at the points that were asked for, and around those that agree the prior's times, scaled and marked.
+    """What was measured here at the points that were asked for, and around those where the prior is not wrong its times, scaled,
+    corrected and marked.
 
     here: the table of these points. asked: of `check_points`; one that was not reached agrees with nothing. wanted: the points of
     the grid, which say whether the whole is complete.
@@ -94,11 +127,12 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
     verdict = _Check(points(scaled), points(here.cells), shared, _NOISES * max(prior.table.noise, here.noise))
     faults: dict[PointKey, str] = {(point.phase, point.case): verdict.fault(point) for point in asked}
-    taken = _around(scaled, asked, faults)
-    strangers = _strangers(here.cells, set(names) - shared)
+    factors = {key: verdict.factors(key) for key, fault in faults.items() if not fault}
+    taken = points(_around(scaled, asked, factors))
+    strangers = {key: ratio for key, ratio in _at_best(here.cells).items() if key[1] in set(names) - shared}
     measured = points(here.cells)
-    cells = list(here.cells)
-    for key, rivals in points(taken).items():
+    cells = [cell for key, rivals in measured.items() for cell in _with_untried(rivals, taken.get(key, []))]
+    for key, rivals in taken.items():
         if key not in measured:
             cells += mark_ties([*rivals, *_left_out(rivals[0], strangers)])
     known = {cell.point for cell in cells}
@@ -106,6 +140,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
         update={
             "checked": [f"{phase} {case}" for phase, case in faults if (phase, case) in measured],
             "disagreed": [f"{phase} {case}: {fault}" for (phase, case), fault in faults.items() if fault],
+            "corrected": [f"{phase} {case}: {_told(found)}" for (phase, case), found in factors.items() if found],
             "device_scale": {phase: round(scale, 4) for phase, scale in scales.device.items()},
             "host_scale": round(scales.host, 4),
         }
@@ -138,12 +173,19 @@ class _Scales:
 
     def apply(self, cell: Cell) -> Cell:
         """A cell with scaled times, marked as a prior's."""
-        changed: dict[str, object] = {"prior": True}
-        by = {"median_us": self.device[cell.phase], "p20_us": self.device[cell.phase], "p80_us": self.device[cell.phase]}
-        for field, factor in {**by, "host_us": self.host, "plan_us": self.host}.items():
-            us = getattr(cell, field)
-            changed[field] = None if us is None else us * factor
-        return cell.model_copy(update=changed)
+        return _slower(cell, self.device[cell.phase], self.host).model_copy(update={"prior": True})
+
+
+def _slower(cell: Cell, device: float, host: float) -> Cell:
+    """A cell whose times on the device and the host are multiplied by a factor each."""
+    by = dict.fromkeys(("median_us", "p20_us", "p80_us"), device) | dict.fromkeys(("host_us", "plan_us"), host)
+    known = {field: us for field in by if (us := getattr(cell, field)) is not None}
+    return cell.model_copy(update={field: us * by[field] for field, us in known.items()})
+
+
+def _told(factors: Mapping[str, float]) -> str:
+    times = ", ".join(f"{name} {factor:.2f}" for name, factor in sorted(factors.items()))
+    return f"{times} times as long as expected"
 
 
 def _median_ratio(pairs: Iterable[tuple[float | None, float | None]]) -> float:
@@ -197,45 +239,75 @@ class _Check:
 
     def _fault(self, expected: Mapping[str, float], found: Mapping[str, float], rivals: set[str]) -> str:
         """The same over one layout and block size. rivals: backends whose times decide in this phase."""
-        first, best = min(expected, key=expected.__getitem__), min(found.values())
+        first, fastest = min(expected, key=expected.__getitem__), min(found, key=found.__getitem__)
         if first not in found:
             return f"{first} has no time here"
-        near = [name for name, us in found.items() if name not in self.shared and us < NEAR * best]
+        near = [name for name, us in found.items() if name not in self.shared and us < NEAR * found[fastest]]
         if near:
             return f"{near[0]}, which it does not know, is among the fastest"
-        if found[first] > best * (1 + max(_LOSS, self.noise)):
-            return f"{first} takes {found[first] / best:.2f} times as long as {min(found, key=found.__getitem__)}"
-        for name in rivals & expected.keys() & found.keys():
+        for name in (rivals | {fastest}) & expected.keys() & found.keys():
             was, now = expected[name] / expected[first], found[name] / found[first]
-            if was < CLEAR_LOSS and abs(math.log(now / was)) > math.log(1 + max(_DRIFT, self.noise)):
+            if min(was, now) < CLEAR_LOSS and abs(math.log(now / was)) > math.log(_WRONG):
+                if now < 1.0:
+                    return f"{first} takes {1 / now:.2f} times as long as {name}, expected {1 / was:.2f}"
                 return f"{name} takes {now:.2f} times as long as {first}, expected {was:.2f}"
         return ""
 
+    def factors(self, key: PointKey) -> dict[str, float]:
+        """How many times as long as by the prior backends take at a point: those that are clearly off, or all where its choice
+        loses."""
+        expected, found = rival_times(self.there[key]), rival_times(self.here[key])
+        logs: dict[str, list[float]] = {}
+        loses = False
+        for place in expected.keys() & found.keys():
+            was, now = expected[place], found[place]
+            first = now[min(was, key=was.__getitem__)]
+            loses = loses or first > min(now.values()) * (1 + max(_LOSS, self.noise))
+            for name in was.keys() & now.keys():
+                logs.setdefault(name, []).append(math.log(now[name] / was[name]))
+        least = 0.0 if loses else math.log(1 + max(_DRIFT, self.noise))
+        means = {name: sum(each) / len(each) for name, each in logs.items()}
+        return {name: math.exp(mean) for name, mean in means.items() if abs(mean) > least}
 
-def _around(cells: Sequence[Cell], asked: Sequence[Point], faults: Mapping[PointKey, str]) -> list[Cell]:
-    """The cells whose nearest checked point of their phase agrees."""
+
+def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[PointKey, Mapping[str, float]]) -> list[Cell]:
+    """The cells whose nearest checked point of their phase has factors, with the times multiplied by those of their backend."""
     taken = []
     for key, rivals in points(cells).items():
         near = [point for point in asked if point.phase == key[0]]
         if not near:
             continue
         nearest = min(near, key=_distance_from(place_of(rivals[0])))
-        if not faults[nearest.phase, nearest.case]:
-            taken += rivals
+        found = factors.get((nearest.phase, nearest.case))
+        if found is not None:
+            taken += [_slower(cell, *[found.get(cell.backend, 1.0)] * 2) for cell in rivals]
     return taken
+
+
+def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
+    """The cells that were measured at a point, and the prior's of what was not tried there."""
+    given_up = [cell for cell in here if cell.status == "dropped" and cell.median_us is None and cell.layout is None]
+    tried = [cell for cell in here if cell not in given_up]
+    places = {(cell.backend, cell.layout, cell.block_size) for cell in tried}
+    everywhere = {cell.backend for cell in tried if cell.layout is None}
+    more = [
+        cell for cell in there if cell.backend not in everywhere and (cell.backend, cell.layout, cell.block_size) not in places
+    ]
+    known = {cell.backend for cell in more}
+    return mark_ties([*tried, *(cell for cell in given_up if cell.backend not in known), *more])
 
 
 def _distance_from(place: Coordinates) -> Callable[[Point], float]:
     return lambda point: _far(_place(point), place)
 
 
-def _strangers(cells: Sequence[Cell], names: set[str]) -> dict[tuple[PhaseName, str], float]:
-    """(phase, backend that the prior does not know) -> at best how many times the fastest it took at the checked points."""
+def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:
+    """(phase, backend) -> how many times the fastest it took where it came nearest to it."""
     found: dict[tuple[PhaseName, str], float] = {}
     for rivals in points(cells).values():
         for times in rival_times(rivals).values():
-            for name in names & times.keys():
-                key, ratio = (rivals[0].phase, name), times[name] / min(times.values())
+            for name, us in times.items():
+                key, ratio = (rivals[0].phase, name), us / min(times.values())
                 found[key] = min(ratio, found.get(key, math.inf))
     return found
 

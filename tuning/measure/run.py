@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +66,8 @@ class CrossoverOptions:
     """Whether Ctrl-C ends the run with what it has; else it ends the program."""
     excluded: Mapping[str, str] = field(default_factory=dict)
     """Backends that are not called -> why: they stand in the table as not usable."""
+    given_up: Mapping[PhaseName, Mapping[str, str]] = field(default_factory=dict)
+    """Backends that are not measured in a phase -> why: their cells say so."""
     command: str = ""
     compile_ahead: CompileAhead | None = None
     """What the device's kernels are compiled in, before the first point of the grid; None: each when it is needed."""
@@ -90,16 +92,18 @@ def run_kernel_level(
         todo = list(grid(options.spec.device.type) if options.grid is None else options.grid)
         bench = Bench(registry, options.spec, options.turns, options.graph_len, options.seed, Budget(options.budget), tell)
         task = progress.add_task("compiling", total=len(todo))
+        old = _old_table(options)
+        done = set() if old is None else {cell.point for cell in old.cells}
         if options.compile_ahead is not None:
-            first = todo if options.budget is None else [point for point in todo if point.level <= _FIRST]
+            first = [point for point in todo if options.budget is None or point.level <= _FIRST]
+            missing = [point for point in first if (point.phase, point.case) not in done]
             able = [name for name in names if name not in options.excluded and registry.availability(name)]
-            compile_points(first, bench, able, pairs, options.compile_ahead)
-        table = _begin(options, registry, names, pairs)
+            compile_points(missing, bench, able, pairs, options.compile_ahead, options.given_up)
+        table = _begin(options, registry, names, pairs, old)
         takers = [record.name for record in table.backends if record.usable]
         bench.budget.begin()
-        done = {cell.point for cell in table.cells}
         progress.update(task, description="crossover", completed=sum((p.phase, p.case) in done for p in todo))
-        search = _Search(bench, takers, pairs)
+        search = _Search(bench, takers, pairs, options.given_up)
         try:
             for turn in range(1 + options.refine):
                 between = turn > 0
@@ -130,9 +134,12 @@ def run_kernel_level(
 class _Search:
     """Points measured one after another. With a time limit losers are given up between the levels of the grid."""
 
-    def __init__(self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair]) -> None:
-        self._bench, self._names, self._pairs = bench, names, pairs
-        self._dropped: dict[PhaseName, dict[str, str]] = {}
+    def __init__(
+        self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Mapping[str, str]]
+    ) -> None:
+        """given_up: as in `CrossoverOptions`."""
+        self._bench, self._names, self._pairs, self._given_up = bench, names, pairs, given_up
+        self._dropped = dict(given_up)
         self._level = 0
         self._slowest = 0.0
 
@@ -150,7 +157,8 @@ class _Search:
                     return
                 if point.level > self._level and cells:
                     self._level, self._pairs = point.level, surviving_pairs(cells, self._pairs)
-                    self._dropped = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
+                    found = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
+                    self._dropped = {phase: {**lost, **self._given_up.get(phase, {})} for phase, lost in found.items()}
             if (point.phase, point.case) in done:
                 continue
             before = bench.budget.spent
@@ -169,7 +177,10 @@ def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
     return [(layout, size) for size in options.block_sizes for layout in layouts]
 
 
-def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair]) -> CrossoverTable:
+def _begin(
+    options: CrossoverOptions, registry: Registry, names: Sequence[str], pairs: Sequence[Pair], old: CrossoverTable | None
+) -> CrossoverTable:
+    """The table before its first point, with the cells of `old`."""
     called = [name for name in names if name not in options.excluded]
     records = selftest.examine(registry, called, options.spec, pairs)
     records += [selftest.record_of(registry, name, True, why) for name, why in options.excluded.items()]
@@ -193,19 +204,27 @@ def _begin(options: CrossoverOptions, registry: Registry, names: Sequence[str], 
         backends=records,
         cells=[],
     )
-    return _resumed(table, options.output, options.excluded) if options.resume else table
+    return table if old is None else _resumed(table, old, options)
 
 
-def _resumed(table: CrossoverTable, path: Path | None, excluded: Collection[str] = ()) -> CrossoverTable:
+def _old_table(options: CrossoverOptions) -> CrossoverTable | None:
+    """The table to go on with; None: there is none.
+
+    :raises ConfigError: no file is named. :raises TableError: it cannot be read.
+    """
+    if not options.resume:
+        return None
+    if options.output is None:
+        raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
+    return read_table(options.output) if options.output.exists() else None
+
+
+def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptions) -> CrossoverTable:
     """The new table with the cells of the old one.
 
-    :raises ConfigError: the old one is of another machine, layer, or set of backends.
+    :raises UnsupportedError: the old one is of another machine, layer, or set of backends.
     """
-    if path is None:
-        raise ConfigError("--resume", "the file to go on with", "none", "name it with --output")
-    if not path.exists():
-        return table
-    old = read_table(path)
+    excluded = options.excluded
     reasons = differences(old, table.device, table.spec, {r.name: (r.owner, r.version) for r in table.backends})
     cells = [cell for cell in old.cells if cell.backend not in excluded]
     before = [record.name for record in old.backends if record.usable and record.name not in excluded]
@@ -213,7 +232,9 @@ def _resumed(table: CrossoverTable, path: Path | None, excluded: Collection[str]
     if before != now:
         reasons += [Reason("backends", ", ".join(before), ", ".join(now))]
     if reasons:
-        raise UnsupportedError(f"--resume {path}: the table", reasons, "measure anew without --resume, or into another file")
+        raise UnsupportedError(
+            f"--resume {options.output}: the table", reasons, "measure anew without --resume, or into another file"
+        )
     table.cells, table.noise, table.prior = cells, old.noise, old.prior
     return table
 
@@ -238,6 +259,14 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
 
     They stay in the order given, smallest blocks first. One that no backend serves at some point goes.
     """
+    losses = pair_losses(cells, pairs)
+    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
+    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
+
+
+def pair_losses(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[float]:
+    """The mean logarithm of the microseconds that the fastest backend takes over each of some layouts and block sizes; infinite
+    where none serves it at some point."""
     measured = points(cells)
 
     def loss(pair: Pair) -> float:
@@ -248,9 +277,7 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
             total += math.log(min((us for us in times if us is not None), default=math.inf))
         return total / max(len(measured), 1)
 
-    losses = [loss(pair) for pair in pairs]
-    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
-    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
+    return [loss(pair) for pair in pairs]
 
 
 def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:

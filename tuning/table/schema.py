@@ -243,6 +243,9 @@ class PriorRecord(BaseModel):
     """Points that were measured here to check it, such as "decode 1q1s256"; none: it is taken unchecked."""
     disagreed: list[str] = []
     """The points among them at which it was wrong, with the reason. Around them nothing of it is taken."""
+    corrected: list[str] = []
+    """The points among them at which some backends took longer or shorter than by it, with the factors: around them its times of
+    these backends are multiplied by those."""
     device_scale: dict[PhaseName, Annotated[FiniteFloat, Field(gt=0)]] = {}
     """Phase -> the factor of its times on the device."""
     host_scale: Annotated[FiniteFloat, Field(gt=0)] = 1.0
@@ -259,7 +262,8 @@ class PriorRecord(BaseModel):
         if not self.checked:
             return f"{self.made}, not checked here"
         wrong = f", wrong at {len(self.disagreed)}" if self.disagreed else ""
-        return f"{self.made}, checked here at {len(self.checked)} points{wrong}"
+        corrected = f", corrected around {len(self.corrected)}" if self.corrected else ""
+        return f"{self.made}, checked here at {len(self.checked)} points{wrong}{corrected}"
 
 
 class CrossoverTable(BaseModel):

@@ -145,7 +145,7 @@ class PriorsStudy:
         resume = self._goes_on(spec, path)
         if resume and (known := read_table(path)).complete:
             return known
-        available = [name for name in self.registry.backends if self.registry.availability(name)]
+        available = self.registry.able(self.device)
         options = CrossoverOptions(
             spec=spec,
             backends=available,

@@ -139,12 +139,16 @@ class WarmUp:
         group = next(group for group in self._groups if layer in group.layers)
         selection = self._selector.selection
         for phase in Phase:
+            laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # most steps are asked for by several backends
             for name in (selection.names[phase], *selection.others.get(phase, ())):
                 backends = self._selector.instances_of(name)
                 for step in self._steps_of(spec, phase, backends):
                     for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
                         if fits(whole, self._limits):
-                            self._attend_once(layer, self._metadata(whole, group), backends, (q, k, v))
+                            key = tuple(whole)
+                            if key not in laid_out:
+                                laid_out[key] = self._metadata(whole, group)
+                            self._attend_once(layer, laid_out[key], backends, (q, k, v))
 
     def _run_states(self, states: LayersWithState) -> None:
         """One layer of each kind with a state, for the steps by which its backends choose kernels."""
@@ -169,10 +173,12 @@ class WarmUp:
             yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
 
     def _metadata(self, lengths: Sequence[Lengths], group: CacheGroup) -> AttentionMetadata:
+        counts = numpy.array([-(-(each.query_len + each.context_len) // self._block_size) for each in lengths])
+        blocks = group.blocks_of(self._pages(int(counts.max()) * self._block_size, group))[: counts.max()]
         return AttentionMetadata.build(
             [each.query_len for each in lengths],
             [each.context_len for each in lengths],
-            [self._blocks(each.query_len + each.context_len, group) for each in lengths],
+            numpy.where(numpy.arange(len(blocks)) < counts[:, None], blocks, numpy.int32(0)),
             self._block_size,
             self._device,
             num_draft_tokens=[each.num_drafts for each in lengths],
@@ -259,7 +265,3 @@ class WarmUp:
     def _pages(self, length: int, group: CacheGroup) -> list[int]:
         """The first pages; a windowed group may have fewer than a whole sequence would fill."""
         return [page % self._num_pages for page in range(-(-length // group.page_size))]
-
-    def _blocks(self, length: int, group: CacheGroup) -> list[int]:
-        blocks: list[int] = group.blocks_of(self._pages(length, group))[: -(-length // self._block_size)].tolist()
-        return blocks
