@@ -221,7 +221,7 @@ class Registry:
 
     def able(self, device: torch.device) -> list[str]:
         """The attention backends that serve a type of device and can run on this machine; others are not probed."""
-        return [name for name in self.backends if self._attention.is_able(name, device.type)]
+        return [name for name in self.backends if self._attention.able(name, device.type)]
 
     def state_backend(self, name: str) -> type[StateBackend]:
         """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""
@@ -233,7 +233,7 @@ class Registry:
 
     def state_able(self, device: torch.device) -> list[str]:
         """As `able`, of the backends for layers with a state."""
-        return [name for name in self.state_backends if self._states.is_able(name, device.type)]
+        return [name for name in self.state_backends if self._states.able(name, device.type)]
 
     def layout(self, name: str) -> LayoutInfo:
         """A layout by name.
@@ -264,11 +264,11 @@ class Registry:
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
-        return self._attention.supports(name, lambda backend: backend.supports(spec, layout, block_size, phase))
+        return self._attention.supports(name, spec.device.type, lambda backend: backend.supports(spec, layout, block_size, phase))
 
     def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer with a state in this phase."""
-        return self._states.supports(name, lambda backend: backend.supports(spec, layout, phase))
+        return self._states.supports(name, spec.device.type, lambda backend: backend.supports(spec, layout, phase))
 
     def rank(self, spec: AttentionSpec, phase: Phase, candidates: Sequence[str]) -> list[str]:
         """Candidates, best guess first, by the rank hook; third parties are asked before the built-in order.

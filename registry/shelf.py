@@ -102,22 +102,24 @@ class BackendShelf(Generic[I, B]):
                     self._support[name] = Support.no("import", "a backend that loads and answers", error, hint)
         return self._support[name]
 
-    def is_able(self, name: str, device_type: str) -> bool:
-        """Return whether a backend claims a type of device and can run on this machine.
+    def able(self, name: str, device_type: str) -> Support:
+        """Return whether a backend serves a type of device and can run on this machine.
 
-        One that does not claim it is not probed, which may take a compiler's time.
+        One of other devices is not probed, which may take a compiler's time.
         """
         try:
-            claimed = device_type in self.backend(name).capabilities.devices
-        except PluginError:
-            return False
-        return claimed and bool(self.availability(name))
+            devices = self.backend(name).capabilities.devices
+        except PluginError:  # availability says why it does not load
+            return self.availability(name)
+        if device_type not in devices:
+            return Support.no("device", " or ".join(devices), device_type)
+        return self.availability(name)
 
-    def supports(self, name: str, ask: Callable[[type[B]], Support]) -> Support:
-        """Return whether a backend can run here, and if so what it answers when it is asked about a layer."""
-        available = self.availability(name)
-        if not available:
-            return available
+    def supports(self, name: str, device_type: str, ask: Callable[[type[B]], Support]) -> Support:
+        """Return whether a backend can run on a type of device, and if so what it answers when it is asked about a layer."""
+        able = self.able(name, device_type)
+        if not able:
+            return able
         try:
             return _support(ask(self.backend(name)), "supports")
         except (Exception, SystemExit) as error:

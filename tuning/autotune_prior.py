@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def check_prior(
         return measure(wanted, budget, None)
     text = "auto: checking the shipped table for %s at %d points, some seconds, once; --no-autotune does without"
     log.warning(text, prior.table.spec, len(asked))
+    began = time.perf_counter()
     here = measure(asked, budget, None)
+    took = time.perf_counter() - began
     if here is None:
         return None
     table = adopt(prior, here, asked, wanted)
@@ -70,5 +73,6 @@ def check_prior(
     missing = [point for point in wanted if (point.phase, point.case) not in known]
     taken = len({cell.point for cell in table.cells if cell.prior})
     log.info("auto: %d points are the shipped table's, %d were measured here, %d lack", taken, len(known) - taken, len(missing))
-    # What is missing of a whole measurement takes its part of the time of one.
-    return measure(missing, budget * len(missing) / len(wanted), table) if missing else table
+    # What is missing of a whole measurement takes its part of the time of one, or all that the check has left.
+    left = max(budget * len(missing) / len(wanted), budget - took)
+    return measure(missing, left, table) if missing else table

@@ -17,7 +17,7 @@ from typing import Any
 
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
-from headway.tuning.measure.run import NEAR, pair_losses, surviving_pairs
+from headway.tuning.measure.run import NEAR, surviving_pairs
 from headway.tuning.table.noise import mark_ties, noise_of
 from headway.tuning.table.priors import Prior
 from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
@@ -68,8 +68,7 @@ class Extent:
         known = {(cell.layout, cell.block_size) for cell in prior.cells}
         sizes = list(dict.fromkeys(size for _, size in kept))
         if all((layout.name, size) in known for layout, size in kept):
-            losses = pair_losses(prior.cells, kept)
-            sizes = [kept[losses.index(min(losses))][1]]
+            sizes = [size for _, size in surviving_pairs(prior.cells, kept)[:1]]  # auto takes smaller blocks where both do
         given_up: dict[PhaseName, dict[str, str]] = {}
         for (phase, name), ratio in _at_best(prior.cells).items():
             if ratio > _NOWHERE_NEAR:
@@ -125,7 +124,8 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     comparable = [cell for cell in prior.table.cells if cell.backend in shared and (same_graphs or not cell.graph)]
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
-    verdict = _Check(points(scaled), points(here.cells), shared, _NOISES * max(prior.table.noise, here.noise))
+    settled = _settled(here.cells, {_key(cell): cell for cell in scaled})
+    verdict = _Check(points(scaled), points(settled), shared, _NOISES * max(prior.table.noise, here.noise))
     faults: dict[PointKey, str] = {(point.phase, point.case): verdict.fault(point) for point in asked}
     factors = {key: verdict.factors(key) for key, fault in faults.items() if not fault}
     taken = points(_around(scaled, asked, factors))
@@ -174,6 +174,16 @@ class _Scales:
     def apply(self, cell: Cell) -> Cell:
         """A cell with scaled times, marked as a prior's."""
         return _slower(cell, self.device[cell.phase], self.host).model_copy(update={"prior": True})
+
+
+def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell]) -> list[Cell]:
+    """Cells with the host's times that were expected, unless far off: a host's time varies by more than a backend's lead."""
+    found = []
+    for cell in cells:
+        us, now = expected[_key(cell)].host_us if _key(cell) in expected else None, cell.host_us
+        near = us and now and abs(math.log(now / us)) < math.log(_WRONG)
+        found.append(cell.model_copy(update={"host_us": us}) if near else cell)
+    return found
 
 
 def _slower(cell: Cell, device: float, host: float) -> Cell:

@@ -259,14 +259,6 @@ def surviving_pairs(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[Pair]:
 
     They stay in the order given, smallest blocks first. One that no backend serves at some point goes.
     """
-    losses = pair_losses(cells, pairs)
-    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
-    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
-
-
-def pair_losses(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[float]:
-    """The mean logarithm of the microseconds that the fastest backend takes over each of some layouts and block sizes; infinite
-    where none serves it at some point."""
     measured = points(cells)
 
     def loss(pair: Pair) -> float:
@@ -277,7 +269,9 @@ def pair_losses(cells: Sequence[Cell], pairs: Sequence[Pair]) -> list[float]:
             total += math.log(min((us for us in times if us is not None), default=math.inf))
         return total / max(len(measured), 1)
 
-    return [loss(pair) for pair in pairs]
+    losses = [loss(pair) for pair in pairs]
+    limit = max(min(losses) + math.log(_UNDECIDED), sorted(losses)[math.ceil(len(pairs) / 2) - 1])
+    return [pair for pair, lost in zip(pairs, losses, strict=True) if lost <= limit and lost < math.inf] or list(pairs[:1])
 
 
 def losers(cells: Sequence[Cell], phase: str, names: Sequence[str]) -> dict[str, str]:

@@ -73,15 +73,15 @@ class WarmUp:
     def run(self) -> None:
         """Run all steps once, to the end. The log names a backend that raises: its first such step will raise again."""
         self._in_flight = None
+        one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
+        for spec in one_of.values():  # kernels are compiled for a kind of layer, and first, since theirs take longest
+            self._attend(spec)
+        if self._attention.states is not None:
+            self._run_states(self._attention.states)
         for step in self._steps():
             self._launch(step)
             if self._adapters is not None:  # in a slot of zeros
                 self._launch(replace(step, adapters=numpy.zeros(step.num_seqs, dtype=numpy.int32)))
-        one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
-        for spec in one_of.values():  # kernels are compiled for a kind of layer
-            self._attend(spec)
-        if self._attention.states is not None:
-            self._run_states(self._attention.states)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.forget_tokens()
