@@ -139,7 +139,7 @@ class SamplingParams:
     detokenize: bool = True
     """Make a text of the tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens."""
+    """Keep only this many of the prompt's last tokens; -1: as many as the model's length has room for beside max_tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The content of each output of AsyncLLM; LLM.generate returns whole outputs in any case."""
 
@@ -220,8 +220,8 @@ class SamplingParams:
             fits = value is None or (_whole(value) and value >= -1)
             self._need(name, fits, "a whole number of at least -1, or None", "-1 returns all")
         kept = self.truncate_prompt_tokens
-        fits = kept is None or (_whole(kept) and kept >= 1)
-        self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, or None")
+        fits = kept is None or (_whole(kept) and (kept >= 1 or kept == -1))
+        self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, -1, or None", "-1 keeps what there is room for")
 
     def _check_tokens(self) -> None:
         self._need("stop_token_ids", _ids(self.stop_token_ids), "token ids")

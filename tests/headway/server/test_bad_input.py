@@ -232,3 +232,16 @@ def test_idle_connections_leave_room_for_requests(served: Running, http: httpx.C
     while len(served.server.server_state.connections) > 5 and time.monotonic() < ends:
         time.sleep(0.01)
     assert len(served.server.server_state.connections) <= 5
+
+
+def test_a_prompt_is_cut_to_what_the_model_has_room_for(served: Running, http: httpx.Client) -> None:
+    longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"prompt": [5] * (longest + 10), "truncate_prompt_tokens": -1, "ignore_eos": True, "temperature": 0}
+    assert http.post(TEXT, json={**body, "truncate_prompt_tokens": None}).status_code == 400
+    for most, kept in ((3, longest - 3), (longest - 4, 4), (longest, longest - 1), (None, longest - 16)):
+        used = http.post(TEXT, json={**body, "max_tokens": most}).json()["usage"]
+        assert (used["prompt_tokens"], used["completion_tokens"]) == (kept, longest - kept)
+    short = http.post(TEXT, json={**body, "prompt": [5] * 3, "max_tokens": 1}).json()["usage"]
+    assert short["prompt_tokens"] == 3
+    chat = {**body, "messages": [{"role": "user", "content": "fox " * longest}], "prompt": None}
+    assert http.post(CHAT, json=chat).json()["usage"]["prompt_tokens"] == longest - 1
