@@ -62,6 +62,14 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
     ] = False,
+    enable_request_id_headers: Annotated[
+        bool,
+        typer.Option(
+            "--enable-request-id-headers",
+            help="Answer with the header X-Request-Id: the request's, or one made for it.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     profile_dir: Annotated[
         Path | None,
         typer.Option(
@@ -200,6 +208,7 @@ def serve(
         batch_concurrency=batch_concurrency,
         max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
+        enable_request_id_headers=enable_request_id_headers,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=_origins(allowed_origins or ()),

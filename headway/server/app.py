@@ -38,6 +38,7 @@ from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import completion_params, prompts_of
 from headway.server.profile_routes import ProfileRoutes
+from headway.server.request_ids import request_name
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.responses.routes import ResponsesRoutes
 from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
@@ -115,14 +116,15 @@ class Routes:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, ChatRequest)
-        answer = self._chats.answer(body)
+        answer = self._chats.answer(body, request_name(request, body.request_id))
         return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, CompletionRequest)
-        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
+        name = request_name(request, body.request_id)
+        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode, name)
         return reply_of(body)(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
     async def tokenize(self, request: Request) -> Response:

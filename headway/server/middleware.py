@@ -11,6 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
+from headway.server.request_ids import RequestIdMiddleware
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -24,6 +25,8 @@ def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str]) -> 
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if options.allowed_hosts:
         app.add_middleware(HostMiddleware, allowed=options.allowed_hosts)
+    if options.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
 
 
 class ApiKeyMiddleware:

@@ -37,6 +37,7 @@ from headway.server.pooling_requests import (
     RerankRequest,
     ScoreRequest,
 )
+from headway.server.request_ids import request_name
 from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
@@ -203,6 +204,7 @@ class PoolingRoutes:
         self.service.check_room()  # before the work of reading it
         body = await read_body(request, kind, self.service.options)
         self.service.check_model(body.model)
+        body.request_id = request_name(request, body.request_id)
         return body
 
     def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
@@ -245,7 +247,11 @@ class PoolingRoutes:
 
     def _answer(self, prefix: str, fields: dict[str, Any], body: PooledRequest, tokens: int) -> Response:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        made = {"id": f"{prefix}-{uuid4().hex}", "created": int(time.time()), "model": body.model or self.service.names[0]}
+        made = {
+            "id": f"{prefix}-{body.request_id or uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model or self.service.names[0],
+        }
         return _json({**made, **fields, "usage": usage})
 
     def _model(self, name: str) -> dict[str, Any]:

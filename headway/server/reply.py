@@ -20,7 +20,7 @@ from headway.requests.streams import RequestStream
 from headway.server.answers import Answer
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import Metrics
-from headway.server.service import Service, Ticket
+from headway.server.service import RunningAnswer, Service, Ticket
 
 log = logging.getLogger("headway")
 
@@ -152,7 +152,7 @@ class Reply(Response):
                 self._watcher.cancel()
             for stream in self._streams:
                 stream.close()
-            self._service.running.pop(self._answer.id, None)
+            self._service.running.pop(self._answer.key, None)
             if ticket is not None:
                 ticket.begun()
             self._service.took(time.perf_counter() - arrived)
@@ -163,9 +163,9 @@ class Reply(Response):
         if self._service.is_paused and not await self._wait_resumed(receive):
             return
         for number, request in enumerate(requests):
-            self._streams.append(llm.submit(request, f"{self._answer.id}-{number}"))
+            self._streams.append(llm.submit(request, f"{self._answer.key}-{number}"))
         ticket.submitted()
-        self._service.running[self._answer.id] = [stream.request_id for stream in self._streams]
+        self._note_running()
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
         ends = [_nothing_more if self._service.tracing is None else partial(self._trace, each.params) for each in requests]
@@ -182,6 +182,10 @@ class Reply(Response):
         if self._left:
             return
         await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
+
+    def _note_running(self) -> None:
+        """Let the operator's paths know what the engine calls this request."""
+        self._service.running[self._answer.key] = RunningAnswer(self._answer.id, [each.request_id for each in self._streams])
 
     def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
         assert self._service.tracing is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -44,6 +44,15 @@ def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
     )
 
 
+class RunningAnswer(NamedTuple):
+    """An answer that the engine works on."""
+
+    id: str
+    """The client's, which other answers may have too."""
+    request_ids: Sequence[str]
+    """The engine's, one for each prompt."""
+
+
 class Service(Admission):
     """One engine and its clients; for the server's event loop alone."""
 
@@ -57,8 +66,8 @@ class Service(Admission):
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
-        self.running: dict[str, Sequence[str]] = {}
-        """Id of the answer to each request that the engine has -> its ids there, one for each prompt."""
+        self.running: dict[str, RunningAnswer] = {}
+        """Key of the answer to each request that the engine has -> the answer."""
         self._resumed: asyncio.Event | None = None
         self.is_asleep = False
         """Whether the engine sleeps, and requests are refused."""
