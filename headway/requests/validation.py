@@ -129,7 +129,7 @@ class RequestValidator:
         if streamed:
             _check_streamed(params)
         own = self._rules.apply(params) if self._rules.processors else params
-        return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
+        return resolve(own.settled(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
     def _checked(
         self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int, adapter: LoRARequest | None
