@@ -175,6 +175,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_read_timer()
         self._owes_body = self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers)
         super().on_headers_complete()
+        self.cycle.transport = _Closing(self.transport, partial(self._close_after, self.cycle))  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of a body on."""
@@ -193,6 +194,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_last and self._last_words is not None and not self.transport.is_closing():
             self._write_last(self._last_words)
+
+    def _close_after(self, cycle: RequestResponseCycle) -> None:
+        """Close the connection behind an answer: at once, or where the client still sends, once it has had time to hear why."""
+        if not cycle.more_body or self.transport.is_closing() or self._refused:
+            self.transport.close()
+            return
+        self._refused = True
+        self.transport.write_eof()
+        self._expect(LINGER, self.transport.abort)
 
     def _read_owed_body(self) -> None:
         """Read on with a new parser, which is told of the body alone.
@@ -304,6 +314,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.write_eof()
         self._expect(LINGER, self.transport.abort)
+
+
+class _Closing:
+    """A connection as an answer sees it, whose end is the protocol's to choose."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close, self.write = transport, close, transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _too_long(status: int, what: str) -> ApiError:

@@ -131,7 +131,7 @@ def test_options_are_flags_and_survive_asdict() -> None:
 
 def test_lists_are_lists_that_may_be_added_to() -> None:
     params = SamplingParams(stop=("a",), bad_words=["x"], allowed_token_ids=(1, 2))
-    assert params.stop + ["b"] == ["a", "b"]
+    assert params.stop + params.bad_words == ["a", "x"]
     assert (params.allowed_token_ids, params.stop_token_ids, params.bad_words) == ([1, 2], [], ["x"])
     copied = params.clone()
     copied.stop_token_ids.append(7)

@@ -317,3 +317,26 @@ def test_figures_have_the_names_that_dashboards_read(llm: LLM) -> None:
 def test_only_loopback_addresses_are_local() -> None:
     assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
     assert [is_local(host) for host in ("0.0.0.0", "::", "192.168.0.7", "example.org")] == [False] * 4
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+def test_a_client_that_still_sends_hears_why_it_is_refused(llm: LLM, connection: str) -> None:
+    size = 32 * 2**20
+    with running(llm, ServerOptions()) as served, served.connect() as sock:
+        head = raw("POST", TEXT, connection=connection).replace(b"content-length: 0", b"content-length: %d" % size)
+        sock.sendall(head)
+        time.sleep(0.1)  # the answer is there before the body
+        sock.sendall(bytes(size))
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert answer.endswith(b'"code":"body_too_large"}}')
+
+
+def test_a_proxys_request_that_finds_no_room_hears_so(llm: LLM) -> None:
+    body = b'{"prompt": "' + b"a" * 4 * 2**20 + b'"}'
+    with running(llm, ServerOptions(api_key="secret")) as served, served.connect() as sock:
+        whole = raw("POST", TEXT, body, connection="close")
+        sock.sendall(whole[:1000])
+        time.sleep(0.1)
+        sock.sendall(whole[1000:])
+        assert b"".join(iter(lambda: sock.recv(65536), b"")).startswith(b"HTTP/1.1 401")
