@@ -225,8 +225,25 @@ def serve(
         "--operator-paths": operator_paths,
         "--otlp-traces-endpoint": otlp_traces_endpoint,
     }
-    sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
+    sock = bound_socket(host, port)
+    pooled = _find_pooled(args, restart_engine, generating)
+    _check_at_once(options)
     _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _check_at_once(options: ServerOptions) -> None:
+    """Check what the server opens only when it has its model, which may take minutes to load.
+
+    :raises ConfigError: libraries for spans are missing, or the folder of files cannot be used.
+    """
+    if options.otlp_traces_endpoint is not None:
+        from headway.server.exporters import find_exporter
+
+        find_exporter(options.otlp_traces_endpoint)
+    if options.files_dir is not None:
+        from headway.server.batches.store import open_stores
+
+        open_stores(options.files_dir)
 
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:

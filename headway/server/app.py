@@ -41,7 +41,7 @@ from headway.server.profile_routes import ProfileRoutes
 from headway.server.request_ids import request_name
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.responses.routes import ResponsesRoutes
-from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -100,12 +100,11 @@ class Routes:
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
-            ("/health", self.health),
-            ("/ping", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
         app.add_exception_handler(HTTPException, self.refuse)
         app.add_exception_handler(RequestValidationError, self.refuse)
         app.add_exception_handler(Exception, self.refuse)
@@ -227,8 +226,6 @@ class Routes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed before its admission."""
-        if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._service.metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])

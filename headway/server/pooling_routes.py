@@ -38,7 +38,7 @@ from headway.server.pooling_requests import (
     ScoreRequest,
 )
 from headway.server.request_ids import request_name
-from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
+from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
@@ -80,12 +80,11 @@ class PoolingRoutes:
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
-            ("/health", self.health),
-            ("/ping", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
         for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
             app.add_exception_handler(error, self.refuse)
 
@@ -260,8 +259,6 @@ class PoolingRoutes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed."""
-        if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])

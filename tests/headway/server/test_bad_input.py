@@ -206,6 +206,15 @@ def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client)
     assert http.get("/health").status_code == 200
 
 
+def test_probes_may_ask_for_the_head_alone_and_other_methods_hear_which_there_are(served: Running, http: httpx.Client) -> None:
+    for path in ("/health", "/ping"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    refused = http.get(TEXT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
 def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> None:
     for nonsense in (
         b"\x16\x03\x01 hello\r\n\r\n",
