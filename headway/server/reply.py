@@ -192,11 +192,13 @@ class Reply(Response):
         self._service.tracing.finished(output, written, params, self._asked_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
-        """Wait until a paused server goes on; False: the client has left meanwhile."""
+        """Wait until a paused server goes on; False: the client has left meanwhile. Raises as `Service.resumed`."""
         self._watcher = asyncio.ensure_future(self._watch(receive))
         resumed = asyncio.ensure_future(self._service.resumed())
         try:
             await asyncio.wait((self._watcher, resumed), return_when=asyncio.FIRST_COMPLETED)
+            if resumed.done() and not self._left:
+                resumed.result()
         finally:
             resumed.cancel()
         return not self._left

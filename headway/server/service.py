@@ -69,6 +69,7 @@ class Service(Admission):
         self.running: dict[str, RunningAnswer] = {}
         """Key of the answer to each request that the engine has -> the answer."""
         self._resumed: asyncio.Event | None = None
+        self._is_stopping = False
         self.is_asleep = False
         """Whether the engine sleeps, and requests are refused."""
         self.num_unsubmitted = 0
@@ -110,9 +111,20 @@ class Service(Admission):
             self._resumed = None
 
     async def resumed(self) -> None:
-        """Wait until requests may go on."""
+        """Wait until requests may go on.
+
+        :raises ApiError: the server is being stopped meanwhile, and nobody can resume it any more.
+        """
         while self._resumed is not None:
+            if self._is_stopping:
+                raise ApiError(503, "the server is shutting down", retry_after=1)
             await self._resumed.wait()
+
+    def stop(self) -> None:
+        """Refuse the requests that wait for a paused server."""
+        self._is_stopping = True
+        if self._resumed is not None:
+            self._resumed.set()
 
     async def ended(self) -> None:
         """Wait until no request is in the engine, or requests may go on."""

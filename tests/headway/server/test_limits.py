@@ -222,7 +222,9 @@ def test_shutdown_drops_idle_connections_and_unread_answers(llm: LLM, monkeypatc
         idle.close()
 
 
-def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_aborts_requests_after_the_timeout(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.05), step())[1])
     found: list[httpx.Response] = []
@@ -234,6 +236,27 @@ def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytes
         served.server.should_exit = True
         ask.join()
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
+    said = [record.getMessage() for record in caplog.records]
+    assert "told to stop; requests that have up to 0.1 s to end: 1" in said
+    assert "requests that have not ended within 0.1 s (--shutdown-timeout) and are ended: 1" in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shutdown_refuses_those_who_wait_for_a_paused_server(llm: LLM, stream: bool) -> None:
+    found: list[httpx.Response] = []
+    began = time.monotonic()
+    with running(llm, ServerOptions(shutdown_timeout=20, operator_paths=True)) as served:
+        assert httpx.post(f"{served.url}/pause", params={"mode": "wait"}).status_code == 200
+        asked = {**LONG, "stream": stream}
+        ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=asked, timeout=30)))
+        ask.start()
+        while not served.service.num_queued:
+            time.sleep(0.001)
+        served.server.should_exit = True
+        ask.join()
+    assert (found[0].status_code, found[0].headers["retry-after"]) == (503, "1")
+    assert found[0].json()["error"]["message"] == "the server is shutting down"
+    assert time.monotonic() - began < 15
 
 
 def test_second_sigterm_ends_the_process_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
