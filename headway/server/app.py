@@ -67,7 +67,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
-    guard(app, service.options, OPEN_PATHS)
+    app.state.refused = service.metrics.refused
+    guard(app, service.options, OPEN_PATHS, app.state.refused)
     return app
 
 

@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
             host,
             port,
             loop="uvloop" if sys.platform != "win32" else "asyncio",
-            http=limited_protocol(options, most_connections()),
+            http=limited_protocol(options, most_connections(), app.state.refused),
             ws="none",
             lifespan="off",
             log_config=None,  # the process's own, in which uvicorn's lines look like all others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -61,6 +62,11 @@ class PoolingRoutes:
         scores = dict.fromkeys(("/score", "/v1/score"), self.score)
         others = {"/classify": self.classify, "/pooling": self.pool, "/invocations": self.invocations}
         return {"/v1/embeddings": self.embeddings, **reranks, **scores, **others}
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Status -> number of errors that were answered."""
+        return self._metrics.refused
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -80,6 +80,8 @@ class LimitedProtocol(HttpToolsProtocol):
     options: ClassVar[ServerOptions]
     most_open: ClassVar[int]
     """Connections that there are file descriptors for."""
+    refused: ClassVar[Counter[str]]
+    """Status -> number of errors by which connections were answered."""
     starts: ClassVar[PacedStarts]
 
     _read_timer: asyncio.TimerHandle | None = None
@@ -308,6 +310,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _write_last(self, error: ApiError) -> None:
         """Write an answer after which the connection is closed, once the client has had time to read."""
+        self.refused[str(error.status)] += 1
         body = orjson.dumps(error.body)
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
@@ -348,6 +351,8 @@ def _end(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def limited_protocol(options: ServerOptions, most_open: int) -> type[LimitedProtocol]:
-    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "most_open": most_open, "starts": PacedStarts()})
+def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
+    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for. refused:
+    counts the errors by which connections were answered, by status."""
+    own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
+    return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -36,6 +36,24 @@ def test_api_key_is_required_if_set(llm: LLM) -> None:
         assert OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0).models.list().data
 
 
+def test_refusals_before_the_routes_are_counted_too(llm: LLM) -> None:
+    options = ServerOptions(api_key="secret", max_connections=3, allowed_hosts=("127.0.0.1",))
+    with running(llm, options) as served, httpx.Client(base_url=served.url, timeout=10) as http:
+        refused = http.get("/v1/models")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert http.get("/v1/models", headers={"host": "elsewhere"}).status_code == 421
+        with served.connect() as sock:
+            sock.sendall(b"nonsense\r\n\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 400")
+        with served.connect(), served.connect(), served.connect() as surplus:
+            surplus.sendall(raw("GET", "/health"))
+            assert surplus.recv(100).startswith(b"HTTP/1.1 503")
+        found = dict(
+            re.findall(r"^headway:requests_refused_total{.*status=\"(\d+)\"} (\S+)", http.get("/metrics").text, re.MULTILINE)
+        )
+        assert found == dict.fromkeys(("400", "401", "421", "503"), "1.0")
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, -1.0])
 @pytest.mark.parametrize("name", ["request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout"])
 def test_a_time_that_no_clock_can_wait_for_is_refused(name: str, seconds: float) -> None:
