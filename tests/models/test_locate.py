@@ -130,13 +130,13 @@ def test_a_full_disk_is_not_blamed_on_the_gguf_file(tmp_path: Path, monkeypatch:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
 
-    def fill(path: Path, target: Path) -> None:
+    def fill(*given: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "Header", lambda path: SimpleNamespace(architecture="llama"))
-    monkeypatch.setattr(gguf, "architecture_of", lambda header: None)
-    monkeypatch.setattr(gguf, "_convert_by_transformers", fill)
+    monkeypatch.setattr(gguf, "Header", lambda path: SimpleNamespace(architecture="qwen3next"))
+    monkeypatch.setattr(gguf, "architecture_of", lambda header: header.architecture)
+    monkeypatch.setattr(gguf, "write_folder", fill)
     (tmp_path / "good.gguf").write_bytes(b"GGUF" * 100)
     with pytest.raises(
         ModelError, match=r"cannot be kept in .*cache: No space left on device \(free some space, or have HEADWAY_CACHE"
