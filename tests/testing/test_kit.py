@@ -165,26 +165,6 @@ def test_every_cell_has_a_name_that_finds_it_again() -> None:
         CheckCell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
 
 
-@pytest.mark.parametrize(
-    ("axis", "words"),
-    [
-        ("answer", "a check out of claims, process, serves"),
-        ("decode", "a cell's name as `headway check` prints it"),
-        ("nhd", "a layout out of nhd, hnd"),
-        ("own", "a cell's name"),
-        ("float32", "a cell's name"),
-        ("none", "a cell's name"),
-    ],
-)
-@pytest.mark.parametrize("in_process", [True, False])
-def test_a_cell_that_cannot_be_is_no_finding(axis: str, words: str, in_process: bool) -> None:
-    name = str(PLAIN)
-    assert f":{axis}:" in f":{name}:"
-    mistyped = ":".join("nosuch" if part == axis else part for part in name.split(":"))
-    with pytest.raises(HeadwayError, match=f"--cell: needs {words}.*nosuch"):
-        check(Wanted(target="sdpa.math", cell=mistyped, in_process=in_process))
-
-
 def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
     claimed = kit("OwnLayout").stage.claimed
     covered = claimed.cover(2)
