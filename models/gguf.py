@@ -5,6 +5,7 @@ Those of models whose layers keep a state are read by `gguf_hybrids/`, all other
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -35,6 +36,8 @@ from headway.models.tensor_files import check_files
 log = logging.getLogger("headway")
 _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
+"""Errors of writing: the file that is read is not to blame for them."""
 _FORM = "with blocks"
 """What a converted folder holds; releases of before 2026-11-25 kept plain weights alone."""
 
@@ -124,6 +127,11 @@ def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
         text = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+            hint = "free some space, or have HEADWAY_CACHE name another folder"
+            raise ModelError(
+                f"model {path}: its converted form cannot be kept in {cache_folder()}: {error.strerror} ({hint})"
+            ) from error
         if architecture and "not supported yet" in text:
             raise ModelError(
                 f"model {path}: general.architecture needs {', '.join(ARCHITECTURES)}, or one that transformers "

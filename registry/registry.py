@@ -19,7 +19,7 @@ from headway.core.contract.sampling_plugins import LogitsProcessorInfo, Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateBackendInfo
-from headway.core.contract.support import Support
+from headway.core.contract.support import Reason, Support
 from headway.core.system.logs import log_traceback, warn_once
 from headway.registry.plugin_sources import PluginSource
 from headway.registry.records import Brought, PluginFailure, PluginRecord
@@ -264,7 +264,17 @@ class Registry:
 
     def supports(self, name: str, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer in this phase."""
-        return self._attention.supports(name, spec.device.type, lambda backend: backend.supports(spec, layout, block_size, phase))
+        found = self._attention.supports(
+            name, spec.device.type, lambda backend: backend.supports(spec, layout, block_size, phase)
+        )
+        return found if found else Support(tuple(map(self._with_known_layout, found.reasons)))
+
+    def _with_known_layout(self, reason: Reason) -> Reason:
+        """A reason whose hint is no layout that nobody registered: a backend may read those of another plugin."""
+        option, _, layout = reason.hint.partition(" ")
+        if option != "--kv-layout" or layout in self.layouts:
+            return reason
+        return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
 
     def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer with a state in this phase."""

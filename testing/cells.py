@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Final
 
 import torch
 
@@ -117,6 +118,8 @@ class CheckCell:
                 values[name] = int(str(values[name])[1:])
                 if int(values[name]) < 1:
                     raise ValueError
+            if any(values[name] not in known for name, known in _KNOWN.items()):
+                raise ValueError
             return cls(**values)  # type: ignore[arg-type]
         except ValueError:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
@@ -132,6 +135,13 @@ class CheckCell:
         return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)} | own
 
 
+_KNOWN: Final[Mapping[str, Container[str | int]]] = {
+    "phase": ("-", "long", *PHASES),
+    "memory": MEMORIES,
+    "dtype": (*DTYPES, "float64"),
+    "feature": FEATURES,
+}
+"""Axis -> its values. What layouts there are the kit knows."""
 PLAIN_INPUTS: dict[str, str | int] = {field.name: field.default for field in fields(CheckCell) if field.name in INPUTS}  # type: ignore[misc]
 
 

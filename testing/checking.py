@@ -11,7 +11,7 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import Trial
-from headway.testing.kit import make_kit, run_cell
+from headway.testing.kit import list_cells, make_kit, run_cell
 from headway.testing.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
@@ -84,7 +84,7 @@ def check(
 
 def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
     kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
-    listed = Listed(**kit.listed(quick=True, layout=wanted.layout))  # the cell need not be among them
+    listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))  # the cell need not be among them
     (cell,) = [""] if listed.unavailable else _picked(listed.cells, wanted)
     if not cell:
         return listed, [], 0
@@ -100,7 +100,8 @@ def _in_children(
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
     try:
-        listed = children[0].list(quick=wanted.quick or bool(wanted.cell), layout=wanted.layout)
+        quick = wanted.quick or bool(wanted.cell)
+        listed = children[0].list(quick=quick, layout=wanted.layout, only_cell=wanted.cell)
         names = [str(CELL), *listed.cells] if trial is not None and listed.plugin and not wanted.layout else listed.cells
         cells = _picked(names, wanted) if not listed.unavailable else []
         start(len(cells))

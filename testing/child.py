@@ -15,7 +15,7 @@ import torch
 
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import open_replies, reply
-from headway.testing.kit import Kit, make_kit, run_cell
+from headway.testing.kit import Kit, list_cells, make_kit, run_cell
 from headway.testing.sanitizer import OUT_OF_BOUNDS
 from headway.testing.state_kit import StateKit
 
@@ -60,7 +60,7 @@ def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[s
         if lost:
             result = result.model_copy(update={"guess": OUT_OF_BOUNDS})
         return {"result": result.model_dump(), "lost_gpu": bool(lost)}
-    return kit.listed(request.get("quick", False), request.get("layout", ""))
+    return list_cells(kit, request.get("quick", False), request.get("layout", ""), request.get("only_cell", ""))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "layout": (layouts.layout, "a layout's writer, check and gather"),
 }
 """Name -> the check and what it holds a backend to, in the order of the scorecard."""
+_OF_NO_LAYOUT = ("claims", "process", "serves")
 CONTROLLED = frozenset({"answer", "long", "graph", "prompt", "bounds", "lse", "turns", "steps"})
 """Checks whose failures are followed up by control experiments."""
 
@@ -72,6 +73,16 @@ class Kit:
     def name(self) -> str:
         """The name that the subject is registered by."""
         return self.stage.subject.name
+
+    @property
+    def checks(self) -> Iterable[str]:
+        """The names of all checks."""
+        return CHECKS
+
+    @property
+    def layouts(self) -> Iterable[str]:
+        """The names of all registered layouts."""
+        return self.stage.subject.layouts
 
     def cells(self, quick: bool = False) -> list[CheckCell]:
         """The cells of a backend; quick: each value once in place of each pair."""
@@ -271,16 +282,38 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 
 
+def list_cells(kit: Kit | StateKit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
+    """What the kit's `listed` tells. cell: the name of the one that is to run, which need not be listed; "": all are.
+
+    :raises ConfigError: nobody registered that layout, or the kit has no such cell.
+    """
+    found = kit.listed(quick, layout)
+    if cell:
+        _known(kit, parse_cell(cell))
+    return found
+
+
 def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
     """Run the cell of a name.
 
     :raises ConfigError: the kit has no cell of that name.
     """
     cell = parse_cell(name)
-    if isinstance(cell, StateCell):
-        if isinstance(kit, StateKit):
-            return kit.run(cell)
-        raise ConfigError("--cell", f"a cell of {kit.name}, which is a backend of attention", name)
-    if isinstance(kit, Kit):
-        return kit.run(cell)
-    raise ConfigError("--cell", f"a cell of {kit.name}, which is a backend for layers with a state", name)
+    _known(kit, cell)
+    return kit.run(cell)  # type: ignore[arg-type]
+
+
+def _known(kit: Kit | StateKit, cell: CheckCell | StateCell) -> None:
+    """Check that a kit can run a cell.
+
+    :raises ConfigError: it is for other backends, or nobody has its check or its layout.
+    """
+    for_states = isinstance(kit, StateKit)
+    if isinstance(cell, StateCell) != for_states:
+        kind = "for layers with a state" if for_states else "of attention"
+        raise ConfigError("--cell", f"a cell of {kit.name}, which is a backend {kind}", str(cell))
+    nowhere = ["-"] if cell.check in _OF_NO_LAYOUT else []
+    for what, known in (("check", [*kit.checks]), ("layout", [*nowhere, *kit.layouts])):
+        got = getattr(cell, what)
+        if got not in known:
+            raise ConfigError("--cell", f"a {what} out of {', '.join(known)}", repr(got))

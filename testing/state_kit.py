@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from headway.core.contract.backend import GraphLevel
@@ -39,6 +39,16 @@ class StateKit:
     def name(self) -> str:
         """The name that the subject is registered by."""
         return self.subject.name
+
+    @property
+    def checks(self) -> Iterable[str]:
+        """The names of all checks."""
+        return STATE_CHECKS
+
+    @property
+    def layouts(self) -> Iterable[str]:
+        """The names of all registered layouts."""
+        return self.subject.layouts
 
     def cells(self, quick: bool = False) -> list[StateCell]:
         """The cells of a backend; quick: each value once in place of each pair."""
@@ -91,11 +101,6 @@ class StateKit:
         return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
     def run(self, cell: StateCell) -> CellResult:
-        """One cell's result; whatever the backend raises is in it.
-
-        :raises ConfigError: there is no check of that name.
-        """
-        if cell.check not in STATE_CHECKS:
-            raise ConfigError("--cell", f"a check out of {', '.join(STATE_CHECKS)}", cell.check)
+        """One cell's result; whatever the backend raises is in it."""
         check, _ = STATE_CHECKS[cell.check]
         return result_of(cell, lambda: check(self.subject, cell))

@@ -319,7 +319,7 @@ class _Tables:
             table = (measure_in_child if apart else run_kernel_level)(options, self.registry)
         except (HeadwayError, OSError) as error:
             instead = "rank order instead" if old is None else "the old one is used as it is"
-            log.warning("auto: no crossover table could be measured, %s: %s", instead, error)
+            log.warning("auto: no crossover table could be measured, %s: %s", instead, _without_option(error))
             return old
         self._tell_left_out(table)
         log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
@@ -339,6 +339,13 @@ def preferred_layouts(registry: Registry, available: Sequence[str], spec: Attent
     every = [[info.layout for info in registry.layouts.values()], *claimed]
     fitting = [[layout for layout in layouts if layout.check(spec, DEFAULT_BLOCK_SIZES[0])] for layouts in every]
     return list(dict.fromkeys(layouts[0].name for layouts in fitting if layouts))
+
+
+def _without_option(error: Exception) -> str:
+    """What went wrong, to somebody who has named no file for the table."""
+    if isinstance(error, ConfigError) and error.reason.what == "--output":
+        return f"{error.reason.got}; HEADWAY_CACHE names another folder"
+    return str(error)
 
 
 def _read(path: Path) -> CrossoverTable | None:

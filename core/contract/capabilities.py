@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 
 from headway.core.contract.layer import OPTIONAL
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
+from headway.core.contract.sizes import BLOCK_MULTIPLE
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Reason, Support
 
@@ -76,13 +78,13 @@ class Capabilities:
         """Return every reason why this combination lies outside the claims; truthy where there is none. Nothing is raised."""
         paged = not (self.dense_prefill and phase is Phase.PREFILL)
         multiple, most = self.block_multiple, self.max_group_size
-        steps = f"a multiple of {multiple}"
+        steps, smallest = f"a multiple of {multiple}", lcm(multiple, BLOCK_MULTIPLE)
         reasons = [
             *self._refuse_types(spec, phase),
             *self._refuse_layout(spec, layout, block_size, paged),
             *self._refuse_heads(spec),
             *_need(not (spec.dense and paged), "dense", "a prompt, and a backend that reads no cache for it", phase.value),
-            *_need(not paged or block_size % multiple == 0, "block_size", steps, block_size, f"--block-size {multiple}"),
+            *_need(not paged or block_size % multiple == 0, "block_size", steps, block_size, f"--block-size {smallest}"),
             *_need(most is None or spec.group_size <= most, "query heads a kv head", f"at most {most}", spec.group_size),
         ]
         if spec.batch_invariant and not self.batch_invariant:

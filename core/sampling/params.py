@@ -81,7 +81,8 @@ def _in_our_names(given: Mapping[str, Any]) -> Mapping[str, Any]:
 class SamplingParams:
     """Names and meanings are vLLM's. Checked when made: a bad value raises ConfigError and never reaches the engine.
 
-    An attribute that is set later is checked as well. A request that has been added keeps the parameters that it was added with.
+    An attribute that is set later is checked as well, and what was put into its lists is when a request brings it. A request that
+    has been added keeps the parameters that it was added with.
     """
 
     n: int = 1
@@ -139,12 +140,12 @@ class SamplingParams:
     detokenize: bool = True
     """Make a text of the tokens."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many of the prompt's last tokens."""
+    """Keep only this many of the prompt's last tokens; -1: as many as the model's length has room for beside max_tokens."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """The content of each output of AsyncLLM; LLM.generate returns whole outputs in any case."""
 
     def __post_init__(self) -> None:
-        self._make_tuples()
+        self._make_lists()
         self._check_counts()
         self._need("temperature", _number(self.temperature) and self.temperature >= 0, "a number of at least 0", "0 is greedy")
         self._need("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and at most 1", "1 keeps every token")
@@ -183,22 +184,33 @@ class SamplingParams:
         """Make parameters of those of the arguments that are not None."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
+    def settled(self) -> Self:
+        """A copy for a request, which nobody else changes.
+
+        :raises ConfigError: what was put into a list after it was checked cannot work.
+        """
+        return replace(self) if any(getattr(self, name) for name in _FILLED) else self.clone()
+
     def clone(self) -> Self:
         """A copy whose attributes may be set without changing this one's; functions among them are shared."""
         made = copy.copy(self)
+        for name in _FILLED:
+            value = getattr(self, name)
+            if value is not None:
+                made.__dict__[name] = list(value)
         for name in ("logit_bias", "extra_args"):
             value = getattr(self, name)
             if value is not None:
                 made.__dict__[name] = dict(value)
         return made
 
-    def _make_tuples(self) -> None:
+    def _make_lists(self) -> None:
         self._need("stop", isinstance(self.stop, (str, tuple, list, type(None))), "a text or a list of texts")
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        object.__setattr__(self, "stop", [self.stop] if isinstance(self.stop, str) else list(self.stop or ()))
         for name, need in _LISTS.items():
             value = getattr(self, name)
             self._need(name, value is None or _listed(value), need)
-            object.__setattr__(self, name, tuple(value or ()))
+            object.__setattr__(self, name, list(value or ()))
         self._need("stop", all(map(_text, self.stop or ())), "texts of Unicode that are not empty")
         self._need("bad_words", all(map(_text, self.bad_words or ())), "texts of Unicode that are not empty")
 
@@ -220,15 +232,15 @@ class SamplingParams:
             fits = value is None or (_whole(value) and value >= -1)
             self._need(name, fits, "a whole number of at least -1, or None", "-1 returns all")
         kept = self.truncate_prompt_tokens
-        fits = kept is None or (_whole(kept) and kept >= 1)
-        self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, or None")
+        fits = kept is None or (_whole(kept) and (kept >= 1 or kept == -1))
+        self._need("truncate_prompt_tokens", fits, "a whole number of at least 1, -1, or None", "-1 keeps what there is room for")
 
     def _check_tokens(self) -> None:
         self._need("stop_token_ids", _ids(self.stop_token_ids), "token ids")
         if self.allowed_token_ids is not None:
             allowed = self.allowed_token_ids
             self._need("allowed_token_ids", _filled_with_ids(allowed), "a list of at least one token id, or None")
-            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+            object.__setattr__(self, "allowed_token_ids", list(allowed))
         words = self.bad_words_token_ids or ()
         self._need("bad_words_token_ids", all(map(_filled_with_ids, words)), "lists of at least one token id")
         bias = self.logit_bias
@@ -260,7 +272,9 @@ _LISTS: Final = {
     "bad_words_token_ids": "a list of lists of token ids",
     "logits_processors": "a list of functions, or of names that plugins registered",
 }
-"""Fields that hold a tuple, empty for None -> what they take."""
+"""Fields that hold a list, empty for None -> what they take."""
+_FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)
+"""Fields that hold a list, which a program may change in place."""
 
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
 

@@ -29,8 +29,11 @@ def read_text(path: Path) -> str:
     :raises UnicodeDecodeError: it is not UTF-8.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # to open a pipe that nobody writes into would wait for ever
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISDIR(mode):  # an error of fdopen would not name it
+        os.close(handle)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with os.fdopen(handle, "rb") as file:
-        mode = os.fstat(handle).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
             raise OSError(errno.EINVAL, "not a file", str(path))
         os.set_blocking(handle, True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
@@ -39,16 +39,25 @@ ConfigFile = Annotated[
 """The option --config."""
 
 
-def _names(context: typer.Context) -> dict[str, tuple[str, bool]]:
-    """Name in a file -> name of the parameter, and whether it is the option's opposite."""
-    names: dict[str, tuple[str, bool]] = {}
+class _Named(NamedTuple):
+    """What a name in a file means."""
+
+    parameter: str
+    is_opposite: bool
+    """Whether it is the name of what turns the option off."""
+    takes_many: bool
+
+
+def _names(context: typer.Context) -> dict[str, _Named]:
+    """Name in a file -> what it means."""
+    names: dict[str, _Named] = {}
     for parameter in context.command.params:
-        name = str(parameter.name)
-        names[name] = name, False
+        name, many = str(parameter.name), bool(getattr(parameter, "multiple", False))
+        names[name] = _Named(name, False, many)
         for option in parameter.opts:
-            names[_word(option)] = name, False
+            names[_word(option)] = _Named(name, False, many)
         for option in getattr(parameter, "secondary_opts", ()):
-            names[_word(option)] = name, True
+            names[_word(option)] = _Named(name, True, many)
     return names
 
 
@@ -56,7 +65,7 @@ def _word(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def defaults_of(path: Path, names: dict[str, tuple[str, bool]]) -> dict[str, Any]:
+def defaults_of(path: Path, names: dict[str, _Named]) -> dict[str, Any]:
     """Parameter -> value from a file. names: see `_names`.
 
     :raises ConfigError: no mapping, an unknown name, or a value that is a mapping.
@@ -73,7 +82,7 @@ def defaults_of(path: Path, names: dict[str, tuple[str, bool]]) -> dict[str, Any
     return dict(_default(path, names, str(name), value) for name, value in found.items() if value is not None)
 
 
-def _default(path: Path, names: dict[str, tuple[str, bool]], given: str, value: Any) -> tuple[str, Any]:
+def _default(path: Path, names: dict[str, _Named], given: str, value: Any) -> tuple[str, Any]:
     word = _word(given)
     if word not in names or word == "config":
         near = difflib.get_close_matches(word, names, 1)
@@ -82,7 +91,9 @@ def _default(path: Path, names: dict[str, tuple[str, bool]], given: str, value: 
     listed = value if isinstance(value, list) else [value]
     if not all(isinstance(each, _SCALARS) for each in listed):
         raise ConfigError(f"--config {path}", f"a text, a number, true, false or a list of these for {given}", shown(value, 60))
-    name, opposite = names[word]
-    if opposite and not isinstance(value, bool):
+    named = names[word]
+    if isinstance(value, list) and not named.takes_many:
+        raise ConfigError(f"--config {path}", f"one value for {given}", shown(value, 60))
+    if named.is_opposite and not isinstance(value, bool):
         raise ConfigError(f"--config {path}", f"true or false for {given}", shown(value, 60))
-    return name, (not value) if opposite else value
+    return named.parameter, listed if named.takes_many else (not value) if named.is_opposite else value

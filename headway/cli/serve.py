@@ -62,6 +62,14 @@ def serve(
     log_requests: Annotated[
         bool, typer.Option("--log-requests", help="Log a line for every request.", rich_help_panel=SERVER)
     ] = False,
+    enable_request_id_headers: Annotated[
+        bool,
+        typer.Option(
+            "--enable-request-id-headers",
+            help="Answer with the header X-Request-Id: the request's, or one made for it.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
     profile_dir: Annotated[
         Path | None,
         typer.Option(
@@ -200,6 +208,7 @@ def serve(
         batch_concurrency=batch_concurrency,
         max_stored_responses=max_stored_responses,
         profile_dir=profile_dir,
+        enable_request_id_headers=enable_request_id_headers,
         split_special_tokens=split_special_tokens,
         allowed_hosts=tuple(allowed_hosts or ()),
         allowed_origins=_origins(allowed_origins or ()),
@@ -216,8 +225,25 @@ def serve(
         "--operator-paths": operator_paths,
         "--otlp-traces-endpoint": otlp_traces_endpoint,
     }
-    sock, pooled = bound_socket(host, port), _find_pooled(args, restart_engine, generating)
+    sock = bound_socket(host, port)
+    pooled = _find_pooled(args, restart_engine, generating)
+    _check_at_once(options)
     _listen(args, pooled, options, host, sock, log_requests, restart_engine)
+
+
+def _check_at_once(options: ServerOptions) -> None:
+    """Check what the server opens only when it has its model, which may take minutes to load.
+
+    :raises ConfigError: libraries for spans are missing, or the folder of files cannot be used.
+    """
+    if options.otlp_traces_endpoint is not None:
+        from headway.server.exporters import find_exporter
+
+        find_exporter(options.otlp_traces_endpoint)
+    if options.files_dir is not None:
+        from headway.server.batches.store import open_stores
+
+        open_stores(options.files_dir)
 
 
 def _model(context: typer.Context, argument: str, option: str | None) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.state.stats import EngineSnapshot
 
-log = logging.getLogger("headway")
+log = logging.getLogger("headway.stats")
 
 WIDTH = 80
 """Columns of the longest line."""
@@ -94,6 +94,7 @@ class StatsLog:
 
     def __init__(self, engine: EngineLoop, interval: float) -> None:
         """interval: seconds from one line to the next."""
+        log.setLevel(logging.INFO)  # who asks for the lines wants them at any level of the other messages
         self._interval = interval
         self._last = engine.snapshot()
 

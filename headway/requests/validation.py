@@ -129,7 +129,7 @@ class RequestValidator:
         if streamed:
             _check_streamed(params)
         own = self._rules.apply(params) if self._rules.processors else params
-        return resolve(own.clone(), self.tokenizer, self.model.name)  # whose caller may change it from here on
+        return resolve(own.settled(), self.tokenizer, self.model.name)  # whose caller may change it from here on
 
     def _checked(
         self, prompt: ParsedPrompt, number: int, params: SamplingParams, priority: int, adapter: LoRARequest | None
@@ -137,8 +137,8 @@ class RequestValidator:
         """Tokenise and check one prompt of a call. params: resolved."""
         try:
             ids = self._tokenize(prompt.text or "") if prompt.token_ids is None else prompt.token_ids
-            if params.truncate_prompt_tokens:
-                most = params.truncate_prompt_tokens
+            most = self.limits.most_prompt_tokens(params)
+            if most is not None:
                 ids = EmbeddedPrompt.of(ids.rows[-most:]) if isinstance(ids, EmbeddedPrompt) else ids[-most:]
             return self.limits.checked(ids, params, priority, prompt.text, adapter)
         except PromptError as error:

@@ -34,9 +34,11 @@ class Answer(ABC):
     prefix: ClassVar[str]
     """Start of the answer's id."""
 
-    def __init__(self, body: SamplingRequest, model: str) -> None:
-        """model: the name to answer by."""
-        self.id = f"{self.prefix}{uuid4().hex}"
+    def __init__(self, body: SamplingRequest, model: str, name: str = "") -> None:
+        """model: the name to answer by. name: what the client calls its request, of which the id is made; "": nothing."""
+        self.id = f"{self.prefix}{name or uuid4().hex}"
+        self.key = f"{self.id}-{uuid4().hex[:8]}" if name else self.id
+        """The id where it must be the only one: clients may give two requests the same name."""
         self.body, self.model, self.created = body, model, int(time.time())
         options = body.stream_options
         self.tells_usage = options is not None and options.continuous_usage_stats
@@ -85,12 +87,12 @@ class ChunkedAnswer(Answer):
     around: ClassVar[tuple[str, str]]
     """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
 
-    def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool) -> None:
-        """model: the name to answer by.
+    def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
+        """model, name: see `Answer`.
 
         :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either.
         """
-        super().__init__(body, model)
+        super().__init__(body, model, name)
         if body.stream and body.prompt_logprobs:
             raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
         options = body.stream_options

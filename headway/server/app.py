@@ -38,9 +38,10 @@ from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import completion_params, prompts_of
 from headway.server.profile_routes import ProfileRoutes
+from headway.server.request_ids import request_name
 from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.responses.routes import ResponsesRoutes
-from headway.server.routing import DirectMiddleware, Endpoint, add_posts, endpoint
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -66,7 +67,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
-    guard(app, service.options, OPEN_PATHS)
+    app.state.refused = service.metrics.refused
+    guard(app, service.options, OPEN_PATHS, app.state.refused)
     return app
 
 
@@ -99,12 +101,11 @@ class Routes:
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
-            ("/health", self.health),
-            ("/ping", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
         app.add_exception_handler(HTTPException, self.refuse)
         app.add_exception_handler(RequestValidationError, self.refuse)
         app.add_exception_handler(Exception, self.refuse)
@@ -115,14 +116,15 @@ class Routes:
         """Answer a conversation."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, ChatRequest)
-        answer = self._chats.answer(body)
+        answer = self._chats.answer(body, request_name(request, body.request_id))
         return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         self._service.check_room()  # before the work of reading it
         body = await self._service.read(request, CompletionRequest)
-        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode)
+        name = request_name(request, body.request_id)
+        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode, name)
         return reply_of(body)(self._service, answer, partial(self._prepare_completions, body), body.unknown())
 
     async def tokenize(self, request: Request) -> Response:
@@ -225,8 +227,6 @@ class Routes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed before its admission."""
-        if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._service.metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])

@@ -108,7 +108,7 @@ class BeamReply(Reply):
         if self._left:
             return None
         self._streams = [llm.submit(each) for each in checked]
-        self._service.running[self._answer.id] = [each.request_id for each in self._streams]
+        self._note_running()
         outputs = [await _finished(each) for each in self._streams]
         found = [each for each in outputs if each is not None]
         for each in found:

@@ -25,8 +25,9 @@ class ChatAnswer(ChunkedAnswer):
     chunk_object = "chat.completion.chunk"
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 
-    def __init__(self, body: ChatRequest, model: str) -> None:
-        super().__init__(body, model, bool(body.logprobs))
+    def __init__(self, body: ChatRequest, model: str, name: str = "") -> None:
+        """model, name: see `Answer`."""
+        super().__init__(body, model, bool(body.logprobs), name)
         self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}

@@ -21,9 +21,9 @@ class Chats:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def answer(self, body: ChatRequest) -> ChatAnswer:
-        """What writes the answer to a chat; `prepare` tells it how to read."""
-        return ChatAnswer(body, body.model or self._service.names[0])
+    def answer(self, body: ChatRequest, name: str = "") -> ChatAnswer:
+        """What writes the answer to a chat; `prepare` tells it how to read. name: see `Answer`."""
+        return ChatAnswer(body, body.model or self._service.names[0], name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
         """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.

@@ -25,8 +25,9 @@ def text_parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
 class ConvertedAnswer(Answer):
     """Writes a chat's answer in another form: the chat reads the text, and this writes what was read."""
 
-    def __init__(self, chat: ChatAnswer) -> None:
-        super().__init__(chat.body, chat.model)
+    def __init__(self, chat: ChatAnswer, name: str = "") -> None:
+        """name: see `Answer`."""
+        super().__init__(chat.body, chat.model, name)
         self.chat = chat
 
     def check_ended(self, new: CompletionOutput) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
@@ -51,7 +52,7 @@ class ApiError(Exception):
         """status: HTTP status. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        self.headers: dict[str, str] = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status in (408, 413):
             self.headers["connection"] = "close"  # what is left of the body is not read
 
@@ -81,6 +82,10 @@ def api_error(error: BaseException) -> ApiError:
     """The error to answer with, for any exception raised while a request was served."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, HTTPException):  # of a path or a method that there is not
+        told = ApiError(error.status_code, str(error.detail))
+        told.headers.update(error.headers or {})
+        return told
     if isinstance(error, ValidationError):
         return _invalid(error)
     if isinstance(error, RequestValidationError):  # of a query

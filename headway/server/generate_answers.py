@@ -110,9 +110,11 @@ class TokensAnswer(Answer):
 
     prefix = "generate-tokens-"
 
-    def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str) -> None:
-        super().__init__(body, model)
-        self._asked, self._most = asked, body.logprobs
+    def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
+        """name: see `Answer`."""
+        super().__init__(body, model, asked.request_id or name)
+        self.id = asked.request_id or self.id
+        self._most = body.logprobs
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
         """See `Answer`; a stream is refused before."""
@@ -137,7 +139,7 @@ class TokensAnswer(Answer):
             }
             for each in outputs[0].outputs
         ]
-        told = {"request_id": self._asked.request_id or self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
+        told = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
         return orjson.dumps(told)
 
     def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from headway.server.generate_answers import DemoAnswer, NativeAnswer, TokensAnsw
 from headway.server.generate_requests import DemoRequest, NativeRequest, TokensRequest
 from headway.server.params import completion_params, prompts_of
 from headway.server.reply import Reply
+from headway.server.request_ids import request_name
 from headway.server.requests import CompletionRequest
 from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
 from headway.server.service import Service
@@ -78,7 +79,7 @@ class GenerateRoutes:
         self._service.check_room()
         asked = await self._service.read(request, TokensRequest)
         body = asked.as_completion()
-        answer = TokensAnswer(asked, body, self._service.names[0])
+        answer = TokensAnswer(asked, body, self._service.names[0], request_name(request, asked.request_id))
         return Reply(self._service, answer, partial(self._prepare, body), asked.unknown())
 
     async def _prepare(self, body: CompletionRequest) -> Any:

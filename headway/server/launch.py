@@ -23,7 +23,7 @@ from headway.server.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
-from headway.server.tracing import Tracing
+from headway.server.service import Service
 
 log = logging.getLogger("headway")
 
@@ -53,13 +53,13 @@ class Server(uvicorn.Server):
         self._llm = llm
         app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
         self._batches: BatchRoutes = app.state.batches
-        self._tracing: Tracing | None = app.state.service.tracing if isinstance(llm, AsyncLLM) else None
+        self._service: Service | None = app.state.service if isinstance(llm, AsyncLLM) else None
         config = uvicorn.Config(
             app,
             host,
             port,
             loop="uvloop" if sys.platform != "win32" else "asyncio",
-            http=limited_protocol(options, most_connections()),
+            http=limited_protocol(options, most_connections(), app.state.refused),
             ws="none",
             lifespan="off",
             log_config=None,  # the process's own, in which uvicorn's lines look like all others
@@ -107,15 +107,27 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests end for `shutdown_timeout` seconds, then end them."""
+        if self.server_state.tasks:
+            seconds = self._shutdown_timeout
+            log.warning("told to stop; requests that have up to %g s to end: %d", seconds, len(self.server_state.tasks))
+        if self._service is not None:
+            self._service.stop()
         await self._batches.close()
-        ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._llm.shutdown)
+        ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._end_requests)
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
             self._llm.shutdown()
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
+            if self._service is not None and self._service.tracing is not None:
+                await asyncio.to_thread(self._service.tracing.close)
+
+    def _end_requests(self) -> None:
+        """End the requests that the server has waited for long enough."""
+        if self.server_state.tasks:
+            count, seconds = len(self.server_state.tasks), self._shutdown_timeout
+            log.warning("requests that have not ended within %g s (--shutdown-timeout) and are ended: %d", seconds, count)
+        self._llm.shutdown()
 
     @property
     def port(self) -> int:

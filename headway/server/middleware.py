@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Final
 
@@ -11,27 +12,44 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
+from headway.server.request_ids import RequestIdMiddleware
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str]) -> None:
-    """Put before an application what its options ask for. open_paths: need no key."""
+class Refusals:
+    """Answers requests by errors, and counts them."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        """counts: status -> its answers so far, which `/metrics` shows."""
+        self._counts = counts
+
+    async def answer(self, error: ApiError, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request by an error."""
+        self._counts[str(error.status)] += 1
+        await error.response(scope["path"])(scope, receive, send)
+
+
+def guard(app: FastAPI, options: ServerOptions, open_paths: Collection[str], counts: Counter[str]) -> None:
+    """Put before an application what its options ask for. open_paths: need no key. counts: of refusals, by status."""
+    refusals = Refusals(counts)
     if options.api_key is None:
-        app.add_middleware(JsonMiddleware)
-    app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=open_paths)
+        app.add_middleware(JsonMiddleware, refusals=refusals)
+    app.add_middleware(ApiKeyMiddleware, api_key=options.api_key, open_paths=open_paths, refusals=refusals)
     if options.allowed_origins:  # before the key: a browser asks for leave without one
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     if options.allowed_hosts:
-        app.add_middleware(HostMiddleware, allowed=options.allowed_hosts)
+        app.add_middleware(HostMiddleware, allowed=options.allowed_hosts, refusals=refusals)
+    if options.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
 
 
 class ApiKeyMiddleware:
     """ASGI middleware that refuses requests without the API key, before anything else looks at them."""
 
-    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str]) -> None:
+    def __init__(self, app: App, api_key: str | None, open_paths: Collection[str], refusals: Refusals) -> None:
         """api_key: None lets everybody in. open_paths: need no key."""
-        self._app, self._open_paths = app, frozenset(open_paths)
+        self._app, self._open_paths, self._refusals = app, frozenset(open_paths), refusals
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -40,7 +58,9 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         message = "the header Authorization: Bearer KEY (or x-api-key: KEY) has no valid key"
-        await ApiError(401, message, code="invalid_api_key").response(scope["path"])(scope, receive, send)
+        error = ApiError(401, message, code="invalid_api_key")
+        error.headers["www-authenticate"] = "Bearer"
+        await self._refusals.answer(error, scope, receive, send)
 
     def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Whether a key is given as OpenAI's clients do, or as Anthropic's."""
@@ -65,9 +85,9 @@ class HostMiddleware:
     A page of a foreign host whose name comes to mean this machine (DNS rebinding) could otherwise read the answers.
     """
 
-    def __init__(self, app: App, allowed: Collection[str]) -> None:
+    def __init__(self, app: App, allowed: Collection[str], refusals: Refusals) -> None:
         """allowed: names and addresses without ports; "*.example.org": every host below example.org."""
-        self._app = app
+        self._app, self._refusals = app, refusals
         names = [(f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed]
         self._names = frozenset(names)
         self._ends = tuple(name[1:] for name in names if name.startswith("*."))
@@ -84,7 +104,7 @@ class HostMiddleware:
             await self._app(scope, receive, send)
             return
         error = ApiError(421, f"the header Host: needs one of --allowed-hosts, got {host[:100]!r}", code="host_not_allowed")
-        await error.response(scope["path"])(scope, receive, send)
+        await self._refusals.answer(error, scope, receive, send)
 
 
 FILES: Final = "/v1/files"
@@ -99,15 +119,15 @@ class JsonMiddleware:
     where that host has agreed, which this server does to pages of `allowed_origins` alone.
     """
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    def __init__(self, app: App, refusals: Refusals) -> None:
+        self._app, self._refusals = app, refusals
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on a request, or refuse one with a body of another type."""
         if scope["type"] == "http" and scope["method"] == "POST" and not _is_json(scope):
             got = _header(scope, b"content-type")[:100]
             message = f"the header Content-Type: needs application/json, since this server asks for no key, got {got or None!r}"
-            await ApiError(415, message, code="not_json").response(scope["path"])(scope, receive, send)
+            await self._refusals.answer(ApiError(415, message, code="not_json"), scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -90,7 +90,7 @@ class OperatorRoutes:
             raise ApiError(400, "mode: needs abort or wait, because steps are not stopped midway, got 'keep'", "mode")
         self._service.pause()
         if mode == "abort":
-            await self._llm.abort(each for ids in list(self._service.running.values()) for each in ids)
+            await self._llm.abort(each for answer in list(self._service.running.values()) for each in answer.request_ids)
         await self._service.ended()
 
     async def sleep(self, level: int = 1, mode: Literal["abort", "wait", "keep"] = "abort") -> Response:
@@ -146,7 +146,8 @@ class OperatorRoutes:
         """End requests by the ids of their answers; an unknown one is left alone."""
         self._service.check_operator()
         asked = await read_body(request, AbortRequest, self._service.options)
-        await self._llm.abort(each for name in asked.request_ids for each in self._service.running.get(name, ()))
+        wanted, running = frozenset(asked.request_ids), list(self._service.running.values())
+        await self._llm.abort(each for answer in running if answer.id in wanted for each in answer.request_ids)
         return Response()
 
 

@@ -49,6 +49,8 @@ class ServerOptions:
     """Seconds that requests may go on after the server was told to stop."""
     profile_dir: Path | None = None
     """Folder for traces of the engine's steps; None: /start_profile is refused."""
+    enable_request_id_headers: bool = False
+    """Whether answers have the header X-Request-Id: the request's, or one that is made for it."""
     split_special_tokens: bool = False
     """Whether the names of control tokens in messages of users and tools are text, where a chat does not say."""
     otlp_traces_endpoint: str | None = None

@@ -26,5 +26,6 @@ def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = No
     app.state.routes, app.state.batches, app.state.line_answers = routes, batches, answers
     routes.add_to(app)
     batches.add_to(app)
-    guard(app, options, OPEN_PATHS)
+    app.state.refused = routes.refused
+    guard(app, options, OPEN_PATHS, app.state.refused)
     return app

@@ -21,6 +21,8 @@ class PooledRequest(BaseModel):
     """One of the server's names for its model; None: that model."""
     truncate_prompt_tokens: int | None = None
     """Tokens to which longer texts are cut; -1: the model's limit; None: longer ones are refused."""
+    request_id: str | None = None
+    """What the answer's id is made of, where the header X-Request-Id gives none."""
     user: str | None = None
 
 

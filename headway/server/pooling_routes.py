@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -37,7 +38,8 @@ from headway.server.pooling_requests import (
     RerankRequest,
     ScoreRequest,
 )
-from headway.server.routing import Endpoint, endpoint, fields_of, read_body, read_text
+from headway.server.request_ids import request_name
+from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, read_body, read_text
 from headway.version import __version__
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
@@ -61,6 +63,11 @@ class PoolingRoutes:
         others = {"/classify": self.classify, "/pooling": self.pool, "/invocations": self.invocations}
         return {"/v1/embeddings": self.embeddings, **reranks, **scores, **others}
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Status -> number of errors that were answered."""
+        return self._metrics.refused
+
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
         posts: list[tuple[str, Endpoint, type[PooledRequest]]] = [
@@ -79,12 +86,11 @@ class PoolingRoutes:
         for path, told in (
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
-            ("/health", self.health),
-            ("/ping", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
         ):
             app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
         for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
             app.add_exception_handler(error, self.refuse)
 
@@ -203,6 +209,7 @@ class PoolingRoutes:
         self.service.check_room()  # before the work of reading it
         body = await read_body(request, kind, self.service.options)
         self.service.check_model(body.model)
+        body.request_id = request_name(request, body.request_id)
         return body
 
     def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
@@ -245,7 +252,11 @@ class PoolingRoutes:
 
     def _answer(self, prefix: str, fields: dict[str, Any], body: PooledRequest, tokens: int) -> Response:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        made = {"id": f"{prefix}-{uuid4().hex}", "created": int(time.time()), "model": body.model or self.service.names[0]}
+        made = {
+            "id": f"{prefix}-{body.request_id or uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model or self.service.names[0],
+        }
         return _json({**made, **fields, "usage": usage})
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -254,8 +265,6 @@ class PoolingRoutes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed."""
-        if isinstance(error, HTTPException):
-            error = ApiError(error.status_code, str(error.detail))
         told = api_error(error)
         self._metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -80,6 +80,8 @@ class LimitedProtocol(HttpToolsProtocol):
     options: ClassVar[ServerOptions]
     most_open: ClassVar[int]
     """Connections that there are file descriptors for."""
+    refused: ClassVar[Counter[str]]
+    """Status -> number of errors by which connections were answered."""
     starts: ClassVar[PacedStarts]
 
     _read_timer: asyncio.TimerHandle | None = None
@@ -175,6 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_read_timer()
         self._owes_body = self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers)
         super().on_headers_complete()
+        self.cycle.transport = _Closing(self.transport, partial(self._close_after, self.cycle))  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """Pass a part of a body on."""
@@ -193,6 +196,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_last and self._last_words is not None and not self.transport.is_closing():
             self._write_last(self._last_words)
+
+    def _close_after(self, cycle: RequestResponseCycle) -> None:
+        """Close the connection behind an answer: at once, or where the client still sends, once it has had time to hear why."""
+        if not cycle.more_body or self.transport.is_closing() or self._refused:
+            self.transport.close()
+            return
+        self._refused = True
+        self.transport.write_eof()
+        self._expect(LINGER, self.transport.abort)
 
     def _read_owed_body(self) -> None:
         """Read on with a new parser, which is told of the body alone.
@@ -298,12 +310,23 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _write_last(self, error: ApiError) -> None:
         """Write an answer after which the connection is closed, once the client has had time to read."""
+        self.refused[str(error.status)] += 1
         body = orjson.dumps(error.body)
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.write_eof()
         self._expect(LINGER, self.transport.abort)
+
+
+class _Closing:
+    """A connection as an answer sees it, whose end is the protocol's to choose."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close, self.write = transport, close, transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def _too_long(status: int, what: str) -> ApiError:
@@ -328,6 +351,8 @@ def _end(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def limited_protocol(options: ServerOptions, most_open: int) -> type[LimitedProtocol]:
-    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for."""
-    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "most_open": most_open, "starts": PacedStarts()})
+def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
+    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for. refused:
+    counts the errors by which connections were answered, by status."""
+    own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
+    return type("LimitedProtocol", (LimitedProtocol,), own)

@@ -17,10 +17,10 @@ from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
-from headway.server.answers import Answer
+from headway.server.answers import Answer, num_written
 from headway.server.errors import ApiError, api_error
 from headway.server.metrics import Metrics
-from headway.server.service import Service, Ticket
+from headway.server.service import RunningAnswer, Service, Ticket
 
 log = logging.getLogger("headway")
 
@@ -38,6 +38,7 @@ class PromptReader:
         self._first = number * self._n
         """Index of the prompt's first choice."""
         self._reasons: dict[int, str] = {}
+        self._noted = False
         self.num_written = 0
         """Tokens of all completions of the prompt so far."""
 
@@ -58,10 +59,9 @@ class PromptReader:
             return None
         self._ticket.begun()
         for new in last.outputs:
-            self._answer.check_ended(new)
             self._reasons[new.index] = str(new.finish_reason)
-            self.num_written += len(new.token_ids)
-        self._note(last)
+            self._answer.check_ended(new)
+        self.note()
         return last
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -79,8 +79,8 @@ class PromptReader:
             for new in news:
                 index, tokens = new.index, len(new.token_ids)
                 if new.finish_reason is not None:
-                    answer.check_ended(new)
                     self._reasons[index] = new.finish_reason
+                    answer.check_ended(new)
                 self.num_written += tokens
                 before = times.get(index)
                 times[index] = now
@@ -93,14 +93,18 @@ class PromptReader:
                 parts.append(answer.piece(self._first + index, new, used))
             if found := parts[0] if len(parts) == 1 else b"".join(parts):
                 yield found
-        self._note(self.output)
+        self.note()
 
-    def _note(self, output: RequestOutput) -> None:
-        """Count the prompt, which has ended."""
+    def note(self) -> None:
+        """Count the prompt, which has ended, once. A completion without a reason was ended by its client or by the server."""
+        if self._noted:
+            return
+        self._noted, output = True, self.output
+        self.num_written = max(self.num_written, num_written(output))
         self._end(output, self.num_written)
         ended = [self._reasons.get(index, "abort") for index in range(self._n)]
         times, metrics = output.metrics, self._metrics
-        longest = max(len(each.token_ids) for each in output.outputs)
+        longest = max((len(each.token_ids) for each in output.outputs), default=0)
         metrics.finished(times, len(output.prompt_token_ids), self.num_written, ended, longest, self._answer.body.most_tokens)
         if not self._answer.body.stream and times.first_token_time is not None and times.finished_time is not None:
             metrics.first_token(times.time_to_first_token)
@@ -127,6 +131,7 @@ class Reply(Response):
         self._service, self._answer, self._prepare = service, answer, prepare
         self._body = answer.body
         self._streams: list[RequestStream] = []
+        self._readers: Sequence[PromptReader] = ()
         self._watcher: asyncio.Task[None] | None = None
         self._left = self._started = False
         self._path = ""
@@ -152,7 +157,9 @@ class Reply(Response):
                 self._watcher.cancel()
             for stream in self._streams:
                 stream.close()
-            self._service.running.pop(self._answer.id, None)
+            for reader in self._readers:
+                reader.note()
+            self._service.running.pop(self._answer.key, None)
             if ticket is not None:
                 ticket.begun()
             self._service.took(time.perf_counter() - arrived)
@@ -163,13 +170,13 @@ class Reply(Response):
         if self._service.is_paused and not await self._wait_resumed(receive):
             return
         for number, request in enumerate(requests):
-            self._streams.append(llm.submit(request, f"{self._answer.id}-{number}"))
+            self._streams.append(llm.submit(request, f"{self._answer.key}-{number}"))
         ticket.submitted()
-        self._service.running[self._answer.id] = [stream.request_id for stream in self._streams]
+        self._note_running()
         if self._watcher is None:
             self._watcher = asyncio.ensure_future(self._watch(receive))  # finds a client that has left already at once
         ends = [_nothing_more if self._service.tracing is None else partial(self._trace, each.params) for each in requests]
-        readers = [
+        readers = self._readers = [
             PromptReader(each, number, self._answer, ticket, metrics, ends[number]) for number, each in enumerate(self._streams)
         ]
         if not self._body.stream:
@@ -183,16 +190,22 @@ class Reply(Response):
             return
         await self._write(send, self._answer.end([(reader.output, reader.num_written) for reader in readers]), more=False)
 
+    def _note_running(self) -> None:
+        """Let the operator's paths know what the engine calls this request."""
+        self._service.running[self._answer.key] = RunningAnswer(self._answer.id, [each.request_id for each in self._streams])
+
     def _trace(self, params: SamplingParams, output: RequestOutput, written: int) -> None:
         assert self._service.tracing is not None
         self._service.tracing.finished(output, written, params, self._asked_headers)
 
     async def _wait_resumed(self, receive: Receive) -> bool:
-        """Wait until a paused server goes on; False: the client has left meanwhile."""
+        """Wait until a paused server goes on; False: the client has left meanwhile. Raises as `Service.resumed`."""
         self._watcher = asyncio.ensure_future(self._watch(receive))
         resumed = asyncio.ensure_future(self._service.resumed())
         try:
             await asyncio.wait((self._watcher, resumed), return_when=asyncio.FIRST_COMPLETED)
+            if resumed.done() and not self._left:
+                resumed.result()
         finally:
             resumed.cancel()
         return not self._left

@@ -98,6 +98,8 @@ class SamplingRequest(Fields):
     length_penalty: float | None = None
     """The power of its length over which the log-probability of a search's continuation is taken when they are ranked."""
     priority: int = 0
+    request_id: str | None = None
+    """What the answer's id is made of, where the header X-Request-Id gives none."""
     split_special_tokens: bool | None = None
     """Whether the names of control tokens in a prompt, or in a chat's messages of users and tools, are text. None: in chats what
     the server's option says, in prompts no."""

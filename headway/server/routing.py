@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from headway.server.errors import ApiError
+from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
 
 log = logging.getLogger("headway")
@@ -79,6 +80,13 @@ def add_posts(app: FastAPI, *posts: tuple[str, Endpoint, type[BaseModel]]) -> No
     for path, answer, kind in posts:
         schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
         app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+
+
+def add_probes(app: FastAPI, health: Callable[..., Awaitable[Response]]) -> None:
+    """Add the paths of probes, some of which, such as wget's and load balancers', ask for the head of an answer alone."""
+    for path in PROBES:
+        app.add_api_route(path, endpoint(health), methods=["GET"])
+        app.add_api_route(path, endpoint(health), methods=["HEAD"], include_in_schema=False)
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -44,6 +44,15 @@ def chat_format_of(llm: AsyncLLM, options: ServerOptions) -> ChatFormat:
     )
 
 
+class RunningAnswer(NamedTuple):
+    """An answer that the engine works on."""
+
+    id: str
+    """The client's, which other answers may have too."""
+    request_ids: Sequence[str]
+    """The engine's, one for each prompt."""
+
+
 class Service(Admission):
     """One engine and its clients; for the server's event loop alone."""
 
@@ -57,9 +66,10 @@ class Service(Admission):
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
-        self.running: dict[str, Sequence[str]] = {}
-        """Id of the answer to each request that the engine has -> its ids there, one for each prompt."""
+        self.running: dict[str, RunningAnswer] = {}
+        """Key of the answer to each request that the engine has -> the answer."""
         self._resumed: asyncio.Event | None = None
+        self._is_stopping = False
         self.is_asleep = False
         """Whether the engine sleeps, and requests are refused."""
         self.num_unsubmitted = 0
@@ -101,9 +111,20 @@ class Service(Admission):
             self._resumed = None
 
     async def resumed(self) -> None:
-        """Wait until requests may go on."""
+        """Wait until requests may go on.
+
+        :raises ApiError: the server is being stopped meanwhile, and nobody can resume it any more.
+        """
         while self._resumed is not None:
+            if self._is_stopping:
+                raise ApiError(503, "the server is shutting down", retry_after=1)
             await self._resumed.wait()
+
+    def stop(self) -> None:
+        """Refuse the requests that wait for a paused server."""
+        self._is_stopping = True
+        if self._resumed is not None:
+            self._resumed.set()
 
     async def ended(self) -> None:
         """Wait until no request is in the engine, or requests may go on."""

@@ -7,16 +7,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.outputs import RequestOutput
+from headway.server.exporters import find_exporter
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-_INSTALL: Final = "pip install 'headway[otel]'"
 _HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
 
 
@@ -91,22 +89,5 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, model: str) -> Tracing:
-    """Make spans that are sent to an OTLP endpoint, by gRPC or (see $OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) HTTP.
-
-    :raises ConfigError: a library is missing, or the protocol is unknown.
-    """
-    protocol = os.environ.get(_PROTOCOL, "grpc")
-    try:
-        if protocol == "grpc":
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Exporter
-
-            exporter: SpanExporter = Exporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
-        elif protocol == "http/protobuf":
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-            exporter = HttpExporter(endpoint=endpoint)
-        else:
-            raise ConfigError(f"${_PROTOCOL}", "grpc or http/protobuf", repr(protocol))
-        return Tracing.to(exporter, model)
-    except ImportError as error:
-        raise ConfigError("--otlp-traces-endpoint", "OpenTelemetry's libraries", str(error), _INSTALL) from error
+    """Make spans that are sent to an OTLP endpoint; raises as `find_exporter`. model: the name that the server answers by."""
+    return Tracing.to(find_exporter(endpoint)(), model)

@@ -69,7 +69,17 @@ FLAGS: Final = {
     ),
     "guided_decoding_backend": "leave it out: llguidance compiles all forms of structured outputs",
     "enable_log_requests": "headway serve calls it log_requests",
-    **of_each("disable_log_requests no_enable_log_requests", "leave it out: --log-requests alone logs requests"),
+    **of_each(
+        "disable_log_requests no_enable_log_requests disable_uvicorn_access_log",
+        "leave it out: --log-requests alone logs requests",
+    ),
+    **of_each(
+        "uvicorn_log_level log_level", "headway -v serve logs what the engine chooses, --log-requests a line for every request"
+    ),
+    **of_each(
+        "api_server_count workers",
+        "leave it out: one process reads requests, another computes; docs/replicas.md has several servers",
+    ),
     **of_each(
         "allowed_methods allowed_headers",
         "leave it out: pages of --allowed-origins may use every method and header",

@@ -78,6 +78,25 @@ def test_an_address_is_refused_before_a_servers_libraries_are_imported(
     assert "its libraries" in run("serve --port 0", monkeypatch, capfd)[1]
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--files-dir /proc/nothing", "--files-dir: needs a folder that this user may write to"),
+        (
+            "--otlp-traces-endpoint http://127.0.0.1:1",
+            "$OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: needs grpc or http/protobuf, got 'smoke'",
+        ),
+    ],
+)
+def test_what_a_server_opens_later_is_checked_before_its_model_is_loaded(
+    option: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke")
+    monkeypatch.setitem(sys.modules, "headway.server.launch", None)  # which comes before the model
+    code, said = run(f"serve smollm2 --port 0 {option}", monkeypatch, capfd)
+    assert (code, words in said) == (2, True), said
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_invalid_number_or_address_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

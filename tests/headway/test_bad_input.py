@@ -516,6 +516,7 @@ def test_the_longest_prompt_gets_one_token(llm: LLM) -> None:
         {"prompt_logprobs": 1.5},
         {"structured_outputs": {"regex": "a"}},
         {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
         {"extra_args": []},
         {"use_beam_search": True},
         {"max_token": 3},

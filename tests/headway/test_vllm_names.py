@@ -129,6 +129,29 @@ def test_options_are_flags_and_survive_asdict() -> None:
     assert EngineArgs(**vars(parser.parse_args([]))) == EngineArgs()
 
 
+def test_lists_are_lists_that_may_be_added_to() -> None:
+    params = SamplingParams(stop=("a",), bad_words=["x"], allowed_token_ids=(1, 2))
+    assert params.stop + params.bad_words == ["a", "x"]
+    assert (params.allowed_token_ids, params.stop_token_ids, params.bad_words) == ([1, 2], [], ["x"])
+    copied = params.clone()
+    copied.stop_token_ids.append(7)
+    copied.stop.append("c")
+    assert (params.stop_token_ids, params.stop, copied.stop) == ([], ["a"], ["a", "c"])
+    assert SamplingParams(stop=["a"]) == SamplingParams(stop="a")
+
+
+def test_what_was_put_into_a_list_counts_for_later_requests_and_is_checked(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (whole,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+    token = whole.outputs[0].token_ids[2]
+    params.stop_token_ids.append(token)
+    (cut,) = llm.generate([[3, 4, 5]], params, use_tqdm=False)
+    assert cut.outputs[0].token_ids == whole.outputs[0].token_ids[: whole.outputs[0].token_ids.index(token) + 1]
+    params.stop_token_ids.append("b")
+    with pytest.raises(ConfigError, match="stop_token_ids: needs token ids"):
+        llm.generate([[3, 4, 5]], params, use_tqdm=False)
+
+
 def test_none_is_the_default_of_every_option() -> None:
     assert EngineArgs(**dict.fromkeys(each.name for each in dataclasses.fields(EngineArgs))) == EngineArgs()
 
@@ -138,7 +161,7 @@ def test_parameters_may_be_changed_and_are_checked_when_they_are() -> None:
     copied = params.clone()
     copied.stop = ["b", "c"]
     copied.logit_bias[5] = 1.0
-    assert (params.stop, copied.stop, params.logit_bias) == (("a",), ("b", "c"), {1: 2.0})
+    assert (params.stop, copied.stop, params.logit_bias) == (["a"], ["b", "c"], {1: 2.0})
     with pytest.raises(ConfigError, match="top_p: needs a number above 0"):
         params.top_p = 0
     with pytest.raises(ConfigError, match="no_such: needs an option of SamplingParams"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,24 @@ def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing_in_the_cache(
         find(str(tmp_path / "junk.gguf"))
     assert not list((tmp_path / "cache").rglob("*junk*"))
     assert not list((tmp_path / "cache" / "models").iterdir())
+
+
+def test_a_full_disk_is_not_blamed_on_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+
+    def fill(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf, "Header", lambda path: SimpleNamespace(architecture="qwen3next"))
+    monkeypatch.setattr(gguf, "architecture_of", lambda header: header.architecture)
+    monkeypatch.setattr(gguf, "write_folder", fill)
+    (tmp_path / "good.gguf").write_bytes(b"GGUF" * 100)
+    with pytest.raises(
+        ModelError, match=r"cannot be kept in .*cache: No space left on device \(free some space, or have HEADWAY_CACHE"
+    ):
+        find(str(tmp_path / "good.gguf"))
 
 
 @pytest.mark.parametrize("name", ["smollm3", "", "a/b/c", "/no/such/folder", "with a blank", "nul\0"], ids=repr)

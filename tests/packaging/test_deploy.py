@@ -15,7 +15,10 @@ from headway.cli.app import app
 from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.server.metrics import Metrics
 from headway.server.middleware import PROBES
+from headway.server.options import ServerOptions
 
+STUCK = 20
+"""Seconds after which a stuck engine is killed (docs/server.md)."""
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 
@@ -61,6 +64,18 @@ def test_ports_and_probes_are_the_servers() -> None:
     assert all((DEPLOY / name).exists() for name in named if name.startswith("./"))
     (scraped,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert scraped["static_configs"][0]["targets"] == [f"headway:{port}"]
+
+
+def test_a_supervisor_waits_longer_than_a_server_takes_to_stop() -> None:
+    _, deployment, _ = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    spec = deployment["spec"]["template"]["spec"]
+    before = int(spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1])
+    stopping = ServerOptions().shutdown_timeout + STUCK
+    assert spec["terminationGracePeriodSeconds"] > before + stopping
+    unit = (DEPLOY / "headway.service").read_text()
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > stopping
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert int(compose["services"]["headway"]["stop_grace_period"].removesuffix("s")) > stopping
 
 
 def test_the_board_shows_figures_that_there_are() -> None:

@@ -343,6 +343,24 @@ def test_a_claim_that_raises_means_unsupported() -> None:
     assert "libcuda.so.1 is not there" in str(support)
 
 
+def test_no_hint_names_a_layout_that_nobody_registered() -> None:
+    mine = layout("mine")
+    claims = Capabilities(ALL_PHASES, (mine.layout,), devices=("cpu",))
+    reader = info("odd", lambda: type("Odd", (SDPA,), {"name": "odd", "capabilities": claims}))
+    alone = make(mine=Plugin([reader])).supports("odd", spec(), NHD, 16, Phase.DECODE)
+    beside = make(mine=Plugin([reader], layouts=[mine])).supports("odd", spec(), NHD, 16, Phase.DECODE)
+    assert str(alone).endswith(
+        "kv_layout: needs mine, got nhd (nobody has registered layout mine; headway plugins lists the plugins)"
+    )
+    assert str(beside).endswith("kv_layout: needs mine, got nhd (--kv-layout mine)")
+
+
+def test_the_hint_of_a_block_size_is_one_that_an_engine_takes() -> None:
+    claims = Capabilities(ALL_PHASES, devices=("cpu",), block_multiple=12)
+    support = claims.check(spec(), NHD, 16, Phase.DECODE)
+    assert str(support).endswith("block_size: needs a multiple of 12, got 16 (--block-size 24)")
+
+
 def test_a_plugin_that_forgot_the_marker_is_told() -> None:
     class Forgetful:
         def headway_register_backends(self) -> list[BackendInfo]:

@@ -136,6 +136,12 @@ def test_what_is_not_claimed_must_be_refused() -> None:
     assert failed == {"key_dim", "value_dim", "kind", "layout", "conv"}
 
 
+def test_a_cell_of_no_registered_layout_is_no_finding() -> None:
+    cell = str(StateCell("answer", "decode", layout="nosuch"))
+    with pytest.raises(ConfigError, match="--cell: needs a layout out of key_value, .*got 'nosuch'"):
+        check(Wanted("states:torch", cell=cell, in_process=True))
+
+
 def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) -> None:
     file = tmp_path / "own_states.py"
     file.write_text(

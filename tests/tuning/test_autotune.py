@@ -333,6 +333,8 @@ def test_a_folder_that_cannot_be_written_leaves_the_rank_order(
     (cache / "crossover").write_text("a file where the folder should be")
     assert costs_for(LayerSpecs([SPEC]), registry, ALL_AUTO, TableRequest(budget=60)) is None
     assert "rank order instead" in caplog.text
+    assert "HEADWAY_CACHE names another folder" in caplog.text
+    assert "--output" not in caplog.text, "nobody has named a file"
 
 
 def test_one_backend_alone_leaves_nothing_to_measure(registry: Registry, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 from headway.core.contract.layout import CacheLayout
-from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import create_registry
 from headway.testing.broken.plain import PlainBackend, PlainPlan
@@ -33,6 +34,17 @@ def wrong(backend: type[PlainBackend], spec: AttentionSpec) -> str:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_a_right_backend_passes(spec: AttentionSpec) -> None:
     assert wrong(PlainBackend, spec) == ""
+
+
+class DecodesWideHeads(PlainBackend):
+    """Serves one phase, and no layer of these."""
+
+    name = "decodes-wide-heads"
+    capabilities = replace(PlainBackend.capabilities, phases=frozenset({Phase.DECODE}), head_dims=(256,))
+
+
+def test_what_a_backend_lacks_is_told_of_a_phase_that_it_serves() -> None:
+    assert wrong(DecodesWideHeads, PLAIN) == "head_dim: needs 256, got 32"
 
 
 class AsksForOptions(PlainBackend):

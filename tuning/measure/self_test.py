@@ -148,10 +148,12 @@ def _passed_file(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequ
 def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> str:
     tested = False
     refusal = ""
+    claimed = registry.backend(name).capabilities.phases
     for phase, cases in CASES.items():
         pair = _first_served(registry, name, spec, pairs, phase)
         if pair is None:
-            refusal = refusal or registry.supports(name, spec, *pairs[0], phase).brief
+            if phase in claimed and not refusal:  # of another phase it would say no more than that
+                refusal = registry.supports(name, spec, *pairs[0], phase).brief
             continue
         for steps in cases:
             tested = True

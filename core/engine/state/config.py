@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.sizes import BLOCK_MULTIPLE
 from headway.core.sampling.params import SEED_RANGE, is_seed
 from headway.core.system.text import shown
 
@@ -31,8 +32,6 @@ _AT_LEAST_ONE: Final = (
     "max_loras",
     "max_lora_rank",
 )
-BLOCK_MULTIPLE = 8
-"""Every block size is a multiple of this: no kernel reads smaller steps."""
 
 MAX_DRAFT_TOKENS = 7
 """Most drafts that are verified at once; with the newest token before them they make the longest query of a decode."""

@@ -92,6 +92,13 @@ class RequestLimits:
         self.check_priority(priority)
         return CheckedRequest(prompt_token_ids, params, priority, prompt, lora_request)
 
+    def most_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """Tokens that a request cuts its prompt to; None: it cuts none."""
+        kept, output = params.truncate_prompt_tokens, params.max_tokens or 1
+        if kept != -1:
+            return kept
+        return self.max_model_len - (output if output < self.max_model_len else 1)  # of any larger output there is what is left
+
     def check_adapter(self, lora_request: object) -> None:
         """Check that a request may name an adapter.
 

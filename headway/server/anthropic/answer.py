@@ -23,8 +23,9 @@ class MessagesAnswer(ConvertedAnswer):
 
     prefix = "msg_"
 
-    def __init__(self, chat: ChatAnswer) -> None:
-        super().__init__(chat)
+    def __init__(self, chat: ChatAnswer, name: str = "") -> None:
+        """name: see `Answer`."""
+        super().__init__(chat, name)
         self._open: tuple[str, int] | None = None
         """Type and call of the block that is being written."""
         self._block = -1

@@ -14,6 +14,7 @@ from headway.server.anthropic.requests import MessagesRequest, TokenCountRequest
 from headway.server.chats import Chats
 from headway.server.params import tool_use
 from headway.server.reply import Reply
+from headway.server.request_ids import request_name
 from headway.server.requests import ChatRequest
 from headway.server.routing import Endpoint, add_posts
 from headway.server.service import Service
@@ -43,7 +44,7 @@ class MessagesRoutes:
         self._service.check_room()
         body = await self._service.read(request, MessagesRequest)
         chat = body.chat()
-        answer = MessagesAnswer(self._chats.answer(chat))
+        answer = MessagesAnswer(self._chats.answer(chat), request_name(request))
         return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), body.unknown())
 
     async def count_tokens(self, request: Request) -> Response:

@@ -53,6 +53,7 @@ def test_a_file_gives_what_the_command_line_leaves_out(tmp_path: Path) -> None:
         "log": True,
     }
     assert run(path, "max_len: null\n")["max_len"] == 5
+    assert run(path, "name: a\n")["name"] == ["a"]
     assert run(path, "# nothing\n")["model"] == "smollm2"
 
 
@@ -69,6 +70,7 @@ BAD = {
     "a list": ("- a", "names and values"),
     "no YAML": ("a: [", "a YAML file"),
     "a mapping": ("name: {a: 1}", "for name"),
+    "a list for one value": ("max-len: [7, 8]", "one value for max-len"),
     "itself": ("config: other.yaml", "options of the command"),
     "no truth value": ("no-graphs: 3", "true or false"),
 }
@@ -79,6 +81,12 @@ def test_mistakes_are_named_in_one_line(tmp_path: Path, text: str, said: str) ->
     with pytest.raises(ConfigError, match=said) as caught:
         run(tmp_path / "c.yaml", text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--config", str(tmp_path)])
+    assert isinstance(done.exception, IsADirectoryError)
+    assert done.exception.filename == str(tmp_path)
 
 
 def test_values_are_checked_as_on_the_command_line(tmp_path: Path) -> None:

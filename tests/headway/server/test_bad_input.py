@@ -206,6 +206,15 @@ def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client)
     assert http.get("/health").status_code == 200
 
 
+def test_probes_may_ask_for_the_head_alone_and_other_methods_hear_which_there_are(served: Running, http: httpx.Client) -> None:
+    for path in ("/health", "/ping"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    refused = http.get(TEXT)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["message"] == "Method Not Allowed"
+
+
 def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> None:
     for nonsense in (
         b"\x16\x03\x01 hello\r\n\r\n",
@@ -232,3 +241,16 @@ def test_idle_connections_leave_room_for_requests(served: Running, http: httpx.C
     while len(served.server.server_state.connections) > 5 and time.monotonic() < ends:
         time.sleep(0.01)
     assert len(served.server.server_state.connections) <= 5
+
+
+def test_a_prompt_is_cut_to_what_the_model_has_room_for(served: Running, http: httpx.Client) -> None:
+    longest = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    body = {"prompt": [5] * (longest + 10), "truncate_prompt_tokens": -1, "ignore_eos": True, "temperature": 0}
+    assert http.post(TEXT, json={**body, "truncate_prompt_tokens": None}).status_code == 400
+    for most, kept in ((3, longest - 3), (longest - 4, 4), (longest, longest - 1), (None, longest - 16)):
+        used = http.post(TEXT, json={**body, "max_tokens": most}).json()["usage"]
+        assert (used["prompt_tokens"], used["completion_tokens"]) == (kept, longest - kept)
+    short = http.post(TEXT, json={**body, "prompt": [5] * 3, "max_tokens": 1}).json()["usage"]
+    assert short["prompt_tokens"] == 3
+    chat = {**body, "messages": [{"role": "user", "content": "fox " * longest}], "prompt": None}
+    assert http.post(CHAT, json=chat).json()["usage"]["prompt_tokens"] == longest - 1

@@ -36,6 +36,24 @@ def test_api_key_is_required_if_set(llm: LLM) -> None:
         assert OpenAI(base_url=f"{served.url}/v1", api_key="secret", max_retries=0).models.list().data
 
 
+def test_refusals_before_the_routes_are_counted_too(llm: LLM) -> None:
+    options = ServerOptions(api_key="secret", max_connections=3, allowed_hosts=("127.0.0.1",))
+    with running(llm, options) as served, httpx.Client(base_url=served.url, timeout=10) as http:
+        refused = http.get("/v1/models")
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert http.get("/v1/models", headers={"host": "elsewhere"}).status_code == 421
+        with served.connect() as sock:
+            sock.sendall(b"nonsense\r\n\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 400")
+        with served.connect(), served.connect(), served.connect() as surplus:
+            surplus.sendall(raw("GET", "/health"))
+            assert surplus.recv(100).startswith(b"HTTP/1.1 503")
+        found = dict(
+            re.findall(r"^headway:requests_refused_total{.*status=\"(\d+)\"} (\S+)", http.get("/metrics").text, re.MULTILINE)
+        )
+        assert found == dict.fromkeys(("400", "401", "421", "503"), "1.0")
+
+
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 1e300, -1.0])
 @pytest.mark.parametrize("name", ["request_timeout", "read_timeout", "write_timeout", "step_timeout", "shutdown_timeout"])
 def test_a_time_that_no_clock_can_wait_for_is_refused(name: str, seconds: float) -> None:
@@ -222,7 +240,9 @@ def test_shutdown_drops_idle_connections_and_unread_answers(llm: LLM, monkeypatc
         idle.close()
 
 
-def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_aborts_requests_after_the_timeout(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.05), step())[1])
     found: list[httpx.Response] = []
@@ -234,6 +254,27 @@ def test_shutdown_aborts_requests_after_the_timeout(llm: LLM, monkeypatch: pytes
         served.server.should_exit = True
         ask.join()
     assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
+    said = [record.getMessage() for record in caplog.records]
+    assert "told to stop; requests that have up to 0.1 s to end: 1" in said
+    assert "requests that have not ended within 0.1 s (--shutdown-timeout) and are ended: 1" in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_shutdown_refuses_those_who_wait_for_a_paused_server(llm: LLM, stream: bool) -> None:
+    found: list[httpx.Response] = []
+    began = time.monotonic()
+    with running(llm, ServerOptions(shutdown_timeout=20, operator_paths=True)) as served:
+        assert httpx.post(f"{served.url}/pause", params={"mode": "wait"}).status_code == 200
+        asked = {**LONG, "stream": stream}
+        ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=asked, timeout=30)))
+        ask.start()
+        while not served.service.num_queued:
+            time.sleep(0.001)
+        served.server.should_exit = True
+        ask.join()
+    assert (found[0].status_code, found[0].headers["retry-after"]) == (503, "1")
+    assert found[0].json()["error"]["message"] == "the server is shutting down"
+    assert time.monotonic() - began < 15
 
 
 def test_second_sigterm_ends_the_process_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,3 +358,26 @@ def test_figures_have_the_names_that_dashboards_read(llm: LLM) -> None:
 def test_only_loopback_addresses_are_local() -> None:
     assert [is_local(host) for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9")] == [True] * 4
     assert [is_local(host) for host in ("0.0.0.0", "::", "192.168.0.7", "example.org")] == [False] * 4
+
+
+@pytest.mark.parametrize("connection", ["keep-alive", "close"])
+def test_a_client_that_still_sends_hears_why_it_is_refused(llm: LLM, connection: str) -> None:
+    size = 32 * 2**20
+    with running(llm, ServerOptions()) as served, served.connect() as sock:
+        head = raw("POST", TEXT, connection=connection).replace(b"content-length: 0", b"content-length: %d" % size)
+        sock.sendall(head)
+        time.sleep(0.1)  # the answer is there before the body
+        sock.sendall(bytes(size))
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert answer.endswith(b'"code":"body_too_large"}}')
+
+
+def test_a_proxys_request_that_finds_no_room_hears_so(llm: LLM) -> None:
+    body = b'{"prompt": "' + b"a" * 4 * 2**20 + b'"}'
+    with running(llm, ServerOptions(api_key="secret")) as served, served.connect() as sock:
+        whole = raw("POST", TEXT, body, connection="close")
+        sock.sendall(whole[:1000])
+        time.sleep(0.1)
+        sock.sendall(whole[1000:])
+        assert b"".join(iter(lambda: sock.recv(65536), b"")).startswith(b"HTTP/1.1 401")

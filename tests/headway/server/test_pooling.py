@@ -176,6 +176,15 @@ def test_models_health_and_figures(embeds: tuple[LLM, str]) -> None:
     assert "vllm:prompt_tokens_total" in figures
 
 
+def test_a_request_names_its_answer(embeds: tuple[LLM, str]) -> None:
+    def told(name: str | None, **headers: str) -> str:
+        answer = httpx.post(f"{embeds[1]}/v1/embeddings", json={"input": "a", "request_id": name}, headers=headers)
+        return str(answer.json()["id"])
+
+    assert [told("b", **{"X-Request-Id": "a"}), told("b")] == ["embd-a", "embd-b"]
+    assert told(None) != told(None)
+
+
 def test_requests_that_wait_share_batches(embeds: tuple[LLM, str], monkeypatch: pytest.MonkeyPatch) -> None:
     llm, _ = embeds
     engine, gate = llm.pooling.engine, Event()

@@ -1,0 +1,101 @@
+"""Ids that clients and proxies choose: in answers, beside each other, at the operator's paths, and in headers."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from headway import LLM
+from headway.server.options import ServerOptions
+from server_thread import Running, running
+
+TEXT, CHAT, MESSAGES, TOKENS = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"
+PROMPT = {"prompt": "the quick", "max_tokens": 2, "temperature": 0}
+CONVERSATION = {"messages": [{"role": "user", "content": "the quick"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [
+        (TEXT, PROMPT, "cmpl-abc-1"),
+        (CHAT, CONVERSATION, "chatcmpl-abc-1"),
+        (MESSAGES, CONVERSATION, "msg_abc-1"),
+    ],
+)
+def test_the_header_is_what_an_id_is_made_of(served: Running, http: httpx.Client, path: str, body: Any, wanted: str) -> None:
+    headers = {"X-Request-Id": "abc-1"}
+    for _ in range(2):  # the id of an answer that has ended may come again
+        answer = http.post(path, json={**body, "request_id": "other"}, headers=headers)
+        assert answer.json()["id"] == wanted
+        assert "x-request-id" not in answer.headers
+    lines = http.post(path, json={**body, "stream": True}, headers=headers).text.splitlines()
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert wanted in {each.get("id") or each["message"]["id"] for each in told if "id" in each or "message" in each}
+
+
+def test_a_body_names_its_request_where_no_header_does(served: Running, http: httpx.Client) -> None:
+    assert http.post(TEXT, json={**PROMPT, "request_id": "mine"}).json()["id"] == "cmpl-mine"
+    assert http.post(CHAT, json={**CONVERSATION, "request_id": "mine"}).json()["id"] == "chatcmpl-mine"
+    first, second = (http.post(TEXT, json=PROMPT, headers={"X-Request-Id": ""}).json()["id"] for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.parametrize("name", ["a" * 257, "caf\u00e9"])
+def test_a_name_that_no_header_carries_is_refused(served: Running, http: httpx.Client, name: str) -> None:
+    for sent in ({"json": {**PROMPT, "request_id": name}}, {"json": PROMPT, "headers": {"X-Request-Id": name.encode()}}):
+        answer = http.post(TEXT, **sent)
+        assert answer.status_code == 400
+        assert "request" in answer.json()["error"]["message"].partition(": needs at most 256 printable")[0].lower()
+
+
+def test_requests_of_one_name_run_beside_each_other_and_are_ended_together(llm: LLM) -> None:
+    body = {**PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with running(llm, ServerOptions(operator_paths=True)) as own, ThreadPoolExecutor(3) as threads:
+
+        def stream(begun: Event) -> tuple[int, str]:
+            with httpx.stream("POST", own.url + TEXT, json=body, headers={"X-Request-Id": "twin"}, timeout=30) as answer:
+                parts = []
+                for part in answer.iter_text():
+                    parts.append(part)
+                    begun.set()
+                return answer.status_code, "".join(parts)
+
+        begun = [Event() for _ in range(2)]
+        both = [threads.submit(stream, each) for each in begun]
+        assert all(each.wait(20) for each in begun)
+        assert own.llm.num_unfinished_requests == 2
+        assert httpx.post(f"{own.url}/abort_requests", json={"request_ids": ["cmpl-twin"]}).status_code == 200
+        for status, text in (each.result(20) for each in both):
+            assert status == 200
+            assert '"id":"cmpl-twin"' in text
+            assert '"code":"aborted"' in text
+
+
+def test_token_ids_are_answered_under_the_callers_id(llm: LLM) -> None:
+    ids, wanted = llm.tokenizer("the quick")["input_ids"], {"max_tokens": 400, "ignore_eos": True}
+    body = {"request_id": "mine", "token_ids": ids, "sampling_params": wanted}
+    with running(llm, ServerOptions(operator_paths=True)) as own, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(httpx.post, own.url + TOKENS, json=body, timeout=30)
+        while not own.service.running:
+            assert not waiting.done()
+        assert httpx.post(f"{own.url}/abort_requests", json={"request_ids": ["mine"]}).status_code == 200
+        assert waiting.result(20).status_code == 503
+        short = {**body, "sampling_params": {"max_tokens": 1}}
+        assert httpx.post(own.url + TOKENS, json=short).json()["request_id"] == "mine"
+
+
+def test_answers_have_the_header_where_it_is_asked_for(llm: LLM) -> None:
+    options = ServerOptions(served_model_names=("tiny",), enable_request_id_headers=True, api_key="secret")
+    with running(llm, options) as own, httpx.Client(base_url=own.url, timeout=30) as http:
+        key = {"Authorization": "Bearer secret"}
+        made = http.post(TEXT, json=PROMPT, headers=key)
+        assert made.json()["id"] == f"cmpl-{made.headers['x-request-id']}"
+        assert http.post(TEXT, json=PROMPT, headers={**key, "X-Request-Id": "abc"}).headers["x-request-id"] == "abc"
+        refused = http.post(TEXT, json=PROMPT, headers={"X-Request-Id": "abc"})
+        assert (refused.status_code, refused.headers["x-request-id"]) == (401, "abc")
+        assert http.get("/health").headers["x-request-id"] != http.get("/health").headers["x-request-id"]
