@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import ConfigError, known_cause
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -23,7 +25,7 @@ from headway.core.system.files import write_whole
 from headway.core.system.folders import cache_folder
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.testing.cases import make_case, parse_case
+from headway.testing.cases import Case, make_case, parse_case
 from headway.testing.inputs import Numbers
 from headway.testing.reference import reference, relative_error, run_backend
 from headway.tuning.measure.measure_point import Pair
@@ -69,9 +71,10 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
     for name in names:
         for phase, cases in CASES.items():
             pair = _first_served(registry, name, spec, pairs, phase)
-            if pair is not None:
-                for steps in cases:
-                    _wrong(registry, name, spec, pair, steps)
+            for steps in cases if pair is not None else ():
+                with suppress(Exception, SystemExit):
+                    backend, case, _ = next(_tries(registry, name, spec, pair, steps))
+                    run_backend(backend, case)
 
 
 def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair]) -> BackendRecord:
@@ -167,24 +170,32 @@ def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Seq
     return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
 
 
+def _tries(
+    registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps
+) -> Iterator[tuple[AttentionBackend, Case, Numbers]]:
+    """One instance, with the inputs of each step."""
+    writer = registry.layout(pair[0].name).load_writer(spec.device)
+    lens = parse_case(steps.case, steps.decode_query_len)
+    backend = registry.backend(name)(spec, *pair, {})
+    for number, scores in enumerate(steps.scores):
+        numbers = Numbers(spec, scores, torch.Generator())
+        numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
+        case = make_case(
+            lens,
+            spec,
+            *pair,
+            writer,
+            seed=number,
+            poison=_POISON,
+            decode_query_len=steps.decode_query_len,
+            scores=numbers.scores,
+        )
+        yield backend, case, numbers
+
+
 def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps) -> str:
     try:
-        writer = registry.layout(pair[0].name).load_writer(spec.device)
-        lens = parse_case(steps.case, steps.decode_query_len)
-        backend = registry.backend(name)(spec, *pair, {})
-        for number, scores in enumerate(steps.scores):
-            numbers = Numbers(spec, scores, torch.Generator())
-            numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
-            case = make_case(
-                lens,
-                spec,
-                *pair,
-                writer,
-                seed=number,
-                poison=_POISON,
-                decode_query_len=steps.decode_query_len,
-                scores=numbers.scores,
-            )
+        for number, (backend, case, numbers) in enumerate(_tries(registry, name, spec, pair, steps)):
             found = relative_error(run_backend(backend, case), reference(case), case)
             tolerance = backend.tolerance[spec.dtype] + numbers.slack
             if not found <= tolerance:
