@@ -71,7 +71,9 @@ def launch(registry: Registry, names: Sequence[str], spec: AttentionSpec, pairs:
     for name in names:
         for phase, cases in CASES.items():
             pair = _first_served(registry, name, spec, pairs, phase)
-            for steps in cases if pair is not None else ():
+            if pair is None:
+                continue
+            for steps in cases:
                 with suppress(Exception, SystemExit):
                     backend, case, _ = next(_tries(registry, name, spec, pair, steps))
                     run_backend(backend, case)
