@@ -43,7 +43,7 @@ def _cache_of_these_tests() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
-    for name in ("models", "kernels", "triton"):
+    for name in ("models", "kernels", "triton", "host-kernels"):
         with suppress(OSError):  # where the user's cannot be written, the session has its own
             (cache_folder() / name).mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(cache_folder() / name)
