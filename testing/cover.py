@@ -39,6 +39,8 @@ MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
 """Feature -> query heads over one kv head, more than a tile of a kernel holds: what serves a few heads tells nothing of the code
 that deals them to several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 are no power of two, 64 fill a tile. Each number is
 tried where the backend accepts it, and must else be refused in words."""
+_LAYER_AXES = len(AXES) - AXES.index("head_dim")
+"""The last of AXES, on which a cell's layer depends; the others are those of its cache."""
 _MOST_PHASES = (4, 2)
 """Phases in which the first and the second of these numbers are tried."""
 _BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
@@ -94,13 +96,15 @@ class Claimed:
     @cached_property
     def rows(self) -> list[tuple[CheckCell, frozenset[str]]]:
         """Every accepted layer with the phases it is accepted in; those of own memory, which the others follow."""
-        found = []
+        found: list[tuple[CheckCell, frozenset[str]]] = []
+        specs: dict[tuple[Value, ...], AttentionSpec] = {}
         axes = [self.values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
             cell = CheckCell("answer", **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
             if cell.head_dim == LATENT_DIM and cell.feature != "latent":
                 continue
-            spec = self.spec(cell)
+            layer = picked[-_LAYER_AXES:]
+            spec = specs[layer] = specs.get(layer) or self.spec(cell)
             served = {phase: bool(self.subject.supports(spec, cell.layout, cell.block_size, phase)) for phase in Phase}
             phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
             if phases:

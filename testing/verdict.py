@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -88,7 +89,7 @@ def _cache(session: Watched, step: StepTensors, layer: int) -> None:
         said.append(f"{len(stray)} slots of no new token are changed (slots {stray[:_LISTED]})")
     if not wrong:
         said.append("memory between the rows, which belongs to somebody else, is changed")
-    with step.metadata.slot_mapping.device:
+    with _beside(step.metadata.slot_mapping):
         looks = looks_of_cache(given, right, step.inputs[layer], step.metadata.slot_mapping, missing, stray)
     last = session.num_blocks * session.block_size - 1
     if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
@@ -137,7 +138,7 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
         wrong = [_wrong(session, step, layer, number, right) for number in numbers]
         fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
         try:
-            with given.out.device:  # what mistakes are made of lies where the step does
+            with _beside(given.out):
                 looks, named = _looks(wrong, fine, tolerance, shared, bool(bad), session.numbers.lift)
         except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it looks like
             looks, named = f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}", False
@@ -216,6 +217,11 @@ def _looks(wrong: list[Wrong], fine: list[Wrong], tolerance: float, shared: str,
         if finer := rounding(wrong[0]):
             return f"{looks}; {finer}", True
     return ", ".join(part for part in (looks, f"wrong in exactly {shared}" if shared else "") if part), False
+
+
+def _beside(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """What mistakes are made of lies where the step does. On a CPU it does anyway, and torch need not look at each call."""
+    return nullcontext() if tensor.device.type == "cpu" else tensor.device
 
 
 def _count(bad: Sequence[int], rows: Sequence[object]) -> str:

@@ -21,6 +21,11 @@ from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
 os.environ.setdefault("HEADWAY_TRUST_PLUGINS", "1")  # no plugin is tried in a process of its own, which takes seconds, likewise
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with suppress(ImportError):
+        from quick_interpreter import quicken
+
+        quicken()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -38,7 +43,7 @@ def _cache_of_these_tests() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
-    for name in ("models", "kernels", "triton"):
+    for name in ("models", "kernels", "triton", "host-kernels"):
         with suppress(OSError):  # where the user's cannot be written, the session has its own
             (cache_folder() / name).mkdir(parents=True, exist_ok=True)
             (folder / name).symlink_to(cache_folder() / name)

@@ -162,7 +162,7 @@ class AttentionBackend(ABC):
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Return whether the backend can serve a layer; extend it where `capabilities` cannot express a condition."""
         fits = layout.check(spec, block_size)
-        if not cls.capabilities.reads_cache_of(spec, block_size):
+        if not fits and not cls.capabilities.reads_cache_of(spec, block_size):
             fits = Support(tuple(reason._replace(hint="") for reason in fits.reasons))
         return cls.capabilities.check(spec, layout, block_size, phase) & fits
 

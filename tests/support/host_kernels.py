@@ -6,20 +6,23 @@ What a GPU alone can show, races between multiprocessors and the time, is not se
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from torch import Tensor
 
 from headway.backends.nvrtc.compiler import Variant
+from headway.core.system.folders import cache_folder
 from headway.models.config import Activation
 from headway.models.experts.config import ExpertsConfig
 from headway.models.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_variant
@@ -37,6 +40,8 @@ from headway.models.quantization.forms import QuantizedWeight
 HOST = Path(__file__).parent / "host_cuda"
 MULTIPROCESSORS = 4
 """Of the GPU for which work is cut."""
+_OPTIONS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic")
+_MONTH = 30 * 24 * 3600
 _SHARED_ARRAY = re.compile(r"extern __shared__ __align__\(\d+\) char dynamic\[\];")
 Tensors = Sequence[Tensor | None]
 SAID = "see what the kernel wrote to stderr"
@@ -44,27 +49,44 @@ SAID = "see what the kernel wrote to stderr"
 
 @cache
 def compiled(source: Variant) -> ctypes.CDLL:
-    """Build what the stand-ins for the kernel's backend make of it: a file of HOST and a folder named as the kernel's owner."""
+    """What the stand-ins for the kernel's backend make of it: a file of HOST and a folder named as the kernel's owner.
+
+    Built once for what it is made of, whatever process asks: in the folder `host-kernels` of the cache, under a hash of all that.
+    """
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    folder = Path(mkdtemp(prefix="host-cuda-"))
-    for file in (
-        *source.folder.glob("*.cuh"),
-        *HOST.glob("*.h"),
-        *(HOST / source.owner).iterdir(),
-    ):  # the stand-ins replace the real
-        shutil.copy(file, folder)
-    text, found = _SHARED_ARRAY.subn("", (source.folder / source.source).read_text())
+    stand_ins = *HOST.glob("*.h"), *(HOST / source.owner).iterdir()  # they replace the real
+    files = {file.name: file.read_text() for file in (*source.folder.glob("*.cuh"), *stand_ins)}
+    files["kernel.cu"], found = _SHARED_ARRAY.subn("", (source.folder / source.source).read_text())
     assert found == 1
-    (folder / "kernel.cu").write_text(text)
     macros = [f"-D{name}={value}" for name, value in source.constants]
-    options = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    library, wrapped = folder / "kernel.so", folder / Path(source.source).with_suffix(".cpp").name
-    subprocess.run([compiler, *options, *macros, str(wrapped), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
+    command = [compiler, *_OPTIONS, *macros, Path(source.source).with_suffix(".cpp").name]
+    made_of = repr((sorted(files.items()), command, _version(compiler)))
+    library = cache_folder() / "host-kernels" / f"{hashlib.sha256(made_of.encode()).hexdigest()}.so"
+    if library.exists():
+        library.touch()
+    else:
+        _build(library, files, command)
+    return ctypes.CDLL(str(library))
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+
+
+def _build(library: Path, files: Mapping[str, str], command: Sequence[str]) -> None:
+    """Compile the last word of a command, a file among these, to a library. Those that no test took for a month are removed."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    for old in library.parent.glob("*.so"):
+        if time.time() - old.stat().st_mtime > _MONTH:
+            old.unlink(missing_ok=True)
+    with TemporaryDirectory(prefix="building-", dir=library.parent) as name:
+        for file, text in files.items():
+            (Path(name) / file).write_text(text)
+        subprocess.run([*command, "-o", "kernel.so"], cwd=name, check=True)
+        (Path(name) / "kernel.so").replace(library)
 
 
 def places(tensors: Tensors) -> tuple[object, object, int]:

@@ -69,30 +69,30 @@ class Stateful:
         return torch.mul(hidden @ self.embed.T, 0.2, out=out)
 
     def greedy(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """The tokens, one sequence by itself, token by token."""
+        """The tokens, one sequence by itself: its prompt, then token by token."""
         states = [SequenceState.zeros(spec) for spec, _ in self.state_layers]
-        keys: list[list[Tensor]] = [[] for _ in self.attention_specs]
-        values: list[list[Tensor]] = [[] for _ in self.attention_specs]
+        keys, values = ([torch.empty(0, spec.num_kv_heads, spec.head_dim) for spec in self.attention_specs] for _ in "kv")
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             spec = self.attention_specs[layer]
-            keys[layer].append(k[0])
-            values[layer].append(v[0])
-            seen = spec.sliding_window or len(keys[layer])
-            k, v = (torch.stack(each[layer][-seen:]).repeat_interleave(spec.group_size, dim=1) for each in (keys, values))
-            weights = (torch.einsum("hd,khd->hk", q[0], k) * spec.scale).softmax(-1)
-            return torch.einsum("hk,khd->hd", weights, v)[None]
+            keys[layer], values[layer] = torch.cat([keys[layer], k]), torch.cat([values[layer], v])
+            ages = torch.arange(len(keys[layer]))[-len(q) :, None] - torch.arange(len(keys[layer]))
+            hidden = (ages < 0) | (ages >= (spec.sliding_window or len(keys[layer])))
+            k, v = (each[layer].repeat_interleave(spec.group_size, dim=1) for each in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+            return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
         def recur(layer: int, x: Tensor, gates: list[Tensor]) -> Tensor:
             spec, parameters = self.state_layers[layer]
-            out = advance(spec, parameters, x[0].double(), [gate[0].double() for gate in gates], states[layer])
-            return out.to(x.dtype)[None]
+            rows = zip(x.double(), *(gate.double() for gate in gates), strict=True)
+            out = [advance(spec, parameters, each, list(opened), states[layer]) for each, *opened in rows]
+            return torch.stack(out).to(x.dtype)
 
-        text, hidden = list(prompt), torch.empty(0)
+        text, done = list(prompt), 0
         while len(text) < len(prompt) + max_tokens:
-            for position in range(len(keys[0]), len(text)):
-                hidden = self(torch.tensor([text[position]]), torch.tensor([position]), AttentionFunctions(attend, recur))
-            text.append(int(self.compute_logits(hidden).argmax()))
+            new, positions = torch.tensor(text[done:]), torch.arange(done, len(text))
+            hidden, done = self(new, positions, AttentionFunctions(attend, recur)), len(text)
+            text.append(int(self.compute_logits(hidden[-1]).argmax()))
         return text[len(prompt) :]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -126,9 +125,9 @@ _ANY = ast.arguments([], [], ast.arg("_"), [], [], ast.arg("__"), [])
 
 
 def _mistake(tree: ast.Module, kind: str, method: ast.FunctionDef, where: str) -> Mistake:
-    text = ast.unparse(ast.fix_missing_locations(copy.deepcopy(tree)))
+    text = ast.unparse(ast.fix_missing_locations(tree))
     return Mistake(kind, f"{method.name}: {where}", text)
 
 
 def _line(node: ast.AST) -> str:
-    return ast.unparse(ast.fix_missing_locations(copy.deepcopy(node))).splitlines()[0]
+    return ast.unparse(ast.fix_missing_locations(node)).splitlines()[0]

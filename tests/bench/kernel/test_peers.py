@@ -16,7 +16,8 @@ from headway.backends.flash_attn_3.library import Library
 from headway.bench import kernel
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-from headway.bench.studies.kernel_peers.__main__ import peers_of
+from headway.bench.studies.command import run_study
+from headway.bench.studies.kernel_peers.__main__ import main, peers_of
 from headway.bench.studies.kernel_peers.libraries import all_peers, page_lists
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
@@ -35,17 +36,21 @@ def test_a_peer_that_does_not_exist_is_refused_with_the_names_of_those_that_do()
     assert "xformers.splitk" not in {peer.name for peer in peers_of("prefill", None)}
 
 
-def test_the_study_s_command_takes_the_kernel_command_s_options(tmp_path: Path) -> None:
+def test_the_study_s_command_takes_the_kernel_command_s_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     small = ["--geometry", "4/2/32", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu", "--backends", "sdpa"]
-    command = [sys.executable, "-m", "headway.bench.studies.kernel_peers", *small, "--cases", "2q1s9", "--block-sizes", "16"]
-    subprocess.run([*command, "--only-peers", "flash_attn", "--output", str(path)], check=True)
+    options = [*small, "--cases", "2q1s9", "--block-sizes", "16", "--only-peers"]
+    command = [sys.executable, "-m", "headway.bench.studies.kernel_peers", *options, "flash_attn", "--output", str(path)]
+    subprocess.run(command, check=True)
     report = json.loads(path.read_text())
     assert [contender["name"] for contender in report["contenders"]] == ["sdpa", "flash_attn"]
     assert report["command"].startswith("python -m headway.bench.studies.kernel_peers --geometry 4/2/32")
-    wrong = subprocess.run([*command, "--only-peers", "nobody"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "headway: error: peers for decode" in wrong.stderr
+    monkeypatch.setattr(sys, "argv", ["kernel_peers", *options, "nobody"])
+    with pytest.raises(SystemExit, match="2"):
+        run_study(main)
+    assert "headway: error: peers for decode" in capsys.readouterr().err
 
 
 def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:

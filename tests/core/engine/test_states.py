@@ -25,6 +25,7 @@ from run_engine import Written, drain, generate
 from stateful_model import MODELS
 from stateful_worlds import live
 
+pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_batched_tokens=80, max_num_seqs=6)
 _random = Random(5)

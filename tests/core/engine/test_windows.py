@@ -26,6 +26,7 @@ from registries import registering
 from run_engine import Written, generate
 from windowed_model import MODELS
 
+pytestmark = pytest.mark.xdist_group("windows")  # what lone texts say is computed once
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**20, max_num_batched_tokens=48)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headway.server.batches.journal import Journal
-from sandbox import assert_refused, run_headway, save_tiny_model
+from sandbox import Result, assert_refused, run_headway, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,10 @@ def test_a_file_is_answered_and_a_stopped_run_goes_on(folder: Path, tmp_path: Pa
     assert not (tmp_path / "out.jsonl.journal").exists()
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    assert_refused(run_headway("batch", cwd=tmp_path), "headway batch", "one file")
+def test_mistakes_are_one_line(headway: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(headway("batch"), "headway batch", "one file")
     (tmp_path / "in.jsonl").write_text("{}\n")
     with Journal(tmp_path / "in.results.jsonl.journal", "another") as journal:
         journal.add(1, "a", None, {"code": "x", "message": "y"})
-    assert_refused(run_headway("batch", "in.jsonl", "--model", "nowhere", cwd=tmp_path), "answers to another")
+    assert_refused(headway("batch", "in.jsonl", "--model", "nowhere"), "answers to another")

@@ -23,6 +23,7 @@ from run_engine import generate
 from stateful_model import MODELS
 from stateful_worlds import live
 
+pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once, for tests/core/engine/test_states.py too
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(
     attn_backend="sdpa",
