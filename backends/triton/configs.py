@@ -82,6 +82,8 @@ class Architecture:
     """Keys read through the block table by descriptors, where a tile lies in one block."""
     extend_gather: PrefillConfig
     """Keys read through the block table by pointers."""
+    wide: PrefillConfig | None = None
+    """Rows of 258 to 512 bytes, read in whichever way; None: half of the keys of the others."""
 
 
 SHORT_PROMPT = 2048
@@ -118,7 +120,9 @@ SM_90 = Architecture(
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
-    extend_gather=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2),
+    # A row that is gathered takes as many instructions as it feeds to 128 queries: each serves twice as many.
+    extend_gather=PrefillConfig(block_m=256, block_n=64, num_warps=16, num_stages=3),
+    wide=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
 )
 SM_80 = Architecture(
     "sm_80",
@@ -188,6 +192,19 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
             config = replace(config, block_n=64)
     else:
         config = arch.prefill_short if query_len <= SHORT_PROMPT else arch.prefill
+    if arch.wide is not None and 128 < block_d <= 256 and itemsize == 2:
+        config = replace(arch.wide, tma=config.tma)
+    elif block_d > 128 or itemsize == 4:
+        config = _less(config, block_d, itemsize)
+    rows = query_len * group
+    while rows <= config.block_m // 2 and config.block_m > 64:
+        half, warps = config.block_m // 2, max(config.num_warps // 2, 4)
+        config = replace(config, block_m=half, block_n=min(config.block_n, 64), num_warps=warps)
+    return config
+
+
+def _less(config: PrefillConfig, block_d: int, itemsize: int) -> PrefillConfig:
+    """For longer rows than it was tuned for."""
     if itemsize == 4:  # float32 has no tensor cores at full precision: small tiles, or registers spill
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 32), num_warps=4, tma=False)
         config = replace(config, num_stages=min(config.num_stages, 2))
@@ -197,7 +214,4 @@ def prefill_config(arch: Architecture, block_d: int, itemsize: int, query_len: i
             config = replace(config, block_m=16, num_stages=1)
     if block_d > 128:
         config = replace(config, block_n=max(config.block_n // 2, 16), num_stages=min(config.num_stages, 2), num_warps=8)
-    rows = query_len * group
-    while rows <= config.block_m // 2 and config.block_m > 64:
-        config = replace(config, block_m=config.block_m // 2, block_n=min(config.block_n, 64), num_warps=4)
     return config
