@@ -176,8 +176,10 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     def able(phase: Phase, layout: CacheLayout, size: int) -> list[str]:
         return [name for name in names if {(phase, name, layout.name, size), (phase, name, None, None)} & timed]
 
-    layouts = create_registry(load_entry_points=False)
-    places = [(layouts.layout(name).layout, size) for name, size in pairs_of(table) if name and size]
+    known = pairs_of(table)
+    layouts = [info.layout for info in create_registry(load_entry_points=False).layouts.values()]
+    sizes = sorted({size for _, size in known if size})  # in an engine's order, which decides between equals
+    places = [(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
     found = MeasuredChoice([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
     if found is None:
         raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
