@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from backend_cases import spec
 from headway.backends.layouts import write_rows
@@ -102,6 +104,21 @@ def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
     assert registry.supports("lazy", spec(), NHD, 16, Phase.DECODE)
     assert registry.backend("lazy") is lazy
     assert loads == [1]
+
+
+def test_a_backend_of_other_devices_is_not_probed() -> None:
+    class Elsewhere(SDPA):
+        name = "elsewhere"
+        capabilities = replace(SDPA.capabilities, devices=("cuda",))
+
+        @classmethod
+        def available(cls) -> Support:
+            raise AssertionError("a compiler would run for a minute")
+
+    registry = make(mine=Plugin([info("elsewhere", lambda: Elsewhere)]))
+    assert "elsewhere" not in registry.able(torch.device("cpu"))
+    assert {"sdpa", "sdpa.math"} <= set(registry.able(torch.device("cpu")))
+    assert registry.supports("elsewhere", spec(), NHD, 16, Phase.DECODE).brief == "device: needs cuda, got cpu"
 
 
 def test_an_unknown_name_is_answered_with_every_name_its_state_and_every_failure() -> None:

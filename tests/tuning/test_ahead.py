@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from headway.backends.sdpa import SDPA
@@ -48,6 +51,20 @@ def test_every_point_is_launched_before_the_first_is_timed(obeys: bool) -> None:
     # One that computes all the same has nothing to be compiled: it is asked for a step of each self-test, and for one point.
     tested = sum(map(len, selftest.CASES.values()))
     assert recorder.ahead[tested:] == (wanted if obeys else wanted[:1])
+
+
+def test_what_is_measured_or_given_up_is_not_compiled(tmp_path: Path) -> None:
+    recorder = Recorder(True)
+    registry = with_backend("recorder", **recorder.methods)
+    options = quick(backends=["recorder"], compile_ahead=compile_ahead, output=tmp_path / "table.json")
+    some = [point for point in POINTS if point.phase == "prefill"]
+    run_kernel_level(replace(options, grid=some), registry)
+    recorder.ahead.clear()
+    table = run_kernel_level(replace(options, resume=True, given_up={"extend": {"recorder": "slow"}}), registry)
+    assert table.complete
+    tested = sum(map(len, selftest.CASES.values()))
+    missing = [point for point in POINTS if point.phase not in ("prefill", "extend")]
+    assert [size for _, size in recorder.ahead[tested:]] == [point.batch * point.query_len for point in missing]
 
 
 def test_a_backend_that_raises_there_is_left_to_the_measurement() -> None:

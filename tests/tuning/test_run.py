@@ -295,6 +295,16 @@ def test_another_layers_table_cannot_be_gone_on_with(registry: Registry, tmp_pat
         run_kernel_level(quick(output=path, resume=True, backends=["sdpa"]), registry)
 
 
+def test_a_backend_that_is_given_up_is_not_called(registry: Registry) -> None:
+    options = quick(backends=["sdpa", "sdpa.math"], given_up={"decode": {"sdpa.math": "far behind elsewhere"}})
+    table = run_kernel_level(options, registry)
+    assert table.complete
+    slow = [cell for cell in table.cells if cell.backend == "sdpa.math"]
+    assert {(cell.status, cell.reason) for cell in slow if cell.phase == "decode"} == {("dropped", "far behind elsewhere")}
+    assert {cell.status for cell in slow if cell.phase == "prefill"} <= {"ok", "tie"}
+    assert {cell.status for cell in table.cells if cell.backend == "sdpa"} <= {"ok", "tie"}
+
+
 def test_a_budget_stops_early_and_says_that_the_table_is_not_complete(registry: Registry) -> None:
     table = run_kernel_level(quick(budget=0.0), registry)
     assert not table.complete

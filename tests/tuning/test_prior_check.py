@@ -1,0 +1,113 @@
+"""What is measured to check a shipped table, and what its times become by that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from headway.core.contract.layout import HND, NHD
+from headway.tuning.measure.points import Point
+from headway.tuning.measure.prior_check import Extent, adopt
+from headway.tuning.table.priors import Prior
+from headway.tuning.table.schema import Cell, CrossoverTable
+from headway.tuning.table.schema import points as by_point
+from tables import a_cell, a_table
+
+Factor = Callable[[str, int], float]
+LENS = (64, 256, 1024, 4096, 16384, 65536)
+US = {"a": lambda n: 10.0 + 0.01 * n, "b": lambda n: 5.0 + 0.02 * n, "c": lambda n: 100.0 + 0.1 * n}
+"""Microseconds by the number of keys: b is the fastest up to 500, a beyond, and c nowhere near."""
+POINTS = [Point("decode", 1, 1, kv_len) for kv_len in LENS]
+CHECKED = [POINTS[0], POINTS[4]]
+
+
+def cells(points: list[Point], sizes: tuple[int, ...] = (16, 256), factor: Factor = lambda name, kv_len: 1.0) -> list[Cell]:
+    return [
+        a_cell(
+            US[name](point.kv_len) * factor(name, point.kv_len),
+            backend=name,
+            case=point.case,
+            kv_len=point.kv_len,
+            block_size=size,
+            host_us=4.0,
+        )
+        for point in points
+        for size in sizes
+        for name in US
+    ]
+
+
+@pytest.fixture
+def prior() -> CrossoverTable:
+    return a_table(*cells(POINTS))
+
+
+def adopted(prior: CrossoverTable, here: list[Cell]) -> CrossoverTable:
+    return adopt(Prior(Path("prior.json"), prior, ()), a_table(*here), CHECKED, POINTS)
+
+
+def times(table: CrossoverTable, kv_len: int) -> Mapping[tuple[str, int | None], Cell]:
+    point = Point("decode", 1, 1, kv_len)
+    return {(cell.backend, cell.block_size): cell for cell in by_point(table.cells)["decode", point.case]}
+
+
+def test_only_what_may_win_is_measured_over_the_smallest_blocks_that_do(prior: CrossoverTable) -> None:
+    extent = Extent.of(prior, [(NHD, 16), (NHD, 256)])
+    assert (extent.layouts, extent.block_sizes) == (["nhd"], [16])
+    assert list(extent.given_up) == ["decode"]
+    assert extent.given_up["decode"] == {"c": "at best 10.00 times the fastest in the shipped table"}
+    unknown = Extent.of(prior, [(layout, size) for size in (16, 256) for layout in (NHD, HND)])
+    assert (unknown.layouts, unknown.block_sizes) == (["nhd", "hnd"], [16, 256]), "what the table does not know is measured whole"
+
+
+def test_around_a_point_times_are_multiplied_by_what_a_backend_was_off_there(prior: CrossoverTable) -> None:
+    here = cells(CHECKED, (16,), lambda name, kv_len: 1.3 if name == "b" and kv_len == 64 else 1.0)
+    table = adopted(prior, here)
+    assert table.prior is not None
+    assert (table.prior.disagreed, table.complete) == ([], True)
+    assert table.prior.corrected == ["decode 1q1s64: b 1.30 times as long as expected"]
+    for kv_len, factor in ((256, 1.3), (16384, 1.0), (65536, 1.0)):
+        for size in (16, 256):
+            found = times(table, kv_len)
+            assert found["b", size].median_us == pytest.approx(factor * US["b"](kv_len), rel=1e-3)
+            assert found["a", size].median_us == pytest.approx(US["a"](kv_len), rel=1e-3)
+
+
+def test_at_a_checked_point_the_table_tells_what_was_not_tried_there(prior: CrossoverTable) -> None:
+    given_up = {"block_size": None, "layout": None, "status": "dropped", "reason": "at best 9.24 times the fastest"}
+    here = [cell for cell in cells(CHECKED, (16,)) if cell.backend != "c"]
+    here += [a_cell(None, backend="c", case=point.case, kv_len=point.kv_len, **given_up) for point in CHECKED]
+    found = times(adopted(prior, here), 64)
+    assert {key: cell.prior for key, cell in found.items()} == {
+        ("a", 16): False,
+        ("b", 16): False,
+        ("a", 256): True,
+        ("b", 256): True,
+        ("c", 16): True,
+        ("c", 256): True,
+    }
+    assert found["c", 16].median_us == pytest.approx(US["c"](64))
+
+
+def test_a_backend_that_is_far_off_leaves_nothing_around(prior: CrossoverTable) -> None:
+    table = adopted(prior, cells(CHECKED, (16,), lambda name, kv_len: 2.5 if name == "b" and kv_len == 64 else 1.0))
+    assert table.prior is not None
+    assert table.prior.disagreed == ["decode 1q1s64: b takes 1.48 times as long as a, expected 0.59, on nhd 16"]
+    assert table.prior.corrected == []
+    assert {cell.kv_len for cell in table.cells} == {64, 4096, 16384, 65536}
+    assert not table.complete
+
+
+@pytest.mark.parametrize(("factor", "counts"), [(1.4, False), (3.0, True)])
+def test_a_hosts_moment_decides_nothing(factor: float, counts: bool) -> None:
+    """Launches take longer than the device; those of one backend took longer here, by as much as a host varies or by more."""
+    slow = [cell.model_copy(update={"host_us": 200.0}) for cell in cells(POINTS)]
+    here = [
+        cell.model_copy(update={"host_us": 200.0 * (factor if cell.backend == "b" else 1.0)}) for cell in cells(CHECKED, (16,))
+    ]
+    prior = adopted(a_table(*slow), here).prior
+    assert prior is not None
+    assert prior.disagreed == []
+    assert bool(prior.corrected) == counts
