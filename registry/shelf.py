@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from headway.core.contract.backend import AttentionBackend, BackendInfo
 from headway.core.contract.errors import PluginError, UnknownBackendError
 from headway.core.contract.state_backend import StateBackend, StateBackendInfo
-from headway.core.contract.support import Support
+from headway.core.contract.support import YES, Support
 from headway.core.system.logs import log_traceback
 from headway.registry.records import PluginFailure
 from headway.registry.validate import check_backend_info
@@ -105,15 +105,16 @@ class BackendShelf(Generic[I, B]):
     def able(self, name: str, device_type: str) -> Support:
         """Return whether a backend serves a type of device and can run on this machine.
 
-        One of other devices is not probed, which may take a compiler's time.
+        One for a CPU alone is not probed for a GPU: that may take a compiler's time.
         """
         try:
             devices = self.backend(name).capabilities.devices
         except PluginError:  # availability says why it does not load
             return self.availability(name)
-        if device_type not in devices:
+        probed = self.availability(name) if {device_type, "cuda"} & set(devices) else YES
+        if probed and device_type not in devices:
             return Support.no("device", " or ".join(devices), device_type)
-        return self.availability(name)
+        return probed
 
     def supports(self, name: str, device_type: str, ask: Callable[[type[B]], Support]) -> Support:
         """Return whether a backend can run on a type of device, and if so what it answers when it is asked about a layer."""

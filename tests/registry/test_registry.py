@@ -106,19 +106,21 @@ def test_listing_names_loads_no_backend_and_a_backend_is_loaded_once() -> None:
     assert loads == [1]
 
 
-def test_a_backend_of_other_devices_is_not_probed() -> None:
+def test_a_backend_for_a_cpu_alone_is_not_probed_for_a_gpu() -> None:
     class Elsewhere(SDPA):
         name = "elsewhere"
-        capabilities = replace(SDPA.capabilities, devices=("cuda",))
+        capabilities = replace(SDPA.capabilities, devices=("cpu",))
 
         @classmethod
         def available(cls) -> Support:
             raise AssertionError("a compiler would run for a minute")
 
     registry = make(mine=Plugin([info("elsewhere", lambda: Elsewhere)]))
-    assert "elsewhere" not in registry.able(torch.device("cpu"))
+    assert "elsewhere" not in registry.able(torch.device("cuda"))
+    on_gpu = spec(device=torch.device("cuda"))
+    assert registry.supports("elsewhere", on_gpu, NHD, 16, Phase.DECODE).brief == "device: needs cpu, got cuda"
     assert {"sdpa", "sdpa.math"} <= set(registry.able(torch.device("cpu")))
-    assert registry.supports("elsewhere", spec(), NHD, 16, Phase.DECODE).brief == "device: needs cuda, got cpu"
+    assert "hopper" not in registry.able(torch.device("cpu"))
 
 
 def test_an_unknown_name_is_answered_with_every_name_its_state_and_every_failure() -> None:

@@ -188,7 +188,7 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert lines[1].startswith("runner-up sdpa: 1.9")
     assert "kv_layout=nhd, block_size=16 (auto: crossover table of 2026-11-21" in result.out
     assert "triton" in result.out
-    assert "device: needs cuda, got cpu" in result.out
+    assert "needs a CUDA GPU" in result.out
     assert "nearest row of the table: decode 1q1s4096, sdpa.math, nhd 16: 100.0 us per layer" in result.out
     assert "measured 2026-11-21T10:00:00+00:00, " in result.out
     short = headway("backends", "explain", *TINY, "--len", "64", columns=200).out

@@ -35,7 +35,7 @@ def test_a_shape_shows_its_attention_and_its_states_with_reasons(headway: Headwa
     assert "36 layers with a state: gated_delta 32/16 heads x 128/128 float32" in out
     assert "convolution of 8192 x 4 on cpu; 2.09 MiB each in a slot" in out
     assert "states: torch, states in layout key_value (auto: rank order)" in out
-    assert "device: needs cuda, got cpu" in out.partition("state backend")[2]
+    assert "needs a CUDA GPU, got none" in out.partition("state backend")[2]
     narrow = headway(*NEXT).out.partition("state backend")[2]
     assert max(map(len, narrow.splitlines())) <= 80
 
