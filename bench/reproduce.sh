@@ -54,7 +54,7 @@ engine() {  # a static backend and, if its table is there, auto
 crossover() {
     for geometry in 16/8/128 32/8/128; do
         file="$out/crossover-$(echo $geometry | tr / -)"
-        run table bench crossover --geometry $geometry --layouts nhd --backends triton,hopper,flash_attn_3 --budget 170s \
+        run table bench crossover --geometry $geometry --layouts nhd --backends triton,hopper,hopper_decode,flash_attn_3 --budget 170s \
             --output "$file.json"
         run regret table regret "$file.json" --points 96 --seed 1,2 --output "$out/regret-$(echo $geometry | tr / -).json"
     done
@@ -75,7 +75,7 @@ kernels() {
     # shapes outside every grid
     unseen="--geometry 16/2/128 --geometry 24/8/128 --geometry 28/4/128 --geometry 32/32/128 --geometry 40/8/128 --geometry 64/8/128"
     cases=1q1s700,1q1s3000,1q1s11000,3q1s20000,5q1s1700,12q1s600,24q1s5200,35q1s9606,70q1s1100,150q1s400,200q1s2600
-    study decode-heldout kernel_peers --phase decode --backends triton \
+    study decode-heldout kernel_peers --phase decode --backends triton,hopper_decode \
         --only-peers flash_attn,flash_attn_3.bare,flashinfer.fa2,flashinfer.cuda_cores,xformers.splitk $unseen --geometry 64/8/64 \
         --geometry 8/1/256 --layouts nhd --block-sizes 16,256 --cases "$cases,60q1s500_2q1s30000,20q1s300_20q1s6000" \
         --warmup-ms 5 --rep-ms 20 --output "$out/decode-heldout.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -107,7 +108,7 @@ def measure(*backends: type[TorchStates], **changes: Any) -> StateTable:
 
 
 def test_every_backend_over_every_layout_is_checked_and_timed() -> None:
-    table = measure(Twin)
+    table = measure(Twin, turns=replace(QUICK, long_ms=math.inf))  # however busy the machine is, none is given up
     assert table.complete
     assert len(table.cells) == len(GRID) * 2 * 2
     assert {(cell.status, cell.layout) for cell in table.cells} == {("ok", "key_value"), ("ok", "value_key")}
