@@ -182,7 +182,8 @@ class _Tables:
                 if known is not None:
                     return self._measure(spec, points, path, seconds, known, resume=True)
                 layouts = [self.registry.layout(name).layout for name in preferred_layouts(self.registry, self.available, spec)]
-                extent = Extent.of(prior.table, [(layout, size) for size in BLOCK_SIZES for layout in layouts])
+                pairs = [(layout, size) for size in BLOCK_SIZES for layout in layouts]
+                extent = Extent.of(prior.table, pairs, self.available)
                 return self._measure(spec, points, path, seconds, None, resume=False, extent=extent)
 
             return check_prior(prior, wanted, self.available, path, budget, measure)

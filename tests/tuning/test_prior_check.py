@@ -54,11 +54,12 @@ def times(table: CrossoverTable, kv_len: int) -> Mapping[tuple[str, int | None],
 
 
 def test_only_what_may_win_is_measured_over_the_smallest_blocks_that_do(prior: CrossoverTable) -> None:
-    extent = Extent.of(prior, [(NHD, 16), (NHD, 256)])
+    extent = Extent.of(prior, [(NHD, 16), (NHD, 256)], ["a", "b", "c"])
     assert (extent.layouts, extent.block_sizes) == (["nhd"], [16])
     assert list(extent.given_up) == ["decode"]
-    assert extent.given_up["decode"] == {"c": "at best 10.00 times the fastest in the shipped table"}
-    unknown = Extent.of(prior, [(layout, size) for size in (16, 256) for layout in (NHD, HND)])
+    assert extent.given_up["decode"] == {"c": "at best 10.00 times the fastest of those here in the shipped table"}
+    assert Extent.of(prior, [(NHD, 16)], ["c"]).given_up == {}, "those who beat it are not here"
+    unknown = Extent.of(prior, [(layout, size) for size in (16, 256) for layout in (NHD, HND)], ["a", "b", "c"])
     assert (unknown.layouts, unknown.block_sizes) == (["nhd", "hnd"], [16, 256]), "what the table does not know is measured whole"
 
 

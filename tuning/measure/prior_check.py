@@ -61,8 +61,9 @@ class Extent:
     """Backends that are not measured in a phase -> why."""
 
     @classmethod
-    def of(cls, prior: CrossoverTable, pairs: Sequence[Pair]) -> Extent:
-        """What may win by a prior, and what it does not know. pairs: all layouts and block sizes."""
+    def of(cls, prior: CrossoverTable, pairs: Sequence[Pair], names: Collection[str]) -> Extent:
+        """What may win by a prior, and what it does not know. pairs: all layouts and block sizes; names: the backends that can run
+        here."""
         layouts = layouts_to_check(prior, pairs)
         kept = [pair for pair in pairs if pair[0].name in layouts]
         known = {(cell.layout, cell.block_size) for cell in prior.cells}
@@ -70,9 +71,9 @@ class Extent:
         if all((layout.name, size) in known for layout, size in kept):
             sizes = [size for _, size in surviving_pairs(prior.cells, kept)[:1]]  # auto takes smaller blocks where both do
         given_up: dict[PhaseName, dict[str, str]] = {}
-        for (phase, name), ratio in _at_best(prior.cells).items():
+        for (phase, name), ratio in _at_best([cell for cell in prior.cells if cell.backend in names]).items():
             if ratio > _NOWHERE_NEAR:
-                given_up.setdefault(phase, {})[name] = f"at best {ratio:.2f} times the fastest in the shipped table"
+                given_up.setdefault(phase, {})[name] = f"at best {ratio:.2f} times the fastest of those here in the shipped table"
         return cls(layouts, sizes, given_up)
 
 
