@@ -83,7 +83,7 @@ class Architecture:
     extend_gather: PrefillConfig
     """Keys read through the block table by pointers."""
     wide: PrefillConfig | None = None
-    """Rows of 258 to 512 bytes, read in whichever way; None: half of the keys of the others."""
+    """Rows of more than 256 and up to 512 bytes, read in whichever way; None: half of the keys of the others."""
 
 
 SHORT_PROMPT = 2048
@@ -120,7 +120,7 @@ SM_90 = Architecture(
     prefill=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
     prefill_short=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3, tma=True),
     extend=PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=3, tma=True),
-    # A row that is gathered takes as many instructions as it feeds to 128 queries: each serves twice as many.
+    # Gathering a row takes the load units as long as multiplying it with 128 queries takes the tensor cores: each row serves 256.
     extend_gather=PrefillConfig(block_m=256, block_n=64, num_warps=16, num_stages=3),
     wide=PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
 )

@@ -62,8 +62,10 @@ class Extent:
 
     @classmethod
     def of(cls, prior: CrossoverTable, pairs: Sequence[Pair], names: Collection[str]) -> Extent:
-        """What may win by a prior, and what it does not know. pairs: all layouts and block sizes; names: the backends that can run
-        here."""
+        """What may win by a prior, and what it does not know.
+
+        pairs: all layouts and block sizes. names: the backends that can run here.
+        """
         layouts = layouts_to_check(prior, pairs)
         kept = [pair for pair in pairs if pair[0].name in layouts]
         known = {(cell.layout, cell.block_size) for cell in prior.cells}
