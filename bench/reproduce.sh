@@ -85,6 +85,12 @@ kernels() {
         --block-sizes 256 --output "$out/prefill.json"
     study extend kernel_peers --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn,flash_attn_3.bare $both --layouts nhd \
         --block-sizes 16,256 --cases 1q16s3k,1q64s30000,1q200s5200,1q512s2560,1q512s60512,1q2ks10k,8q200s3200 --output "$out/extend.json"
+    heldout="kernel_peers --phase prefill --backends hopper,triton,flash_attn_3 --only-peers flash_attn_3.bare --layouts nhd --warmup-ms 4 --rep-ms 16"
+    many="--geometry 32/32/128 --geometry 64/8/128 --geometry 8/1/256"
+    study prefill-heldout $heldout $many --geometry 28/4/128 --geometry 16/8/128 --block-sizes 256 \
+        --cases 1q300,1q1500,1q5000,1q12000,2q6000,6q900,16q250 --output "$out/prefill-heldout.json"
+    study extend-heldout $heldout $many --geometry 32/8/128 --geometry 16/2/128 --block-sizes 16,256 \
+        --cases 1q16s3k,1q200s5200,1q512s60512,1q2ks8k,8q200s3200,3q100s9000 --output "$out/extend-heldout.json"
     run write $bench --phase write --layouts nhd,hnd,vllm_5d --output "$out/write.json"
 }
 
