@@ -220,7 +220,7 @@ class Registry:
         return self._attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; others are not probed."""
+        """The attention backends that serve a type of device and can run on this machine; see `BackendShelf.able`."""
         return [name for name in self.backends if self._attention.able(name, device.type)]
 
     def state_backend(self, name: str) -> type[StateBackend]:

@@ -111,7 +111,7 @@ class BackendShelf(Generic[I, B]):
             devices = self.backend(name).capabilities.devices
         except PluginError:  # availability says why it does not load
             return self.availability(name)
-        probed = self.availability(name) if {device_type, "cuda"} & set(devices) else YES
+        probed = self.availability(name) if device_type in devices or "cuda" in devices else YES
         if probed and device_type not in devices:
             return Support.no("device", " or ".join(devices), device_type)
         return probed

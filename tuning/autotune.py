@@ -34,6 +34,7 @@ from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import TableError, read_table, table_folder, table_path
 from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.priors import Prior
 from headway.tuning.table.schema import CrossoverTable, SpecRecord, points
 
 log = logging.getLogger("headway")
@@ -181,10 +182,7 @@ class _Tables:
             def measure(points: Sequence[Point], seconds: float, known: CrossoverTable | None) -> CrossoverTable | None:
                 if known is not None:
                     return self._measure(spec, points, path, seconds, known, resume=True)
-                layouts = [self.registry.layout(name).layout for name in preferred_layouts(self.registry, self.available, spec)]
-                pairs = [(layout, size) for size in BLOCK_SIZES for layout in layouts]
-                extent = Extent.of(prior.table, pairs, self.available)
-                return self._measure(spec, points, path, seconds, None, resume=False, extent=extent)
+                return self._measure(spec, points, path, seconds, None, resume=False, prior=prior)
 
             return check_prior(prior, wanted, self.available, path, budget, measure)
         _announce(spec, budget, None)
@@ -285,18 +283,19 @@ class _Tables:
         old: CrossoverTable | None,
         *,
         resume: bool,
-        extent: Extent | None = None,
+        prior: Prior | None = None,
     ) -> CrossoverTable | None:
         """Measure a table in `budget` seconds.
 
         old: the table that is at `path` and fits: it is returned as it is where nothing can be measured. resume: complete it.
-        extent: None: all backends, over the layouts that they prefer, refined between points.
+        prior: what the points are to check; None: nothing, and all backends are measured, refined between points.
         """
         started = time.perf_counter()
+        layouts = preferred_layouts(self.registry, self.available, spec)
         options = CrossoverOptions(
             spec=spec,
             backends=self.available,
-            layouts=preferred_layouts(self.registry, self.available, spec),
+            layouts=layouts,
             grid=wanted,
             turns=TIMER,
             budget=budget,
@@ -306,7 +305,9 @@ class _Tables:
             command=f"autotune {budget:g} s",
             compile_ahead=self.compile_ahead,
         )
-        if extent is not None:
+        if prior is not None:
+            pairs = [(self.registry.layout(name).layout, size) for size in BLOCK_SIZES for name in layouts]
+            extent = Extent.of(prior.table, pairs, self.available)
             options = replace(options, refine=0, layouts=extent.layouts, block_sizes=extent.block_sizes, given_up=extent.given_up)
         try:
             if resume and old is not None:

@@ -85,7 +85,7 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
     :raises HeadwayError: an unknown backend, a case that is no generation, or no backend that could start.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    names = list(options.backends) if options.backends else [*_available(registry), AUTO]
+    names = list(options.backends) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
         check_names(registry, BackendRequest.parse(name), AUTO, {})
     todo = [_point(case) for case in options.cases]
@@ -146,9 +146,9 @@ def _begin(name: str, todo: Sequence[Point], old: CrossoverTable | None) -> _Run
     return _Run([point for point in todo if point.case not in done], cells, old.spec, reason)
 
 
-def _available(registry: Registry) -> list[str]:
-    names = [name for name in registry.backends if registry.availability(name)]
-    return [BackendRequest.for_backend(name, registry.backend(name).capabilities.phases).text for name in names]
+def _available(registry: Registry, device: torch.device) -> list[str]:
+    phases = {name: registry.backend(name).capabilities.phases for name in registry.able(device)}
+    return [BackendRequest.for_backend(name, served).text for name, served in phases.items()]
 
 
 def _point(case: str) -> Point:

@@ -92,11 +92,12 @@ def check(file: Annotated[Path | None, _FILE] = None, plugin: PluginFiles = None
     path = _found(file)
     known = read_table(path)
     registry = create_registry(plugin or ())
-    here = identify_device(resolve_device(None if known.device.type == "cuda" else known.device.type))
+    device = resolve_device(None if known.device.type == "cuda" else known.device.type)
+    here = identify_device(device)
     reasons = differences(known, here, owners=owners(registry))
     console = _console()
     console.print(Text(f"{path}: {known.title}, {len(known.cells)} cells, measured {known.date}"), soft_wrap=True)
-    for line in remarks(known, here, [name for name in registry.backends if registry.availability(name)]):
+    for line in remarks(known, here, registry.able(device)):
         console.print(Text(f"  note: {line}"), soft_wrap=True)
     for reason in reasons:
         console.print(Text(f"  {reason.what}: the table has {reason.need}, this machine {reason.got}", "red"), soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 
 import torch
 
@@ -30,7 +29,7 @@ def compile_points(
     names: Sequence[str],
     pairs: Sequence[Pair],
     compile_ahead: CompileAhead,
-    given_up: Mapping[PhaseName, Collection[str]] = MappingProxyType({}),
+    given_up: Mapping[PhaseName, Collection[str]],
 ) -> None:
     """Launch every backend's self-test and every point, inside `compile_ahead`, over a cache of one block that all
     sequences share.

@@ -3,7 +3,7 @@ slower or faster than expected its times around are corrected by that; where it 
 
 A point is checked in each phase where a backend wins by most, which is what a mistake would cost, and then where nothing near has
 been checked. Each point of the shipped table goes by the nearest of them. Only what may win is measured: backends that come near
-the fastest somewhere in the phase, over the best block size.
+the fastest somewhere in the phase, over the smallest blocks that are not clearly slower.
 """
 
 from __future__ import annotations
@@ -292,22 +292,29 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
             continue
         nearest = min(near, key=_distance_from(place_of(rivals[0])))
         found = factors.get((nearest.phase, nearest.case))
-        if found is not None:
-            taken += [_slower(cell, *[found.get(cell.backend, 1.0)] * 2) for cell in rivals]
+        if found is None:
+            continue
+        for cell in rivals:
+            factor = found.get(cell.backend)
+            taken.append(cell if factor is None else _slower(cell, factor, factor))
     return taken
 
 
 def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
     """The cells that were measured at a point, and the prior's of what was not tried there."""
-    given_up = [cell for cell in here if cell.status == "dropped" and cell.median_us is None and cell.layout is None]
-    tried = [cell for cell in here if cell not in given_up]
+    tried = [cell for cell in here if not _is_given_up(cell)]
     places = {(cell.backend, cell.layout, cell.block_size) for cell in tried}
     everywhere = {cell.backend for cell in tried if cell.layout is None}
     more = [
         cell for cell in there if cell.backend not in everywhere and (cell.backend, cell.layout, cell.block_size) not in places
     ]
-    known = {cell.backend for cell in more}
-    return mark_ties([*tried, *(cell for cell in given_up if cell.backend not in known), *more])
+    told = {cell.backend for cell in more}
+    return mark_ties([*tried, *(cell for cell in here if _is_given_up(cell) and cell.backend not in told), *more])
+
+
+def _is_given_up(cell: Cell) -> bool:
+    """Whether a cell says that a backend is not measured in its phase."""
+    return cell.status == "dropped" and cell.median_us is None and cell.layout is None
 
 
 def _distance_from(place: Coordinates) -> Callable[[Point], float]:

@@ -73,7 +73,8 @@ class PriorsStudy:
         """Start the clock. geometries: such as 32/8/128, in bfloat16 on a GPU and in float32 on a CPU."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         identity, origin = identify_device(device), Origin.here()
-        report = PriorsReport(command=command_line(), origin=origin, date=date, device=identity, seeds=list(seeds))
+        command = command_line("python", "-m", "headway.bench.studies.priors")
+        report = PriorsReport(command=command, origin=origin, date=date, device=identity, seeds=list(seeds))
         until = time.perf_counter() + seconds
         return cls(device, folder, geometries, until, points, report, create_registry(), Terminal(stderr=True))
 

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
@@ -18,7 +19,7 @@ from headway import LLM
 from headway.core.contract.errors import ConfigError
 from headway.server import launch, protocol
 from headway.server.options import ServerOptions, is_local
-from server_thread import raw, running
+from server_thread import Running, raw, running
 
 LONG = {"prompt": [3], "max_tokens": 200, "ignore_eos": True}
 TEXT = "/v1/completions"
@@ -240,20 +241,26 @@ def test_shutdown_drops_idle_connections_and_unread_answers(llm: LLM, monkeypatc
         idle.close()
 
 
+def stopped_under(served: Running, body: dict[str, object], has_come: Callable[[], object]) -> httpx.Response:
+    """The answer to a request under which the server is told to stop, as soon as the request has come."""
+    found: list[httpx.Response] = []
+    ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=body, timeout=30)))
+    ask.start()
+    while not has_come():
+        time.sleep(0.001)
+    served.server.should_exit = True
+    ask.join()
+    return found[0]
+
+
 def test_shutdown_aborts_requests_after_the_timeout(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.05), step())[1])
-    found: list[httpx.Response] = []
     with running(llm, ServerOptions(shutdown_timeout=0.1)) as served:
-        ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=LONG, timeout=20)))
-        ask.start()
-        while not served.llm.num_running:
-            time.sleep(0.001)
-        served.server.should_exit = True
-        ask.join()
-    assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "aborted")
+        answer = stopped_under(served, LONG, lambda: served.llm.num_running)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")
     said = [record.getMessage() for record in caplog.records]
     assert "told to stop; requests that have up to 0.1 s to end: 1" in said
     assert "requests that have not ended within 0.1 s (--shutdown-timeout) and are ended: 1" in said
@@ -261,19 +268,12 @@ def test_shutdown_aborts_requests_after_the_timeout(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_shutdown_refuses_those_who_wait_for_a_paused_server(llm: LLM, stream: bool) -> None:
-    found: list[httpx.Response] = []
     began = time.monotonic()
     with running(llm, ServerOptions(shutdown_timeout=20, operator_paths=True)) as served:
         assert httpx.post(f"{served.url}/pause", params={"mode": "wait"}).status_code == 200
-        asked = {**LONG, "stream": stream}
-        ask = threading.Thread(target=lambda: found.append(httpx.post(f"{served.url}{TEXT}", json=asked, timeout=30)))
-        ask.start()
-        while not served.service.num_queued:
-            time.sleep(0.001)
-        served.server.should_exit = True
-        ask.join()
-    assert (found[0].status_code, found[0].headers["retry-after"]) == (503, "1")
-    assert found[0].json()["error"]["message"] == "the server is shutting down"
+        answer = stopped_under(served, {**LONG, "stream": stream}, lambda: served.service.num_queued)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["message"] == "the server is shutting down"
     assert time.monotonic() - began < 15
 
 
