@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean
@@ -18,7 +19,8 @@ from headway.bench.crossover.view import pairs_of, view
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import StepCosts
+from headway.core.engine.graphs.graph_set import replays_prompt
+from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import MeasuredChoice
 from headway.core.select.selector import Selector
@@ -118,8 +120,9 @@ def measure_regret(
 ) -> RegretReport:
     """Measure `count` random points of each seed, within the grid's range but not on it, in the order drawn.
 
-    They are steps of one engine: what served last may stay within the noise. Every candidate is timed in turns with the others,
-    over the layout and block size that `auto` fixes for the workload.
+    They are steps of one engine: what served last may stay within the noise, and what it would replay as a graph is chosen and
+    timed as such. Every candidate is timed in turns with the others, over the layout and block size that `auto` fixes for the
+    workload.
     anywhere: over all others of the table as well. others: layouts and block sizes over which each is timed as well, for
     `judge_again` with other tables. until: when nothing more is measured, by time.perf_counter; the next point is named.
 
@@ -150,10 +153,11 @@ def measure_regret(
             bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
             shape = point.shape
-            backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
-            name = next(iter(backends.values())).name
+            ask = selector.captured_backends if replays_prompt(shape) else selector.backends_for
+            name = next(iter(ask(shape.phase, shape.batch, shape.query_len, shape.kv_len).values())).name
             place = f"{chosen.layout.name} {chosen.block_size}"
-            trial = _trial(point.phase, point.case, name, _times_us(cells, layers), place, seed)
+            times = _times_us(cells, layers, _replaying(registry, names, shape))
+            trial = _trial(point.phase, point.case, name, times, place, seed)
             if trial is None:
                 reasons = "; ".join(f"{cell.backend} {cell.status} {cell.reason}" for cell in cells if cell.median_us is None)
                 untimed.append(f"{point.phase} {point.case}, choice {name}: {reasons}")
@@ -177,7 +181,8 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
         return [name for name in names if {(phase, name, layout.name, size), (phase, name, None, None)} & timed]
 
     known = pairs_of(table)
-    layouts = [info.layout for info in create_registry(load_entry_points=False).layouts.values()]
+    registry = create_registry(load_entry_points=False)
+    layouts = [info.layout for info in registry.layouts.values()]
     sizes = sorted({size for _, size in known if size})  # in an engine's order, which decides between equals
     places = [(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
     found = MeasuredChoice([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
@@ -188,10 +193,14 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     trials, untimed = [], []
     for old in report.trials:
         (query_len, kv_len), *others = parse_case(old.case)
-        phase = CORE_PHASE[old.phase]
-        name = selection.names[phase]
-        if phase in chooser.names:
-            name = chooser.choose(phase, 1 + len(others), query_len, kv_len) or name
+        shape = Shape(CORE_PHASE[old.phase], 1 + len(others), query_len, kv_len)
+        name = selection.names[shape.phase]
+        able_here = _replaying(registry, selection.all_for(shape.phase), shape)
+        if able_here:
+            ranked = chooser.costs.ranking(replace(shape, captured=True), able_here)
+            name = ranked[0][0] if ranked else name
+        elif shape.phase in chooser.names:
+            name = chooser.choose(shape.phase, shape.batch, query_len, kv_len) or name
         trial = _trial(old.phase, old.case, name, old.times_us, place, old.seed)
         if trial is None:
             untimed.append(f"{old.phase} {old.case}, choice {name} {place}: no time in the report")
@@ -256,9 +265,16 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
     return math.exp(fmean(map(math.log, numbers)))
 
 
-def _times_us(cells: Iterable[Cell], layers: int) -> dict[str, float]:
-    """As in a trial."""
-    timed = [(cell, cell.layer_us) for cell in cells if cell.layer_us is not None]
+def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[str]:
+    """Those of some backends that an engine replays in a prompt's graph, where it has one (`replays_prompt`)."""
+    known = [name for name in names if replays_prompt(shape) and name in registry.backends]
+    return [name for name in known if registry.backend(name).captures(shape.query_len)]
+
+
+def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = ()) -> dict[str, float]:
+    """As in a trial. replaying: backends whose launches cost the host nothing."""
+    times = [(cell, cell.median_us if cell.backend in replaying else cell.layer_us) for cell in cells]
+    timed = [(cell, us) for cell, us in times if us is not None]
     return {
         f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend: (cell.plan_us or 0.0) + layers * us
         for cell, us in timed

@@ -20,6 +20,8 @@ class Shape:
     """New tokens of a sequence: 1 in DECODE, 2 to 8 where guesses are verified."""
     kv_len: int
     """Cached and new tokens of a sequence."""
+    captured: bool = False
+    """Whether a graph's replay runs it, so that the host's time for the launches does not count."""
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
@@ -129,7 +131,7 @@ class CostTable:
         if surface is None:
             return math.inf, math.inf
         device, plan, host = surface.at(_AXES[shape.phase](shape))
-        return math.exp(max(device, host)), math.exp(plan)
+        return math.exp(device if shape.captured else max(device, host)), math.exp(plan)
 
     def covers(self, shape: Shape) -> bool:
         """Whether a shape lies within the measured range of every axis."""

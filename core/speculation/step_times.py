@@ -8,6 +8,8 @@ from functools import cache
 
 WIDTHS = (2, 4, 8)
 """Query tokens of a sequence whose guesses are verified, rounded up to what graphs are captured for."""
+MAX_VERIFIED = 256
+"""Query tokens of the largest verification that is captured."""
 PLAIN = 1
 """Stands for steps for which no guesses were sought."""
 UNGUESSED = 0
@@ -59,8 +61,8 @@ class StepTimes:
     def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
         """Seconds of a step by its width, PLAIN among them; empty where steps of its size without guesses have not been measured.
 
-        A width that has not been measured takes as long as a step without guesses, plus the additional time of attention by the
-        crossover table; without a table it counts as equally long until it has been tried.
+        PLAIN comes first. A width that has not been measured takes as long as a step without guesses, plus the additional time of
+        attention by the crossover table; without a table it counts as equally long until it has been tried.
         """
         plain = self._measured(num_seqs, PLAIN)
         if plain is None:
@@ -76,6 +78,10 @@ class StepTimes:
             return plain
         longer = self._attention(num_seqs, width, kv_len + width - 1) - self._attention(num_seqs, 1, kv_len)
         return plain + (1e-6 * max(longer, 0.0) if math.isfinite(longer) else 0.0)
+
+    def is_measured(self, num_seqs: int, width: int) -> bool:
+        """Whether the time of a width is more than an estimate."""
+        return self._measured(num_seqs, width) is not None
 
     def forget(self, num_seqs: int) -> None:
         """Measure steps of this size with guesses anew: what made them slow may be over, and no other step would show it."""

@@ -170,7 +170,11 @@ def explanation(
 
     costs: the measured times over the selection's layout and block size, whether or not they decided; None: there are none.
     """
-    backends = selector.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
+    from headway.core.engine.graphs.graph_set import replays_prompt
+
+    shape = replace(shape, captured=spec.device.type == "cuda" and replays_prompt(shape))
+    choose = selector.captured_backends if shape.captured else selector.backends_for
+    backends = choose(shape.phase, shape.batch, shape.query_len, shape.kv_len)
     choice = next(iter(backends.values())).name
     chosen = selector.selection
     failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
@@ -313,6 +317,8 @@ def _print(found: Explanation, console: Console) -> None:
         verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
         rank = "runner-up" if factor > 0.99 else "faster here,"
         console.print(Text(f"{rank} {name}: {verdict}"), soft_wrap=True)
+    if shape.captured:
+        console.print(Text("one prompt alone is one graph: launches cost the host nothing here, beside other sequences they do"))
     console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("backend", no_wrap=True)

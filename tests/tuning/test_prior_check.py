@@ -76,6 +76,28 @@ def test_around_a_point_times_are_multiplied_by_what_a_backend_was_off_there(pri
             assert found["a", size].median_us == pytest.approx(US["a"](kv_len), rel=1e-3)
 
 
+def test_verification_that_a_shipped_table_launched_goes_without_the_hosts_time(prior: CrossoverTable) -> None:
+    """Engines replay it, and so does the check: the shipped table's other points of it stand for replays as well."""
+
+    def verify(batch: int, **changes: object) -> Cell:
+        return a_cell(20.0, phase="verify", case=f"{batch}q4s64", batch=batch, query_len=4, **changes)
+
+    launched = [verify(batch, host_us=90.0) for batch in (1, 4, 128)]
+    table = adopt(
+        Prior(Path("prior.json"), a_table(*launched), ()),
+        a_table(verify(1, graph=True)),
+        [Point("verify", 1, 4, 64)],
+        [Point("verify", batch, 4, 64) for batch in (1, 4, 128)],
+    )
+    assert table.prior is not None
+    assert not table.prior.disagreed
+    assert [(cell.batch, cell.graph, cell.host_us) for cell in table.cells] == [
+        (1, True, None),
+        (4, True, None),
+        (128, False, 90.0),
+    ]
+
+
 def test_at_a_checked_point_the_table_tells_what_was_not_tried_there(prior: CrossoverTable) -> None:
     given_up = {"block_size": None, "layout": None, "status": "dropped", "reason": "at best 9.24 times the fastest"}
     here = [cell for cell in cells(CHECKED, (16,)) if cell.backend != "c"]

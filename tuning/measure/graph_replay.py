@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.speculation.step_times import MAX_VERIFIED
 from headway.testing.cases import Case
 from headway.tuning.measure.contender import Contender, run_layer
 
@@ -23,7 +24,8 @@ def captures(backend: AttentionBackend, case: Case) -> bool:
     metadata = case.metadata
     if metadata.phase is not Phase.DECODE or metadata.query_start_loc.device.type != "cuda":
         return False
-    return bool(backend.captures(metadata.max_query_len))
+    longest = metadata.max_query_len
+    return (longest == 1 or metadata.num_seqs * longest <= MAX_VERIFIED) and bool(backend.captures(longest))
 
 
 def graph_contender(

@@ -15,6 +15,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from headway.core.speculation.step_times import MAX_VERIFIED
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
@@ -124,7 +125,9 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     names = [record.name for record in here.backends if record.usable]
     shared = set(names) - set(prior.unknown(names))
     same_graphs = prior.table.graph_len == here.graph_len
-    comparable = [cell for cell in prior.table.cells if cell.backend in shared and (same_graphs or not cell.graph)]
+    replays = {(cell.phase, cell.backend) for cell in here.cells if cell.graph}
+    known = [cell for cell in prior.table.cells if cell.backend in shared and (same_graphs or not cell.graph)]
+    comparable = [_as_replay(cell) if (cell.phase, cell.backend) in replays else cell for cell in known]
     scales = _Scales.of(comparable, here.cells)
     scaled = [scales.apply(cell) for cell in comparable if cell.phase in scales.device]
     settled = _settled(here.cells, {_key(cell): cell for cell in scaled})
@@ -138,7 +141,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
     for key, rivals in taken.items():
         if key not in measured:
             cells += mark_ties([*rivals, *_left_out(rivals[0], strangers)])
-    known = {cell.point for cell in cells}
+    there = {cell.point for cell in cells}
     record = prior.record().model_copy(
         update={
             "checked": [f"{phase} {case}" for phase, case in faults if (phase, case) in measured],
@@ -148,9 +151,16 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
             "host_scale": round(scales.host, 4),
         }
     )
-    whole = all((point.phase, point.case) in known for point in wanted)
+    whole = all((point.phase, point.case) in there for point in wanted)
     more = {"cells": cells, "complete": whole, "noise": max(noise_of(cells), here.noise), "prior": record}
     return here.model_copy(update=more)
+
+
+def _as_replay(cell: Cell) -> Cell:
+    """A verification that engines replay: tables of before 2026-11-27 launched it, and only the device's time stands for it."""
+    if cell.graph or cell.phase != "verify" or cell.batch * cell.query_len > MAX_VERIFIED:
+        return cell
+    return cell.model_copy(update={"graph": True, "host_us": None})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.ranks import Ranks
 from headway.core.engine.graphs.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph, name_of
 from headway.core.engine.graphs.cuda_graph import GraphRecorder
+from headway.core.engine.graphs.piecewise import MAX_TOKENS
 from headway.core.engine.graphs.static_inputs import (
     PADDING_CONTEXT,
     DecodeInputs,
@@ -26,16 +27,15 @@ from headway.core.engine.graphs.static_inputs import (
     verify_shapes,
 )
 from headway.core.engine.state.step import StepInput
+from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
-from headway.core.speculation.step_times import WIDTHS
+from headway.core.speculation.step_times import MAX_VERIFIED, WIDTHS
 
 log = logging.getLogger("headway")
 
 Graph = TypeVar("Graph", bound=CapturedStep)
 Arguments = ParamSpec("Arguments")
 
-MAX_VERIFIED = 256
-"""Query tokens of the largest verification that is captured."""
 _USUAL_LENGTH = 1024
 """Tokens of a sequence for which the backend of a verification's graph is chosen."""
 
@@ -44,6 +44,11 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph: 1, 2, 4, 8, then steps of 8 to 256, of 32 to 1,024 and of 128 from there to max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, max_num_seqs + 1, 128)]
     return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
+
+
+def replays_prompt(shape: Shape) -> bool:
+    """Whether an engine on a GPU, with the usual options, replays a graph of such a step: one prompt alone that is not long."""
+    return shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
 
 
 class GraphSet:
@@ -64,7 +69,7 @@ class GraphSet:
             return [selector.instances_of(name) for name in selector.decode_candidates(size)]
 
         def fastest_prefill(length: int) -> Backends:
-            return selector.backends_for(Phase.PREFILL, 1, length, length)
+            return selector.captured_backends(Phase.PREFILL, 1, length, length)
 
         refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
         if refused:
@@ -264,7 +269,7 @@ class VerifyGraphs:
         assert step.logits is not None, "decode is captured first"
         logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
         for size, width in sorted(wanted, key=lambda each: -each[0] * each[1]):
-            fastest = selector.backends_for(Phase.DECODE, size, width, min(_USUAL_LENGTH, step.max_model_len))
+            fastest = selector.captured_backends(Phase.DECODE, size, width, min(_USUAL_LENGTH, step.max_model_len))
             refusal = next((found for backend in fastest.values() if not (found := backend.captures(width))), None)
             if refusal is not None:
                 if not self._refused:

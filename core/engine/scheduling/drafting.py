@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -107,13 +108,12 @@ class Drafting:
             seconds = times.of(count, self._widths, kv_len)
             if not seconds:
                 return self._start_rest(count, MEASURING)
-            most = self._best(seconds, likely, [most] * count) - 1
-            if most < 1:
-                if self._trial:
-                    self._refused += 1
-                    if self._refused % _REFUSED == 0:
-                        times.forget(count)
+            best = self._best(seconds, likely, [most] * count)
+            if best == PLAIN and self._trial:
+                best = self._trial_width(times, seconds, likely)
+            if best == PLAIN:
                 return self._start_rest(count, COSTLY)
+            most = best - 1
         guesses = self._guesses(ready, known, most)
         for each, guess in zip(known, guesses, strict=True):
             if not guess:
@@ -131,14 +131,26 @@ class Drafting:
             seq.draft_token_ids = guess[:most]
         return ""
 
-    def _best(self, seconds: dict[int, float], likely: list[float], most: list[int]) -> int:
-        """The width with the most tokens per second: PLAIN, or one of `_widths`. most: guesses that each sequence can have."""
-        best, rate = PLAIN, len(likely) / seconds[PLAIN]
-        for width in self._widths:
+    def _best(self, seconds: Mapping[int, float], likely: list[float], most: list[int]) -> int:
+        """The width with the most tokens per second, out of PLAIN and others. most: guesses that each sequence can have."""
+
+        def rate(width: int) -> float:
             written = sum(expected(share, min(k, width - 1)) for share, k in zip(likely, most, strict=True))
-            if written / seconds[width] > rate:
-                best, rate = width, written / seconds[width]
-        return best
+            return written / seconds[width]
+
+        return max(seconds, key=rate)
+
+    def _trial_width(self, times: StepTimes, seconds: dict[int, float], likely: list[float]) -> int:
+        """The width of a trial that the times speak against: PLAIN, unless some of them are estimates, which only a step shows to
+        be wrong."""
+        count = len(likely)
+        unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
+        if unknown:
+            return self._best(unknown, likely, [self._widths[-1] - 1] * count)
+        self._refused += 1
+        if self._refused % _REFUSED == 0:
+            times.forget(count)
+        return PLAIN
 
     def _start_rest(self, count: int, reason: str) -> str:
         if reason is MEASURING:

@@ -95,6 +95,23 @@ def test_guessing_resumes_after_a_slow_spell() -> None:
     assert 2 <= drafted < 30, "tried again, and seldom"
 
 
+@pytest.mark.parametrize(("wide", "goes_on"), [(1.3e-3, True), (20e-3, False)])
+def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, goes_on: bool) -> None:
+    """By the table they cost 50 times a step without. Each width is tried all the same, and then what was measured counts."""
+    times, (seq,), drafted = StepTimes(lambda batch, query_len, kv_len: 50e3 * (query_len - 1)), sequences(1), []
+    drafting = Drafting(Told(lambda _: [9] * 7), 50, times=times)
+    for _ in range(900):
+        drafts = len(seq.draft_token_ids) if drafting.plan([seq]) else 0
+        drafted.append(drafts)
+        times.note(1, drafts + 1, wide if drafts else 1e-3)
+        if drafts:
+            drafting.verified(seq, 5, 5)
+    assert any(drafted[:40])
+    assert not any(drafted[:4])
+    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
+    assert goes_on or sum(map(bool, drafted)) <= 8
+
+
 def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
     times = times_of(1e-3, 2e-3)
     times.note(1, 8, 1.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend_cases import LAYOUTS, spec
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, UnknownBackendError, UnsupportedError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayoutInfo
@@ -312,6 +312,27 @@ def test_with_a_table_the_cheapest_layout_and_block_size_are_chosen() -> None:
     assert (selector.selection.layout, selector.selection.block_size) == (HND, 256)
     assert names(selector) == ("b", "b", "b")
     assert "the table" in str(selector.selection)
+
+
+def test_a_graph_takes_what_is_fastest_on_the_device_out_of_what_can_be_captured() -> None:
+    """By its launches b is the fastest at 16 tokens; on the device c, which no graph may hold, and after it a."""
+    made = [backend("a"), backend("b"), backend("c")]
+    for each in made[:2]:
+        each.graph_level = GraphLevel.UNIFORM
+    laws = {"a": (10.0, 0.1, 300.0), "b": (20.0, 1.0, 100.0), "c": (5.0, 0.5, 200.0)}
+    """On the device, there for each token, and the launches on the host, in microseconds."""
+    shapes = [Shape(Phase.PREFILL, batch, n, n) for batch in (1, 16) for n in (16, 4096)]
+    shapes += [Shape(Phase.EXTEND, 1, n, 2 * n) for n in (16, 4096)] + [Shape(Phase.DECODE, 1, 1, n) for n in (64, 16384)]
+    samples = [
+        Sample(shape, name, *PLACES[0], device + token * shape.query_len, 0.0, host)
+        for shape in shapes
+        for name, (device, token, host) in laws.items()
+    ]
+    selector = measured(Source(*made), CostTable(samples, 0.02, "the table"), kv_layout="nhd", block_size=16)
+    choose = [selector.backends_for, selector.captured_backends]
+    assert [next(iter(each(Phase.PREFILL, 1, 16, 16).values())).name for each in choose] == ["b", "a"]
+    uncaptured = measured(Source(made[2]), CostTable(samples, 0.02, "the table"), kv_layout="nhd", block_size=16)
+    assert next(iter(uncaptured.captured_backends(Phase.PREFILL, 1, 512, 512).values())).name == "c"
 
 
 def test_a_layout_that_costs_the_same_is_the_first_in_order() -> None:
