@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from headway.backends.compile_ahead import compile_ahead
-from headway.backends.sampling.choice import fastest_sampling
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
@@ -23,12 +23,11 @@ from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
-from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.startup import check_names
 from headway.core.system.part_clock import PartClock
 from headway.hosting.draft_model import draft_args, proposer_of
-from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, start_ranks
+from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
@@ -154,18 +153,24 @@ def _assemble(
         budget.expect(1)
         with clock.part("measuring sums"), budget.part() as seconds:
             choose_all_reduce(ranks, seconds)
+    # Some try a library in a process of its own, which takes as long as an import of torch.
+    trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)
+    if config.backend_request.auto_phases:
+        trying.start()
     with clock.part("weights"):
         model = load_part(args, device, ranks)
     decoder, costs, state_costs = model.decoder, None, None
-    draft = _assemble_draft(args, device, clock)
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+    sampling = sampling_of(decoder, layers, config, ahead)
+    if config.backend_request.auto_phases:
+        with clock.part("trying backends"):
+            trying.join()
+    draft = _assemble_draft(args, device, clock)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
         costs, state_costs = _measured(decoder, layers, registry, config, table, budget, ahead, clock)
     if processes is not None:
         processes.choose(EngineChoices.of(costs, state_costs))
-    # torch's operations are those with which deterministic mode was shown to keep a request's bits.
-    sampling = TORCH_SAMPLING if deterministic else fastest_sampling(device, decoder.vocab_size, ahead)
     eos, settings = model.eos_token_ids, VllmConfig.of(args, model)
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     with clock.part("memory and graphs"):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,6 +18,7 @@ from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.engine.device.local_executor import LocalExecutor
+from headway.core.engine.device.memory import run_trial
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.scheduling import deterministic
@@ -33,10 +35,17 @@ from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 
 if TYPE_CHECKING:
+    from headway.core.contract.compiled import CompileAhead
     from headway.core.contract.ranks import Ranks
+    from headway.core.engine.state.config import EngineConfig
+    from headway.core.sampling.sampler import SamplingOps
     from headway.engine_args import EngineArgs
+    from headway.models.decoder import Decoder
+    from headway.models.transformers_adapter.model import TransformersModel
 
 _MODULE: Final = "headway.hosting.rank_child"
+_MODEL_STEP: Final = 1024
+"""Tokens of a step that takes the kernels of the largest."""
 
 
 class EngineChoices(NamedTuple):
@@ -130,13 +139,36 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
         layers=layers,
         source=registry,
         config=config,
-        sampling=TORCH_SAMPLING if config.deterministic else fastest_sampling(device, decoder.vocab_size, ahead),
+        sampling=sampling_of(decoder, layers, config, ahead),
         costs=None if choices.costs is None else dict(zip(layers.counts, choices.costs, strict=True)),
         state_costs=None if choices.state_costs is None else dict(zip(states, choices.state_costs, strict=True)),
         compile_ahead=ahead,
         max_decode_len=1 if config.speculate is None else config.num_speculative_tokens + 1,
         ranks=start.ranks,
     )
+
+
+def sampling_of(
+    decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
+) -> SamplingOps:
+    """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`, before
+    anything is measured: they are needed whatever is chosen."""
+    most = min(_MODEL_STEP, config.step_tokens)
+
+    @contextmanager
+    def with_model() -> Iterator[None]:
+        assert ahead is not None
+        with ahead():
+            for num_tokens in sorted({most, *(2**n for n in range(most.bit_length()))}):
+                run_trial(decoder, layers, num_tokens, 1)
+            yield
+
+    compiling = None if ahead is None else with_model
+    # torch's operations are those with which deterministic mode was shown to keep a request's bits.
+    if not config.deterministic:
+        return fastest_sampling(layers.device, decoder.vocab_size, compiling)
+    with compiling() if compiling is not None else nullcontext():
+        return TORCH_SAMPLING
 
 
 def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedModel:

@@ -29,7 +29,6 @@ from headway.core.engine.device.adapter_store import AdapterStore
 from headway.core.engine.device.compilation import CompilationWatch
 from headway.core.engine.device.host_rows import HostRows
 from headway.core.engine.device.launched import Launched
-from headway.core.engine.device.memory import run_trial
 from headway.core.engine.device.model_runner import ModelRunner
 from headway.core.engine.device.pool_plan import StatePlan, gathered, plan_pool
 from headway.core.engine.device.released_memory import ReleasedMemory
@@ -58,8 +57,6 @@ from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
 
-_TRIAL = 1024
-"""Tokens of a step that takes the kernels of the largest."""
 _MOST_ROUNDS = 3
 """Rounds of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep the warm-up
 from ending."""
@@ -101,7 +98,7 @@ class LocalExecutor:
         self._released: dict[str, ReleasedMemory] = {}
         """What sleeps."""
         self._device, self._ranks = layers.device, ranks
-        self.selector = _select(model, layers, source, config, costs, compile_ahead)
+        self.selector = _select(layers, source, config, costs, compile_ahead)
         self.selection = self.selector.selection
         """Which backend serves which phase, over which layout and block size."""
         if config.deterministic:
@@ -251,16 +248,15 @@ class LocalExecutor:
 
 
 def _select(
-    model: Model,
     layers: LayerSpecs,
     source: BackendSource,
     config: EngineConfig,
     costs: Mapping[AttentionSpec, CostTable] | None,
     compile_ahead: CompileAhead | None,
 ) -> Selector:
-    """Choose the backends; what they and the trial of memory need is compiled together."""
+    """Choose the backends; what they compile when they are made is compiled together."""
     with compile_ahead() if compile_ahead is not None else nullcontext():
-        selector = Selector(
+        return Selector(
             source,
             layers,
             config.backend_request,
@@ -270,9 +266,6 @@ def _select(
             costs=costs,
             workload=Workload.parse(config.workload),
         )
-        if compile_ahead is not None:
-            run_trial(model, layers, min(_TRIAL, config.step_tokens), 1)
-    return selector
 
 
 def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache]) -> None:
