@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,18 +154,12 @@ def _assemble(
         budget.expect(1)
         with clock.part("measuring sums"), budget.part() as seconds:
             choose_all_reduce(ranks, seconds)
-    # Some try a library in a process of its own, which takes as long as an import of torch.
-    trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)
-    if config.backend_request.auto_phases:
-        trying.start()
-    with clock.part("weights"):
-        model = load_part(args, device, ranks)
-    decoder, costs, state_costs = model.decoder, None, None
-    layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
-    sampling = sampling_of(decoder, layers, config, ahead)
-    if config.backend_request.auto_phases:
-        with clock.part("trying backends"):
-            trying.join()
+    with _trying_backends(registry, device, config, clock):
+        with clock.part("weights"):
+            model = load_part(args, device, ranks)
+        decoder, costs, state_costs = model.decoder, None, None
+        layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
+        sampling = sampling_of(decoder, layers, config, ahead)
     draft = _assemble_draft(args, device, clock)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
@@ -196,6 +191,20 @@ def _assemble(
     return Assembly(
         registry, device, num_threads, model, engine, stats_log, clock, rules, settings, args.worker_extension_cls, draft
     )
+
+
+@contextmanager
+def _trying_backends(registry: Registry, device: torch.device, config: EngineConfig, clock: PartClock) -> Iterator[None]:
+    """Ask while something else runs which backends `auto` may choose from: some try a library in a process of its own, which
+    takes as long as an import of torch."""
+    if not config.backend_request.auto_phases:
+        yield
+        return
+    trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)
+    trying.start()
+    yield
+    with clock.part("trying backends"):
+        trying.join()
 
 
 def _assemble_draft(args: EngineArgs, device: torch.device, clock: PartClock) -> Assembly | None:

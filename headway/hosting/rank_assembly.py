@@ -153,7 +153,7 @@ def sampling_of(
 ) -> SamplingOps:
     """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`, before
     anything is measured: they are needed whatever is chosen."""
-    most = min(_MODEL_STEP, config.step_tokens)
+    most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 
     @contextmanager
     def with_model() -> Iterator[None]:
