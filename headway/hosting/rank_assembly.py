@@ -159,7 +159,7 @@ def sampling_of(
     def with_model() -> Iterator[None]:
         assert ahead is not None
         with ahead():
-            for num_tokens in sorted({most, *(2**n for n in range(most.bit_length()))}):
+            for num_tokens in sorted({most, *(4**n for n in range(6) if 4**n < most)}):
                 run_trial(decoder, layers, num_tokens, 1)
             yield
 
