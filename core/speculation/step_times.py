@@ -20,8 +20,8 @@ _RATE, _FALL = 0.1, 0.3
 only makes steps longer, and because a width that seems too slow is seldom tried again."""
 _OUTLIER = 1.5
 """Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
-_NEEDED = 2
-"""Steps after which a mean is used."""
+_NEEDED = 4
+"""Steps after which a mean is used; until then it is the least of them, for the first ones take longer than all that follow."""
 
 AttentionTime = Callable[[int, int, int], float]
 """Microseconds of a step's attention, infinite if unknown: (sequences, query tokens of each, cached and new tokens of each)."""
@@ -51,12 +51,12 @@ class StepTimes:
         """Note the seconds from the end of the step before to the end of a step of this width."""
         key = size_class(num_seqs), width
         mean, count = self._means.get(key, (seconds, 0))
-        if count >= _NEEDED:
-            seconds = min(seconds, _OUTLIER * mean)
-        elif count:  # the first may have compiled something
-            mean = min(mean, seconds)
+        if count < _NEEDED:
+            self._means[key] = min(mean, seconds), count + 1
+            return
+        seconds = min(seconds, _OUTLIER * mean)
         rate = _RATE if seconds > mean else _FALL
-        self._means[key] = mean + max(rate, 1 / (count + 1)) * (seconds - mean), count + 1
+        self._means[key] = mean + rate * (seconds - mean), count + 1
 
     def of(self, num_seqs: int, widths: Iterable[int], kv_len: int = 1) -> dict[int, float]:
         """Seconds of a step by its width, PLAIN among them; empty where steps of its size without guesses have not been measured.

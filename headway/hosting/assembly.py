@@ -195,9 +195,9 @@ def _assemble(
 
 @contextmanager
 def _trying_backends(registry: Registry, device: torch.device, config: EngineConfig, clock: PartClock) -> Iterator[None]:
-    """Ask while something else runs which backends `auto` may choose from: some try a library in a process of its own, which
-    takes as long as an import of torch."""
-    if not config.backend_request.auto_phases:
+    """Ask while something else runs which backends `auto` may choose from: those for a GPU try a library in a process of its
+    own, which takes as long as an import of torch."""
+    if device.type == "cpu" or not config.backend_request.auto_phases:
         yield
         return
     trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)

@@ -26,6 +26,7 @@ from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.step import NewPages, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
+from headway.core.speculation.step_times import MAX_VERIFIED, WIDTHS
 
 log = logging.getLogger("headway")
 
@@ -93,7 +94,8 @@ class WarmUp:
                     logical[: pages * group.page_stride].zero_()
 
     def _steps(self) -> Iterator[StepInput]:
-        """Prompts of every number of tokens that products and norms may choose by, then decodes and mixed steps."""
+        """Prompts of every number of tokens that products and norms may choose by, then decodes, mixed steps and
+        verifications."""
         limits = self._limits
         small = min(limits.max_num_tokens, _SMALL)
         numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
@@ -110,20 +112,24 @@ class WarmUp:
                 yield self._step([1] * num_seqs, [context] * num_seqs, first)
         if limits.max_num_seqs > 1:
             yield self._step([1, 1], [0, context])
+        for width in (each for each in WIDTHS if each <= limits.max_decode_len):  # or the first that verify would look slow
+            for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens // width, MAX_VERIFIED // width)):
+                yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
 
-    def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0) -> StepInput:
-        """A step of token 0 only. first: which of `_SAMPLED` its first sequence takes."""
+    def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0, num_drafts: int = 0) -> StepInput:
+        """A step of token 0 only. first: which of `_SAMPLED` its first sequence takes. num_drafts: of each sequence."""
         rows = numpy.arange(len(query_lens), dtype=numpy.int32)
         ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
         return StepInput(
             rows=rows,
             query_lens=numpy.array(query_lens, dtype=numpy.int32),
             context_lens=numpy.array(context_lens, dtype=numpy.int32),
-            num_draft_tokens=numpy.zeros(len(rows), dtype=numpy.int32),
+            num_draft_tokens=numpy.full(len(rows), num_drafts, dtype=numpy.int32),
             samples=numpy.ones(len(rows), dtype=numpy.bool_),
             token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
             state_indices=numpy.zeros(len(rows), dtype=numpy.int32),
             goes_on=False,
+            verifies=num_drafts > 0,
             started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
             new_pages=tuple(
                 NewPages(row, 0, self._pages(end, group), number)

@@ -27,7 +27,7 @@ sequence reaches back, and that of all sequences: enough that chance alone seldo
 _SHORT_REST, _LONG_REST = 4, 64
 """Steps without guesses after which guesses are tried again: the first number, doubled up to the second while they do not pay. A
 trial expects half of its guesses to hold, so it takes at most twice as long as a step without: one in 64 costs less than 2 %."""
-_REFUSED = 16
+_REFUSED = 32
 """Trials refused because of the times of steps, after which these times are measured anew."""
 
 COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring steps without"
@@ -66,7 +66,9 @@ class Drafting:
         self._acceptance, self._seen = FIRST_ACCEPTANCE, _PRIOR
         """Acceptance over all sequences, which is what a new one is expected to have; and the guesses in that mean."""
         self._resting, self._rest, self._rest_class = 0, _SHORT_REST, -1
-        self._trial, self._refused = False, 0
+        self._trial, self._measuring, self._refused = False, False, 0
+        """Whether the next step may try guesses after a rest; whether it does so to measure, which takes several in a row, for a
+        step after a rest takes longer than one after its like; and the trials that the times of steps have refused."""
         self._reason, self._rest_reason = "", COSTLY
         self._last: tuple[float, int, int] | None = None
         """When the last step was launched, its number of sequences, and its width."""
@@ -88,8 +90,9 @@ class Drafting:
             self._resting = max(self._resting - 1, 0)
             self._trial = not self._resting
             return False
+        self._measuring = False
         self._reason = self._draft(ready)
-        self._trial = False
+        self._trial = self._measuring and not self._reason
         if self._reason:
             for seq in ready:
                 seq.draft_token_ids = []
@@ -111,6 +114,7 @@ class Drafting:
             best = self._best(seconds, likely, [most] * count)
             if best == PLAIN and self._trial:
                 best = self._trial_width(times, seconds, likely)
+                self._measuring = best != PLAIN
             if best == PLAIN:
                 return self._start_rest(count, COSTLY)
             most = best - 1

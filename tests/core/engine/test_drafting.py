@@ -109,7 +109,7 @@ def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, goe
     assert any(drafted[:40])
     assert not any(drafted[:4])
     assert (sum(map(bool, drafted[200:])) > 600) is goes_on
-    assert goes_on or sum(map(bool, drafted)) <= 8
+    assert goes_on or sum(map(bool, drafted)) == 12
 
 
 def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
@@ -124,11 +124,11 @@ def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
 def test_times_come_from_the_table_until_they_are_measured() -> None:
     times = StepTimes(lambda batch, query_len, kv_len: 100.0 * query_len)
     assert times.of(4, [8]) == {}
-    for seconds in (9.0, 1e-3, 1e-3, 1e-3):  # the first has compiled something
+    for seconds in (9.0, 1e-3, 2e-3, 1e-3):  # the first has compiled something
         times.note(4, PLAIN, seconds)
     assert times.of(4, [8])[PLAIN] == pytest.approx(1e-3)
     assert times.of(4, [8], 100)[8] == pytest.approx(1e-3 + 700e-6)
-    for _ in range(3):
+    for _ in range(4):
         times.note(4, 8, 5e-3)
     assert times.of(4, [8], 100)[8] == pytest.approx(5e-3)
     times.note(4, 8, 1e3)
