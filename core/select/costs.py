@@ -208,6 +208,9 @@ class Surface:
         self._node = _nest(list(grid.items()))
         lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
         self._corrections: list[tuple[list[_Hat], Leaf]] = []
+        self._lines = [[math.log(value) for value in line] for line in lines]
+        self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
+        """What `_around` has found, by cell: how many of each axis' lines lie at or before a place."""
         known = set(grid)
         for axes, leaf in between.items():
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
@@ -217,16 +220,29 @@ class Surface:
             )  # where the grid has no time nothing is chosen, whatever was measured between
             self._corrections.append((hats, surplus))
             known.add(axes)
+            self._reaching.clear()
 
     def at(self, axes: Sequence[int]) -> Leaf:
         """Logarithms of the times at a place."""
         place = [math.log(max(value, 1)) for value in axes]
         found = _interpolate(self._node, place)
-        for hats, surplus in self._corrections:
+        for hats, surplus in self._around(place):
             share = math.prod(_share(hat, value) for hat, value in zip(hats, place, strict=True))
             if share > 0.0:
                 found = tuple(value + share * more for value, more in zip(found, surplus, strict=True))
         return found
+
+    def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
+        """The corrections that reach into the cell of the grid around a place: few of all, and a step waits for them."""
+        cell = tuple(bisect_right(line, value) for line, value in zip(self._lines, place, strict=True))
+        found = self._reaching.get(cell)
+        if found is None:
+            found = self._reaching[cell] = [each for each in self._corrections if self._reaches(each[0], cell)]
+        return found
+
+    def _reaches(self, hats: Sequence[_Hat], cell: Sequence[int]) -> bool:
+        ends = [(-math.inf, *line, math.inf) for line in self._lines]
+        return all(low < line[n + 1] and line[n] < high for (low, _, high), line, n in zip(hats, ends, cell, strict=True))
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:

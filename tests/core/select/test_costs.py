@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.contract.metadata import Phase
-from headway.core.select.costs import CostTable, Sample, Shape, StepCosts
+from headway.core.select.costs import CostTable, Sample, Shape, StepCosts, Surface, _interpolate, _share
 
 HERE = ("nhd", 16)
 
@@ -199,3 +199,20 @@ def test_alike_sequences_have_the_tokens_and_the_work_of_the_unlike_ones(lens: l
     assert min(query_lens) <= shape.query_len <= max(query_lens)
     assert shape.batch * shape.query_len == pytest.approx(tokens, rel=0.5)
     assert shape.kv_len == pytest.approx(work / tokens, abs=0.5)
+
+
+@given(
+    st.sets(st.tuples(st.sampled_from([1, 4, 8]), st.integers(1, 300), st.integers(16, 5000)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.sampled_from([1, 3, 4, 8]), st.integers(1, 300), st.integers(16, 5000)), min_size=1, max_size=20),
+)
+def test_a_lookup_leaves_out_no_correction(between: set[tuple[int, int, int]], places: list[tuple[int, int, int]]) -> None:
+    """Only those that reach into a place's cell are looked at; all of them are put together here."""
+    grid = {(q, b, kv): (0.1 * q, 0.2 * b, 0.001 * kv) for q in (1, 4, 8) for b in (1, 16, 256) for kv in (16, 512, 4096)}
+    surface = Surface(grid, {axes: (1.0, 2.0, 0.01 * axes[2]) for axes in sorted(between) if axes not in grid})
+    for axes in [*places, *sorted(between)]:
+        place = [math.log(value) for value in axes]
+        expected = list(_interpolate(surface._node, place))
+        for hats, surplus in surface._corrections:
+            share = math.prod(_share(hat, value) for hat, value in zip(hats, place, strict=True))
+            expected = [value + share * more for value, more in zip(expected, surplus, strict=True)]
+        assert surface.at(axes) == pytest.approx(expected, rel=1e-12)
