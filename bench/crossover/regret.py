@@ -272,13 +272,14 @@ def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[s
 
 
 def _times_us(cells: Iterable[Cell], layers: int, replaying: Collection[str] = ()) -> dict[str, float]:
-    """As in a trial. replaying: backends whose launches cost the host nothing."""
-    times = [(cell, cell.median_us if cell.backend in replaying else cell.layer_us) for cell in cells]
-    timed = [(cell, us) for cell, us in times if us is not None]
-    return {
-        f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend: (cell.plan_us or 0.0) + layers * us
-        for cell, us in timed
-    }
+    """As in a trial. replaying: backends whose plan and launches cost the host nothing."""
+    found = {}
+    for cell in cells:
+        in_graph = cell.backend in replaying
+        us, plan_us = (cell.median_us, 0.0) if in_graph else (cell.layer_us, cell.plan_us or 0.0)
+        if us is not None:
+            found[f"{cell.backend} {cell.layout} {cell.block_size}" if cell.layout else cell.backend] = plan_us + layers * us
+    return found
 
 
 def _trial(

@@ -21,7 +21,8 @@ class Shape:
     kv_len: int
     """Cached and new tokens of a sequence."""
     captured: bool = False
-    """Whether a graph's replay runs it, so that the host's time for the launches does not count."""
+    """Whether a graph's replay runs it, so that the host's time for the launches does not count, nor that for the plan where the
+    graph holds one of fixed lengths: of a prompt."""
 
     @classmethod
     def of(cls, phase: Phase, query_lens: Sequence[int], kv_lens: Sequence[int]) -> Shape:
@@ -131,7 +132,9 @@ class CostTable:
         if surface is None:
             return math.inf, math.inf
         device, plan, host = surface.at(_AXES[shape.phase](shape))
-        return math.exp(device if shape.captured else max(device, host)), math.exp(plan)
+        if not shape.captured:
+            return math.exp(max(device, host)), math.exp(plan)
+        return math.exp(device), math.exp(plan) if shape.phase is Phase.DECODE else 0.0
 
     def covers(self, shape: Shape) -> bool:
         """Whether a shape lies within the measured range of every axis."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -178,6 +179,15 @@ def test_the_plan_can_decide() -> None:
     table = CostTable([sample(shape, 5.0, "a", plan=100.0), sample(shape, 6.0, "b", plan=1.0)], 0.02)
     assert StepCosts([(table, 1)], *HERE).ranking(shape, "ab")[0][0] == "b"
     assert StepCosts([(table, 1000)], *HERE).ranking(shape, "ab")[0][0] == "a"
+
+
+def test_of_a_captured_prompt_the_devices_time_alone_counts() -> None:
+    """Its graph holds the plan, and a replay needs no launches; a captured verification is planned for its lengths at each."""
+    prompt, verification = Shape(Phase.PREFILL, 1, 64, 64), decode(1, 64, query_len=4)
+    table = CostTable([sample(shape, 10.0, plan=50.0, host=30.0) for shape in (prompt, verification)], 0.02)
+    assert table.at(prompt, "a", *HERE) == pytest.approx((30.0, 50.0))
+    captured = [table.at(replace(shape, captured=True), "a", *HERE) for shape in (prompt, verification)]
+    assert captured == [pytest.approx((10.0, 0.0)), pytest.approx((10.0, 50.0))]
 
 
 def test_unlike_sequences_count_as_alike_ones_of_their_cost() -> None:
