@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -117,32 +119,45 @@ class Problem:
             return QueryTiles(seq, number, numpy.zeros_like(last), last)
         return QueryTiles(seq, number, numpy.maximum(before + first_token + 1 - self.window, 0) // tile.keys, last)
 
-    def time(self, lengths: Ints, run: int) -> float:
-        """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first."""
-        pieces = -(-lengths // run)
-        costs = numpy.repeat(lengths / pieces + _START + _PARTIAL * (pieces > 1), pieces * self.heads)
-        merging = _MERGE * int(pieces.max()) if run < int(lengths.max()) else 0.0
-        rounds = -(-len(costs) // self.programs)
+    def time(self, tiles: Mapping[int, int], run: int, limit: float = math.inf) -> float:
+        """Estimated time in key tiles if no item has more than `run` of them, which programs take the longest first.
+
+        tiles: how many query tiles have a number of key tiles; of these there are few. limit: infinite where the time cannot
+        be less.
+        """
+        costs, num_items, most_pieces = [], 0, 1
+        for length, count in tiles.items():
+            pieces = -(-length // run)
+            items = pieces * self.heads * count
+            costs.append((length / pieces + (_START + _PARTIAL if pieces > 1 else _START), items))
+            num_items += items
+            most_pieces = max(most_pieces, pieces)
+        merging = _MERGE * most_pieces if most_pieces > 1 else 0.0
+        rounds = -(-num_items // self.programs)
         if rounds == 1:
-            return float(numpy.max(costs)) + merging
+            return max(costs)[0] + merging
+        if sum(cost * items for cost, items in costs) / self.programs + merging >= limit:
+            return math.inf
+        costs.sort(reverse=True)
         padded = numpy.zeros(rounds * self.programs)
-        padded[: len(costs)] = numpy.sort(costs)[::-1]
+        padded[:num_items] = numpy.repeat([cost for cost, _ in costs], [items for _, items in costs])
         laps = padded.reshape(rounds, self.programs)
         laps[1::2] = laps[1::2, ::-1]  # who took the longest of one lap takes the shortest of the next
-        return float(numpy.max(laps.sum(0))) + merging
+        return float(laps.sum(0).max()) + merging
 
     def longest_run(self, lengths: Ints) -> tuple[int, float]:
         """(most key tiles of an item, estimated time in key tiles) of the best cut."""
-        longest = int(lengths.max())
-        best = longest, self.time(lengths, longest)
-        even = int(lengths.sum()) * self.heads / self.programs
+        tiles = Counter(lengths.tolist())
+        longest = max(tiles)
+        best = longest, self.time(tiles, longest)
+        even = sum(length * count for length, count in tiles.items()) * self.heads / self.programs
         if longest < 4 or best[1] < 1.1 * (even + _START):
             return best
         for splits in SPLITS:
             run = -(-longest // splits)
             if run < 2 or run * 3 < even:
                 break
-            time = self.time(lengths, run)
+            time = self.time(tiles, run, 0.97 * best[1])
             if time < 0.97 * best[1]:
                 best = run, time
         return best
@@ -153,29 +168,38 @@ def cut(problem: Problem, tile: AttentionTile, rows: QueryTiles, run: int) -> Sc
 
     Where not even one head's keys fit the L2 cache, items stay sequence by sequence, so that programs side by side share keys.
     """
-    lengths = rows.lengths
-    splits = -(-lengths // max(run, 1))
-    of = numpy.repeat(numpy.arange(len(splits)), splits)
-    split = numpy.arange(len(of)) - numpy.repeat(numpy.cumsum(splits) - splits, splits)
-    shared = splits > 1
-    partials = numpy.where(shared, splits, 0)
-    seq = rows.seq[of]
-    items = numpy.zeros((len(of), ITEM_INTS), dtype=numpy.int32)
-    items[:, 0] = problem.starts[seq]
-    items[:, 1] = problem.query_lens[seq]
-    items[:, 2] = problem.kv_lens[seq]
-    items[:, 3] = seq
-    items[:, 4] = rows.tile[of]
-    items[:, 5] = rows.first[of] + lengths[of] * split // splits[of]
-    items[:, 6] = rows.first[of] + lengths[of] * (split + 1) // splits[of]
-    items[:, 7] = splits[of]
-    items[:, 8] = split
-    items[:, 9] = (numpy.cumsum(partials) - partials)[of]
-    items[:, 10] = (numpy.cumsum(shared) - shared)[of]
+    lengths, seq = rows.lengths, rows.seq
+    whole = numpy.zeros((len(seq), ITEM_INTS), dtype=numpy.int32)
+    whole[:, 0] = problem.starts[seq]
+    whole[:, 1] = problem.query_lens[seq]
+    whole[:, 2] = problem.kv_lens[seq]
+    whole[:, 3] = seq
+    whole[:, 4] = rows.tile
+    whole[:, 5] = rows.first
+    whole[:, 6] = rows.last
+    whole[:, 7] = 1
+    items, num_partials, num_tickets = (whole, 0, 0) if run >= lengths.max() else _pieces(whole, lengths, run)
     section = problem.section(len(items))
     if section:
         items = items[numpy.argsort(items[:, 5] - items[:, 6], kind="stable")]
-    return Schedule(tile, items, int(partials.sum()), int(shared.sum()), max(section, 1))
+    return Schedule(tile, items, num_partials, num_tickets, max(section, 1))
+
+
+def _pieces(whole: NDArray[numpy.int32], lengths: Ints, run: int) -> tuple[NDArray[numpy.int32], int, int]:
+    """Items of query tiles cut into pieces, how many of them leave a partial result, and how many tiles were cut."""
+    splits = -(-lengths // max(run, 1))
+    shared = splits > 1
+    partials = splits * shared
+    whole[:, 7] = splits
+    whole[:, 9] = numpy.cumsum(partials) - partials
+    whole[:, 10] = numpy.cumsum(shared) - shared
+    items = numpy.repeat(whole, splits, axis=0)
+    split = numpy.arange(len(items)) - numpy.repeat(numpy.cumsum(splits) - splits, splits)
+    length, count, first = numpy.repeat(lengths, splits), items[:, 7], items[:, 5].copy()
+    items[:, 5] = first + length * split // count
+    items[:, 6] = first + length * (split + 1) // count
+    items[:, 8] = split
+    return items, int(partials.sum()), int(shared.sum())
 
 
 def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | None = None) -> Schedule:
