@@ -266,7 +266,7 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[str]:
-    """Those of some backends that an engine replays in a prompt's graph, where it has one (`replays_prompt`)."""
+    """The backends out of some that an engine replays in the graph of a prompt, where it has one (`replays_prompt`)."""
     known = [name for name in names if replays_prompt(shape) and name in registry.backends]
     return [name for name in known if registry.backend(name).captures(shape.query_len)]
 
