@@ -159,7 +159,7 @@ def _assemble(
             model = load_part(args, device, ranks)
         decoder, costs, state_costs = model.decoder, None, None
         layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
-        sampling = sampling_of(decoder, layers, config, ahead)
+        sampling = None if decoder.product_kinds or decoder.expert_kinds else sampling_of(decoder, layers, config, ahead)
     draft = _assemble_draft(args, device, clock)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
@@ -175,7 +175,7 @@ def _assemble(
             layers=layers,
             config=config,
             eos_token_ids=eos,
-            sampling=sampling,
+            sampling=sampling or sampling_of(decoder, layers, config, ahead),
             costs=costs,
             state_costs=state_costs,
             proposer=_proposer(registry, config.speculate, draft, model),

@@ -151,8 +151,9 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
 def sampling_of(
     decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
 ) -> SamplingOps:
-    """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`, before
-    anything is measured: they are needed whatever is chosen."""
+    """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`: what
+    attention is chosen, they are needed. What computes quantised products and experts must have been chosen before, for the model
+    arranges their weights for it."""
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 
     @contextmanager

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from weakref import ref
@@ -16,7 +17,10 @@ import pytest
 from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.step import OutputDelta
+from headway.core.sampling.sampler import TORCH_SAMPLING
+from headway.hosting import assembly
 from headway.hosting.driver import FairLock
+from headway.models.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -48,6 +52,24 @@ def test_a_start_says_where_its_seconds_went(llm: LLM) -> None:
     assert {"weights", "measuring attention", "memory and graphs"} <= parts.seconds.keys()
     assert 0 < sum(parts.seconds.values()) <= parts.whole
     assert str(parts).endswith(f"the rest {parts.whole - sum(s for s in parts.seconds.values() if s >= 0.1):.1f}")
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_model_runs_before_attention_is_measured_but_not_before_its_products_are(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool
+) -> None:
+    """Its kernels are compiled by that; products over quantised weights would arrange them for a way that may not be chosen."""
+    order: list[str] = []
+
+    def note(name: str, result: object) -> Callable[..., object]:
+        return lambda *_: (order.append(name), result)[1]
+
+    monkeypatch.setattr(assembly, "sampling_of", note("run", TORCH_SAMPLING))
+    monkeypatch.setattr(assembly, "costs_for", note("attention", None))
+    monkeypatch.setattr(assembly, "choose_products", note("products", None))
+    monkeypatch.setattr(Decoder, "product_kinds", [None] if quantised else [])
+    LLM(str(tiny_model_folder), kv_cache_memory="8MiB", num_threads=1, block_size=16)
+    assert order == (["attention", "products", "run"] if quantised else ["run", "attention", "products"])
 
 
 def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
