@@ -157,8 +157,9 @@ class Problem:
             run = -(-longest // splits)
             if run < 2 or run * 3 < even:
                 break
-            time = self.time(tiles, run, 0.97 * best[1])
-            if time < 0.97 * best[1]:
+            limit = 0.97 * best[1]
+            time = self.time(tiles, run, limit)
+            if time < limit:
                 best = run, time
         return best
 

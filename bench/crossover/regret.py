@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 from statistics import fmean
@@ -19,7 +18,7 @@ from headway.bench.crossover.view import pairs_of, view
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.engine.graphs.graph_set import replays_prompt
+from headway.core.engine.graphs.graph_set import as_run
 from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import MeasuredChoice
@@ -152,9 +151,8 @@ def measure_regret(
                 break
             bench = Bench(registry, spec, turns, table.graph_len or GRAPH_LEN, seed)
             cells = measure_point(point, bench, names, pairs, {})
-            shape = point.shape
-            ask = selector.captured_backends if replays_prompt(shape) else selector.backends_for
-            name = next(iter(ask(shape.phase, shape.batch, shape.query_len, shape.kv_len).values())).name
+            shape = as_run(point.shape, device.type)
+            name = next(iter(selector.backends_of(shape).values())).name
             place = f"{chosen.layout.name} {chosen.block_size}"
             times = _times_us(cells, layers, _replaying(registry, names, shape))
             trial = _trial(point.phase, point.case, name, times, place, seed)
@@ -193,12 +191,10 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     trials, untimed = [], []
     for old in report.trials:
         (query_len, kv_len), *others = parse_case(old.case)
-        shape = Shape(CORE_PHASE[old.phase], 1 + len(others), query_len, kv_len)
+        shape = as_run(Shape(CORE_PHASE[old.phase], 1 + len(others), query_len, kv_len), table.device.type)
         name = selection.names[shape.phase]
-        able_here = _replaying(registry, selection.all_for(shape.phase), shape)
-        if able_here:
-            ranked = chooser.costs.ranking(replace(shape, captured=True), able_here)
-            name = ranked[0][0] if ranked else name
+        if ranked := chooser.costs.ranking(shape, _replaying(registry, selection.all_for(shape.phase), shape)):
+            name = ranked[0][0]
         elif shape.phase in chooser.names:
             name = chooser.choose(shape.phase, shape.batch, query_len, kv_len) or name
         trial = _trial(old.phase, old.case, name, old.times_us, place, old.seed)
@@ -266,8 +262,8 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 
 
 def _replaying(registry: Registry, names: Iterable[str], shape: Shape) -> list[str]:
-    """The backends out of some that an engine replays in the graph of a prompt, where it has one (`replays_prompt`)."""
-    known = [name for name in names if replays_prompt(shape) and name in registry.backends]
+    """The backends out of some whose graph an engine replays for a captured shape."""
+    known = [name for name in names if shape.captured and name in registry.backends]
     return [name for name in known if registry.backend(name).captures(shape.query_len)]
 
 

@@ -51,7 +51,7 @@ class DenseAttention:
         :raises BackendError: the backend cannot plan it.
         """
         shape = Shape.of(Phase.PREFILL, lens, lens)
-        self.begin_with(self._selector.backends_for(Phase.PREFILL, shape.batch, shape.query_len, shape.kv_len), lens)
+        self.begin_with(self._selector.backends_of(shape), lens)
 
     def begin_with(self, backends: Backends, lens: Sequence[int]) -> None:
         """Plan a batch for backends that the caller has chosen; raises as `begin`."""

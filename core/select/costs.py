@@ -211,9 +211,10 @@ class Surface:
         self._node = _nest(list(grid.items()))
         lines = [sorted({axes[number] for axes in grid}) for number in range(len(next(iter(grid), ())))]
         self._corrections: list[tuple[list[_Hat], Leaf]] = []
-        self._lines = [[math.log(value) for value in line] for line in lines]
+        self._ends = [[-math.inf, *(math.log(value) for value in line), math.inf] for line in lines]
+        """Where the cells of the grid end on each axis."""
         self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
-        """What `_around` has found, by cell: how many of each axis' lines lie at or before a place."""
+        """What `_around` has found, by cell: how many of each axis' ends lie at or before a place."""
         known = set(grid)
         for axes, leaf in between.items():
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
@@ -237,15 +238,14 @@ class Surface:
 
     def _around(self, place: Sequence[float]) -> Sequence[tuple[list[_Hat], Leaf]]:
         """The corrections that reach into the cell of the grid around a place: few of all, and a step waits for them."""
-        cell = tuple(bisect_right(line, value) for line, value in zip(self._lines, place, strict=True))
+        cell = tuple(bisect_right(line, value) for line, value in zip(self._ends, place, strict=True))
         found = self._reaching.get(cell)
         if found is None:
             found = self._reaching[cell] = [each for each in self._corrections if self._reaches(each[0], cell)]
         return found
 
     def _reaches(self, hats: Sequence[_Hat], cell: Sequence[int]) -> bool:
-        ends = [(-math.inf, *line, math.inf) for line in self._lines]
-        return all(low < line[n + 1] and line[n] < high for (low, _, high), line, n in zip(hats, ends, cell, strict=True))
+        return all(low < line[n] and line[n - 1] < high for (low, _, high), line, n in zip(hats, self._ends, cell, strict=True))
 
 
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:

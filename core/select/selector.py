@@ -59,13 +59,14 @@ class Selector:
             name = self._chooser.choose(phase, batch, query_len, kv_len)
         return self._instances[name or self.selection.names[phase]]
 
-    def captured_backends(self, phase: Phase, batch: int, query_len: int, kv_len: int) -> Backends:
-        """The instances for a graph of a step of these lengths: the fastest on the device out of those that can be captured, for
-        a replay spares the host their launches. Where none can be, or none has a time, as `backends_for`."""
-        able = [name for name in self.selection.all_for(phase) if _captures(self._instances[name], query_len)]
-        shape = Shape(phase, batch, query_len, kv_len, captured=True)
-        ranked = self.costs.ranking(shape, able) if self.costs is not None else ()
-        return self._instances[ranked[0][0]] if ranked else self.backends_for(phase, batch, query_len, kv_len)
+    def backends_of(self, shape: Shape) -> Backends:
+        """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
+        for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
+        if shape.captured and self.costs is not None:
+            able = [name for name in self.selection.all_for(shape.phase) if _captures(self._instances[name], shape.query_len)]
+            if ranked := self.costs.ranking(shape, able):
+                return self._instances[ranked[0][0]]
+        return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
 
     def candidates_for(self, phase: Phase, batch: int) -> Sequence[str]:
         """Backends between which `backends_for` chooses in steps of this phase and batch size. Asking changes nothing."""

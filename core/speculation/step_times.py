@@ -32,6 +32,11 @@ def width_of(query_len: int) -> int:
     return next((width for width in WIDTHS if width >= query_len), query_len)
 
 
+def is_captured(num_seqs: int, query_len: int) -> bool:
+    """Whether verification by so many sequences of so many query tokens is captured: by widths, at powers of two of sequences."""
+    return width_of(query_len) << (num_seqs - 1).bit_length() <= MAX_VERIFIED
+
+
 @cache
 def size_class(num_seqs: int) -> int:
     """The class of steps that take about as long as those of this many sequences: two classes to an octave."""

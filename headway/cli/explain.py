@@ -170,12 +170,10 @@ def explanation(
 
     costs: the measured times over the selection's layout and block size, whether or not they decided; None: there are none.
     """
-    from headway.core.engine.graphs.graph_set import replays_prompt
+    from headway.core.engine.graphs.graph_set import as_run
 
-    shape = replace(shape, captured=spec.device.type == "cuda" and replays_prompt(shape))
-    choose = selector.captured_backends if shape.captured else selector.backends_for
-    backends = choose(shape.phase, shape.batch, shape.query_len, shape.kv_len)
-    choice = next(iter(backends.values())).name
+    shape = as_run(shape, spec.device.type)
+    choice = next(iter(selector.backends_of(shape).values())).name
     chosen = selector.selection
     failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
     candidates = []

@@ -159,7 +159,7 @@ def _assemble(
             model = load_part(args, device, ranks)
         decoder, costs, state_costs = model.decoder, None, None
         layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
-        sampling = None if decoder.product_kinds or decoder.expert_kinds else sampling_of(decoder, layers, config, ahead)
+        sampling = sampling_of(decoder, layers, config, ahead) if _runs_unmeasured(decoder, ranks) else None
     draft = _assemble_draft(args, device, clock)
     check_named(registry, config.backend_request.names, layers.cached)
     if not deterministic:  # which pins one backend, whatever is fastest
@@ -191,6 +191,12 @@ def _assemble(
     return Assembly(
         registry, device, num_threads, model, engine, stats_log, clock, rules, settings, args.worker_extension_cls, draft
     )
+
+
+def _runs_unmeasured(decoder: Decoder | TransformersModel, ranks: Ranks) -> bool:
+    """Whether a model may run before anything is measured: not where that decides what computes its products or experts, for
+    which weights are arranged, nor beside other ranks, which join in the model's sums once they have been told the choices."""
+    return ranks.size == 1 and not decoder.product_kinds and not decoder.expert_kinds
 
 
 @contextmanager

@@ -152,8 +152,7 @@ def sampling_of(
     decoder: Decoder | TransformersModel, layers: LayerSpecs, config: EngineConfig, ahead: CompileAhead | None
 ) -> SamplingOps:
     """What chooses a model's tokens. Its kernels and the model's own, all but attention's, are compiled in one `ahead`: what
-    attention is chosen, they are needed. What computes quantised products and experts must have been chosen before, for the model
-    arranges their weights for it."""
+    attention is chosen, they are needed. The model runs for that, on all ranks at the same time."""
     most = min(_MODEL_STEP, config.for_device(layers.device).step_tokens)
 
     @contextmanager

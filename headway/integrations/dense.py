@@ -75,7 +75,7 @@ class BackendShare:
     @classmethod
     def _of(cls, sequences: Sequences, phase: Phase, selector: Selector, spec: AttentionSpec) -> BackendShare:
         shape = Shape.of(phase, sequences.query_lens, sequences.kv_lens)
-        return cls(sequences, phase, selector.backends_for(phase, shape.batch, shape.query_len, shape.kv_len)[spec])
+        return cls(sequences, phase, selector.backends_of(shape)[spec])
 
     @property
     def reads(self) -> bool:

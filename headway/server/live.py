@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from headway.core.contract.metadata import Phase
+from headway.core.engine.graphs.graph_set import as_run
 from headway.core.engine.occupancy import Occupancy
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
@@ -24,8 +25,8 @@ _TOTALS: Final = (
 class Choices:
     """Explains what a selector chooses between, without changing the choices of the engine's steps."""
 
-    def __init__(self, selector: Selector) -> None:
-        self.selector = selector
+    def __init__(self, selector: Selector, device_type: str) -> None:
+        self.selector, self._device_type = selector, device_type
 
     @cached_property
     def reasons(self) -> Mapping[Phase, dict[str, list[str]]]:
@@ -41,6 +42,7 @@ class Choices:
         `backends`: those that the engine may use for the step, its usual one first. `ranking` is empty where nothing was
         measured. `covered`: whether the shape lies within the measured grid; beyond it the nearest measured edge decides.
         """
+        shape = as_run(shape, self._device_type)
         costs, candidates = self.selector.costs, self.selector.candidates_for(shape.phase, shape.batch)
         ranking = [] if costs is None else costs.ranking(shape, dict.fromkeys([*candidates, *self._able(shape.phase)]))
         return {
@@ -100,7 +102,9 @@ def state_of(driver: EngineDriver, now: Occupancy, queued: int) -> dict[str, Any
 
 def choices_of(driver: EngineDriver) -> Choices:
     """The Choices of an engine, made at the first call."""
-    found: Choices = driver.task_state.setdefault("choices", Choices(driver.engine.executor.selector))
+    found: Choices = driver.task_state.setdefault(
+        "choices", Choices(driver.engine.executor.selector, driver.assembly.device.type)
+    )
     return found
 
 

@@ -25,9 +25,11 @@ from async_reading import read
 from headway import LLM, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutputsParams
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.executor import ExecutorLostError
 from headway.engine_args import EngineArgs
+from headway.hosting import assembly
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.rank_assembly import rank_devices
 from headway.hosting.restarting_host import RestartingEngine
@@ -50,6 +52,21 @@ def wait_until_lost(made: AsyncLLM) -> None:
     while not made.errored:
         assert time.monotonic() < until, "nobody has noticed"
         time.sleep(0.01)
+
+
+def test_the_model_runs_once_all_ranks_know_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that ran it before would wait in its sums for others, which wait for the choices."""
+    order: list[str] = []
+    run, tell = assembly.sampling_of, RankProcesses.choose
+    monkeypatch.setattr(assembly, "sampling_of", lambda *given: (order.append("run"), run(*given))[1])
+    monkeypatch.setattr(RankProcesses, "choose", lambda *given: (order.append("told"), tell(*given))[1])
+    save_tiny_model(tmp_path)
+    made = LLM(str(tmp_path), tensor_parallel_size=2, kv_cache_memory="8MiB", skip_tokenizer_init=True, num_threads=2)
+    pids = pids_of(made.engine)
+    del made
+    gc.collect()
+    assert_ended(pids)
+    assert order == ["told", "run"]
 
 
 @pytest.fixture(params=["thread", "process"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.core.speculation.step_times import MAX_VERIFIED
+from headway.core.speculation.step_times import is_captured
 from headway.testing.cases import Case
 from headway.tuning.measure.contender import Contender, run_layer
 
@@ -25,7 +25,7 @@ def captures(backend: AttentionBackend, case: Case) -> bool:
     if metadata.phase is not Phase.DECODE or metadata.query_start_loc.device.type != "cuda":
         return False
     longest = metadata.max_query_len
-    return (longest == 1 or metadata.num_seqs * longest <= MAX_VERIFIED) and bool(backend.captures(longest))
+    return (longest == 1 or is_captured(metadata.num_seqs, longest)) and bool(backend.captures(longest))
 
 
 def graph_contender(

@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from headway.core.speculation.step_times import MAX_VERIFIED
+from headway.core.speculation.step_times import is_captured
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
@@ -158,7 +158,7 @@ def adopt(prior: Prior, here: CrossoverTable, asked: Sequence[Point], wanted: Se
 
 def _as_replay(cell: Cell) -> Cell:
     """A verification that engines replay: tables of before 2026-11-27 launched it, and only the device's time stands for it."""
-    if cell.graph or cell.phase != "verify" or cell.batch * cell.query_len > MAX_VERIFIED:
+    if cell.graph or cell.phase != "verify" or not is_captured(cell.batch, cell.query_len):
         return cell
     return cell.model_copy(update={"graph": True, "host_us": None})
 

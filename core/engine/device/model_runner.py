@@ -323,7 +323,7 @@ class ModelRunner:
         if part is None:
             return self._selector.backends_for(phase)
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
-        return self._selector.backends_for(part.phase, shape.batch, shape.query_len, shape.kv_len)
+        return self._selector.backends_of(shape)
 
     def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
         """Token ids and positions [num_tokens] on the device; tokens that the host has not seen come from `_newest`."""

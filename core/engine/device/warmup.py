@@ -112,7 +112,9 @@ class WarmUp:
                 yield self._step([1] * num_seqs, [context] * num_seqs, first)
         if limits.max_num_seqs > 1:
             yield self._step([1, 1], [0, context])
-        for width in (each for each in WIDTHS if each <= limits.max_decode_len):  # or the first that verify would look slow
+        longest = min(limits.max_decode_len, limits.max_model_len - 1)
+        for width in sorted({min(each, longest) for each in WIDTHS} - {0, 1}):  # or the first that verify would look slow
+            context = min(_CONTEXT, limits.max_model_len - width)
             for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens // width, MAX_VERIFIED // width)):
                 yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
@@ -46,9 +47,11 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
 
 
-def replays_prompt(shape: Shape) -> bool:
-    """Whether an engine on a GPU, with the usual options, replays a graph of such a step: one prompt alone that is not long."""
-    return shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
+def as_run(shape: Shape, device_type: str) -> Shape:
+    """The shape, captured where an engine with the usual options replays a graph of it though tables hold the times of launches:
+    on a GPU one prompt alone that is not long."""
+    alone = shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
+    return replace(shape, captured=alone and device_type == "cuda")
 
 
 class GraphSet:
@@ -69,7 +72,7 @@ class GraphSet:
             return [selector.instances_of(name) for name in selector.decode_candidates(size)]
 
         def fastest_prefill(length: int) -> Backends:
-            return selector.captured_backends(Phase.PREFILL, 1, length, length)
+            return selector.backends_of(Shape(Phase.PREFILL, 1, length, length, captured=True))
 
         refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
         if refused:
@@ -269,7 +272,8 @@ class VerifyGraphs:
         assert step.logits is not None, "decode is captured first"
         logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
         for size, width in sorted(wanted, key=lambda each: -each[0] * each[1]):
-            fastest = selector.captured_backends(Phase.DECODE, size, width, min(_USUAL_LENGTH, step.max_model_len))
+            kv_len = min(_USUAL_LENGTH, step.max_model_len)
+            fastest = selector.backends_of(Shape(Phase.DECODE, size, width, kv_len, captured=True))
             refusal = next((found for backend in fastest.values() if not (found := backend.captures(width))), None)
             if refusal is not None:
                 if not self._refused:

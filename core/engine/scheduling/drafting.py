@@ -125,7 +125,11 @@ class Drafting:
         if not any(guesses):
             return NO_GUESS
         if times is not None:
-            if any(len(guess) < most for guess in guesses):
+            if self._measuring:
+                if times.is_measured(count, width_of(max(map(len, guesses)) + 1)):  # too few guesses for the unknown width
+                    self._refuse(times, count)
+                    most = 0
+            elif any(len(guess) < most for guess in guesses):
                 most = self._best(seconds, likely, [len(guess) for guess in guesses]) - 1
             if most < 1:
                 return self._start_rest(count, COSTLY)
@@ -151,10 +155,14 @@ class Drafting:
         unknown = {width: seconds[width] for width in self._widths if not times.is_measured(count, width)}
         if unknown:
             return self._best(unknown, likely, [self._widths[-1] - 1] * count)
+        self._refuse(times, count)
+        return PLAIN
+
+    def _refuse(self, times: StepTimes, count: int) -> None:
+        """Count a trial that measured times refuse, and have them measured anew after many."""
         self._refused += 1
         if self._refused % _REFUSED == 0:
             times.forget(count)
-        return PLAIN
 
     def _start_rest(self, count: int, reason: str) -> str:
         if reason is MEASURING:

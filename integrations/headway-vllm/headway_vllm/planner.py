@@ -106,7 +106,7 @@ class Planner:
         if part is None:
             return None
         shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
-        backends = self._selector.backends_for(part.phase, shape.batch, shape.query_len, shape.kv_len)
+        backends = self._selector.backends_of(shape)
         chosen = [backends[kind] for kind in self.kinds]
         return Work(chosen, [backend.plan(part) for backend in chosen])
 

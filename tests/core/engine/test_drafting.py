@@ -12,7 +12,7 @@ from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting,
 from headway.core.engine.state.config import EngineConfig
 from headway.core.engine.state.sequence import Sequence, Status
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.step_times import PLAIN, UNGUESSED, StepTimes
+from headway.core.speculation.step_times import PLAIN, UNGUESSED, StepTimes, is_captured, width_of
 from headway.registry import Registry
 from proposer_stub import Told, told_of
 from run_engine import drain, generate
@@ -112,6 +112,21 @@ def test_a_table_that_is_wrong_does_not_forbid_guesses_for_ever(wide: float, goe
     assert goes_on or sum(map(bool, drafted)) == 12
 
 
+@pytest.mark.parametrize(("narrow", "goes_on"), [(1.1e-3, True), (20e-3, False)])
+def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(narrow: float, goes_on: bool) -> None:
+    """A proposer that finds two guesses teaches nothing of seven, whose time stays an estimate."""
+    times, (seq,), drafted = StepTimes(lambda batch, query_len, kv_len: 50e3 * (query_len - 1)), sequences(1), []
+    drafting = Drafting(Told(lambda _: [9] * 2), 50, times=times)
+    for _ in range(900):
+        drafts = len(seq.draft_token_ids) if drafting.plan([seq]) else 0
+        drafted.append(drafts)
+        times.note(1, width_of(drafts + 1) if drafts else PLAIN, narrow if drafts else 1e-3)
+        if drafts:
+            drafting.verified(seq, 2, 2)
+    assert (sum(map(bool, drafted[200:])) > 600) is goes_on
+    assert goes_on or sum(map(bool, drafted)) == 8
+
+
 def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
     times = times_of(1e-3, 2e-3)
     times.note(1, 8, 1.0)
@@ -133,6 +148,11 @@ def test_times_come_from_the_table_until_they_are_measured() -> None:
     assert times.of(4, [8], 100)[8] == pytest.approx(5e-3)
     times.note(4, 8, 1e3)
     assert times.of(4, [8], 100)[8] < 8e-3
+
+
+def test_a_verification_is_captured_at_the_next_width_and_the_next_power_of_two() -> None:
+    found = {each: is_captured(*each) for each in ((1, 8), (32, 8), (33, 8), (20, 6), (40, 6), (128, 2), (129, 2), (64, 3))}
+    assert [each for each, captured in found.items() if not captured] == [(33, 8), (40, 6), (129, 2)]
 
 
 def test_expected_tokens() -> None:

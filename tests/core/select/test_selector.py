@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -329,10 +330,11 @@ def test_a_graph_takes_what_is_fastest_on_the_device_out_of_what_can_be_captured
         for name, (device, token, host) in laws.items()
     ]
     selector = measured(Source(*made), CostTable(samples, 0.02, "the table"), kv_layout="nhd", block_size=16)
-    choose = [selector.backends_for, selector.captured_backends]
-    assert [next(iter(each(Phase.PREFILL, 1, 16, 16).values())).name for each in choose] == ["b", "a"]
+    prompt = Shape(Phase.PREFILL, 1, 16, 16)
+    asked = [prompt, replace(prompt, captured=True)]
+    assert [next(iter(selector.backends_of(shape).values())).name for shape in asked] == ["b", "a"]
     uncaptured = measured(Source(made[2]), CostTable(samples, 0.02, "the table"), kv_layout="nhd", block_size=16)
-    assert next(iter(uncaptured.captured_backends(Phase.PREFILL, 1, 512, 512).values())).name == "c"
+    assert next(iter(uncaptured.backends_of(asked[1]).values())).name == "c"
 
 
 def test_a_layout_that_costs_the_same_is_the_first_in_order() -> None:
