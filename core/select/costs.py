@@ -216,7 +216,8 @@ class Surface:
         self._reaching: dict[tuple[int, ...], Sequence[tuple[list[_Hat], Leaf]]] = {}
         """What `_around` has found, by cell: how many of each axis' ends lie at or before a place."""
         known = set(grid)
-        for axes, leaf in between.items():
+        # points in a row of the grid first: what lies off it on two axes corrects what these have made of its surroundings
+        for axes, leaf in sorted(between.items(), key=lambda point: _off_lines(point[0], lines)):
             hats = [_hat(axes, number, line, known) for number, line in enumerate(lines)]
             expected = self.at(axes)
             surplus = tuple(
@@ -248,16 +249,19 @@ class Surface:
         return all(low < line[n] and line[n - 1] < high for (low, _, high), line, n in zip(hats, self._ends, cell, strict=True))
 
 
+def _off_lines(axes: Axes, lines: Sequence[Sequence[int]]) -> int:
+    """On how many axes a point lies between two lines of the grid."""
+    return sum(value not in line for value, line in zip(axes, lines, strict=True))
+
+
 def _hat(axes: Axes, number: int, line: Sequence[int], known: set[Axes]) -> _Hat:
-    """The hat of a point along one axis: it ends at the nearest known points of its row where it lies between grid lines, else at
-    the next lines."""
+    """The hat of a point along one axis: it ends at the next line of the grid, or at a known point of its row that is nearer."""
     value = axes[number]
-    if value not in line:
-        row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
-        line = sorted({*row, value})
-    at = bisect_left(line, value)
-    low = math.log(line[at - 1]) if at > 0 else -math.inf
-    high = math.log(line[at + 1]) if at + 1 < len(line) else math.inf
+    row = [other[number] for other in known if other[:number] == axes[:number] and other[number + 1 :] == axes[number + 1 :]]
+    ends = sorted({*row, *line, value})
+    at = bisect_left(ends, value)
+    low = math.log(ends[at - 1]) if at > 0 else -math.inf
+    high = math.log(ends[at + 1]) if at + 1 < len(ends) else math.inf
     return low, math.log(value), high
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -30,10 +32,20 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_calls_run_in_turns_within_each_round() -> None:
+def _taking(clock: Clock, order: list[str], name: str, seconds: Iterator[float]) -> Callable[[], None]:
+    """A call that notes its name and takes the next number of seconds."""
+
+    def call() -> None:
+        order.append(name)
+        clock.sleep(next(seconds))
+
+    return call
+
+
+def test_calls_run_in_turns_within_each_round(clock: Clock) -> None:
     order: list[str] = []
-    calls = [lambda: order.append("a"), lambda: order.append("b")]
-    timings = InterleavedTimer(rounds=3, round_ms=0.0, min_runs=2).time(calls, CPU)
+    calls = [_taking(clock, order, name, repeat(0.001)) for name in "ab"]
+    timings = InterleavedTimer(rounds=3, round_ms=0.0, min_runs=2, clock=clock).time(calls, CPU)
     assert "".join(order) == ("aaa" + "bbb") * 3  # one to estimate and two to time, in each of three rounds
     for timing in timings:
         assert 0 < timing.p20_us <= timing.median_us <= timing.p80_us
@@ -49,26 +61,35 @@ def test_a_call_that_raises_takes_no_further_turn_and_the_others_go_on() -> None
 
 
 def test_drift_is_the_difference_between_rounds(clock: Clock) -> None:
-    calls = [0]
-
-    def slower_later() -> None:
-        calls[0] += 1
-        clock.sleep(0.002 if calls[0] <= 4 else 0.006)
-
-    (timing,) = InterleavedTimer(rounds=2, round_ms=0.0, min_runs=3, clock=clock).time([slower_later], CPU)
+    ever_slower = _taking(clock, [], "", chain.from_iterable([0.002 * 3**turn] * 4 for turn in range(4)))
+    (timing,) = InterleavedTimer(rounds=2, round_ms=0.0, min_runs=3, clock=clock).time([ever_slower], CPU)
     assert timing.drift == pytest.approx(2.0)
     (once,) = InterleavedTimer(rounds=1, round_ms=0.0, clock=clock).time([lambda: clock.sleep(0.001)], CPU)
     assert once.drift is None
 
 
-def test_short_calls_run_at_most_max_runs_times_in_a_round() -> None:
-    count = [0]
+def test_a_moment_of_other_work_makes_all_calls_take_more_turns_and_does_not_count(clock: Clock) -> None:
+    order: list[str] = []
+    disturbed = chain([0.004] * 4, [0.001] * 4, [0.004] * 2, repeat(0.001))  # in all of the first round and half of the third
+    calls = [_taking(clock, order, "a", disturbed), _taking(clock, order, "b", repeat(0.002))]
+    first, second = InterleavedTimer(rounds=3, round_ms=0.0, min_runs=3, clock=clock).time(calls, CPU)
+    assert "".join(order) == ("aaaa" + "bbbb") * 4
+    assert [timing.median_us for timing in (first, second)] == [pytest.approx(1000), pytest.approx(2000)]
+    assert (first.drift, second.drift) == (pytest.approx(0.0), pytest.approx(0.0))
 
-    def call() -> None:
-        count[0] += 1
 
-    InterleavedTimer(rounds=2, round_ms=50.0, max_runs=7).time([call], CPU)
-    assert count[0] == 2 * 8
+def test_a_machine_that_is_never_steady_takes_twice_the_turns_and_says_so(clock: Clock) -> None:
+    order: list[str] = []
+    call = _taking(clock, order, "a", chain.from_iterable([0.001 * 2**turn] * 4 for turn in range(9)))
+    (timing,) = InterleavedTimer(rounds=3, round_ms=0.0, min_runs=3, clock=clock).time([call], CPU)
+    assert len(order) == 2 * 3 * 4
+    assert timing.drift == pytest.approx(3.0)
+
+
+def test_short_calls_run_at_most_max_runs_times_in_a_round(clock: Clock) -> None:
+    order: list[str] = []
+    InterleavedTimer(rounds=2, round_ms=50.0, max_runs=7, clock=clock).time([_taking(clock, order, "a", repeat(1e-6))], CPU)
+    assert len(order) == 2 * 8
 
 
 def test_the_slower_of_two_calls_is_timed_slower(clock: Clock) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from statistics import median
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.tuning.table.noise import MOST_DRIFT
 
 QUANTILES = (0.5, 0.2, 0.8)
 Clock = Callable[[], float]
@@ -41,7 +42,7 @@ class Timing:
     p20_us: float
     p80_us: float
     drift: float | None = None
-    """How much longer the slowest round's median is than the fastest's, as a share of it; None: it was timed in one round."""
+    """How much longer the median of the slowest round that counts is than the fastest's, as a share of it; None: one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,11 @@ def host_us(
 
 @dataclass(frozen=True, slots=True)
 class InterleavedTimer:
-    """Times several calls in turns, so that a change on the machine meanwhile affects all of them equally."""
+    """Times several calls in turns, so that a change on the machine meanwhile affects all of them equally.
+
+    Where rounds of some call disagree, a moment of other work on the machine fell into one of them, and such work only ever adds
+    time. Then all calls take more turns, at most as many again, and of each call those rounds count in which it was fastest.
+    """
 
     rounds: int = 3
     round_ms: float = 5.0
@@ -125,7 +130,9 @@ class InterleavedTimer:
         run = self._run_times(device)
         rounds: list[list[list[float]]] = [[] for _ in calls]
         failed: dict[int, Exception] = {}
-        for _ in range(self.rounds):
+        for turn in range(2 * self.rounds):
+            if turn >= self.rounds and all(_drift(found) <= MOST_DRIFT for found in self._counting(rounds, failed)):
+                break
             for number, call in enumerate(calls):
                 if number in failed:
                     continue
@@ -136,7 +143,12 @@ class InterleavedTimer:
                     failed[number] = error
                     with suppress(Exception):
                         check()  # lets it undo what the call did before it raised
-        return [failed.get(number) or _summary(found) for number, found in enumerate(rounds)]
+        counting = iter(self._counting(rounds, failed))
+        return [failed.get(number) or _summary(next(counting)) for number in range(len(calls))]
+
+    def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> list[list[list[float]]]:
+        """Of each call that has not failed the rounds that count."""
+        return [sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed]
 
     def _runs(self, us: float) -> int:
         """Runs in each round of a call that takes `us` microseconds."""
@@ -158,10 +170,13 @@ class InterleavedTimer:
 def _summary(rounds: Sequence[list[float]]) -> Timing:
     """One call's rounds as one timing."""
     together = sorted(us for found in rounds for us in found)
-    medians = [median(found) for found in rounds]
-    drift = max(medians) / max(min(medians), 1e-9) - 1 if len(medians) > 1 else None
     middle, low, high = (_quantile(together, share) for share in QUANTILES)
-    return Timing(middle, low, high, drift)
+    return Timing(middle, low, high, _drift(rounds) if len(rounds) > 1 else None)
+
+
+def _drift(rounds: Sequence[list[float]]) -> float:
+    medians = [median(found) for found in rounds]
+    return max(medians) / max(min(medians), 1e-9) - 1
 
 
 class EventClock:
