@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -238,7 +237,7 @@ def regret(
             here = (known, registry, device, points, seeds, expected)
             report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
         reports.append(report)
-        print_regret(report, path, seeds, anywhere or trials is not None)
+        print_regret(report, path, anywhere or trials is not None)
         if output is not None:
             target = output if len(paths) == 1 else output / f"regret-{path.stem.removeprefix('crossover-')}.json"
             write_json(report, target)
@@ -250,7 +249,7 @@ def regret(
         _console().print(Text(f"{len(reports)} tables, {count} points: geometric means {means}, worst {worst:.3f}", "bold"))
 
 
-def print_regret(report: RegretReport, path: Path, seeds: Sequence[int], anywhere: bool) -> None:
+def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
     """Every point with the choice and the best, then the means."""
     console = _console()
     shown = Table(title=f"{path}: {report.selection}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -262,7 +261,8 @@ def print_regret(report: RegretReport, path: Path, seeds: Sequence[int], anywher
     console.print(shown)
     for line in report.untimed:
         console.print(Text(f"no time: {line}"), soft_wrap=True)
-    for seed in seeds if len({trial.seed for trial in report.trials}) > 1 else ():
+    seeds = sorted({trial.seed for trial in report.trials if trial.seed is not None})
+    for seed in seeds if len(seeds) > 1 else ():
         mean, worst = report.of_seed(seed)
         console.print(Text(f"seed {seed}: geometric mean {mean:.3f}, worst {worst:.3f}"))
     summary = (

@@ -147,7 +147,7 @@ class InterleavedTimer:
         return [failed.get(number) or _summary(next(counting)) for number in range(len(calls))]
 
     def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> list[list[list[float]]]:
-        """Of each call that has not failed the rounds that count."""
+        """The rounds that count, of each call that has not failed."""
         return [sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed]
 
     def _runs(self, us: float) -> int:

@@ -153,8 +153,14 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     result = headway("table", "regret", str(path), "--leave-one-out", "--output", str(output))
     assert result.code == 0, result.err
     assert "geometric mean" in result.out
+    report = json.loads(output.read_text())
+    assert len(report["trials"]) > 1
+    for number, trial in enumerate(report["trials"]):
+        trial["seed"] = 11 + number % 2
+    output.write_text(json.dumps(report))
     again = headway("table", "regret", str(path), "--trials", str(output))
     assert again.code == 0, again.err
+    assert [line.split(":")[0] for line in again.out.splitlines() if line.startswith("seed")] == ["seed 11", "seed 12"]
     assert "against the best of every layout and block size" in again.out
     wrong = headway("table", "regret", str(path), "--trials", str(path), columns=400)
     assert_refused(wrong, "needs a file that headway table regret --output wrote")
