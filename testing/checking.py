@@ -16,7 +16,6 @@ from headway.testing.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.report import CellResult, CheckReport, machine_of, now
 from headway.testing.runner import CellProcess, CellRun, Listed, cell_timeout
 from headway.testing.sanitizer import Sanitizer
-from headway.testing.state_cells import parse_cell
 from headway.testing.subject import BASELINE
 
 
@@ -84,11 +83,8 @@ def check(
 
 def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
     kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
-    listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))  # the cell need not be among them
-    (cell,) = [""] if listed.unavailable else _picked(listed.cells, wanted)
-    if not cell:
-        return listed, [], 0
-    results = _tried([cell], listed, trial) or [run_cell(kit, cell)]
+    listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))
+    results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell) for cell in listed.cells]
     return listed, results, 0
 
 
@@ -100,10 +96,9 @@ def _in_children(
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
     children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
     try:
-        quick = wanted.quick or bool(wanted.cell)
-        listed = children[0].list(quick=quick, layout=wanted.layout, only_cell=wanted.cell)
-        names = [str(CELL), *listed.cells] if trial is not None and listed.plugin and not wanted.layout else listed.cells
-        cells = _picked(names, wanted) if not listed.unavailable else []
+        listed = children[0].list(quick=wanted.quick, layout=wanted.layout, only_cell=wanted.cell)
+        whole = trial is not None and listed.plugin and not wanted.layout and not wanted.cell
+        cells = _picked([str(CELL), *listed.cells] if whole else listed.cells, wanted) if not listed.unavailable else []
         start(len(cells))
         try:
             tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
@@ -126,16 +121,7 @@ def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[Ce
 
 
 def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
-    if wanted.cell:
-        cell = parse_cell(wanted.cell)
-        layers = {parse_cell(name).layer for name in cells} - {""}
-        if cell.layer not in layers and (cell.layer or layers):
-            need = (
-                f"a cell of one of the model's layers {', '.join(sorted(layers))}" if layers else "--model, whose layer it names"
-            )
-            raise ConfigError("--cell", need, wanted.cell)
-        return [str(cell)]
-    if not wanted.only:
+    if wanted.cell or not wanted.only:
         return list(cells)
     only, known = wanted.only.split(","), dict.fromkeys(cell.partition(":")[0] for cell in cells)
     for name in only:

@@ -54,6 +54,8 @@ class Claimed:
     subject: Subject
     layers: Mapping[str, ModelLayer] = field(default_factory=dict)
     """Layers of the model that the kit was given, by name."""
+    _plainest: dict[tuple[str, ...], dict[tuple[Value, ...], CheckCell]] = field(default_factory=dict, init=False, repr=False)
+    """Some axes -> a phase and values of them -> the plainest accepted layer, of the axes that were asked for."""
 
     @cached_property
     def values(self) -> dict[str, tuple[Value, ...]]:
@@ -133,10 +135,15 @@ class Claimed:
 
     def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
         """The plainest accepted layer of a phase with these values; None where there is none."""
-        for cell, phases in self.rows:
-            if phase in phases and all(getattr(cell, axis) == value for axis, value in wanted.items()):
-                return cell
-        return None
+        axes = tuple(wanted)
+        if axes not in self._plainest:
+            found: dict[tuple[Value, ...], CheckCell] = {}
+            for cell, phases in self.rows:
+                values = [getattr(cell, axis) for axis in axes]
+                for each in phases:
+                    found.setdefault((each, *values), cell)
+            self._plainest[axes] = found
+        return self._plainest[axes].get((phase, *wanted.values()))
 
     def around(self, phase: str) -> list[CheckCell]:
         """The plainest accepted layer of a phase with each feature, and in each memory: where mistakes sit that no other value

@@ -132,8 +132,10 @@ class Kit:
                 cells = [cell.plain("layout", feature=feature) for cell in cells]
         return list(dict.fromkeys(cells))
 
-    def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
+    def listed(self, quick: bool = False, layout: str = "", cell: str = "") -> dict[str, Any]:
         """The subject's name, owner and plugin, why it is not available on this device, and else the names of its cells.
+
+        cell: the one that is to run, which need not be among them and is named alone; "": all are.
 
         :raises ConfigError: nobody registered that layout.
         """
@@ -145,11 +147,10 @@ class Kit:
         devices = subject.claims.devices
         if not unavailable and subject.device.type not in devices:
             unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
-        cells: list[CheckCell] = []
-        if not unavailable:
-            cells = self.layout_cells(layout) if layout else self.cells(quick)
+        names = [cell] if cell and not unavailable else []
+        if not unavailable and not cell:
+            names = [str(each) for each in (self.layout_cells(layout) if layout else self.cells(quick))]
         owner = subject.registry.backends[subject.name].owner
-        names = [str(cell) for cell in cells]
         return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
     def run(self, cell: CheckCell) -> CellResult:
@@ -283,14 +284,15 @@ def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
 
 
 def list_cells(kit: Kit | StateKit, quick: bool, layout: str, cell: str) -> dict[str, Any]:
-    """What the kit's `listed` tells. cell: the name of the one that is to run, which need not be listed; "": all are.
+    """What the kit's `listed` tells.
 
     :raises ConfigError: nobody registered that layout, or the kit has no such cell.
     """
-    found = kit.listed(quick, layout)
     if cell:
-        _known(kit, parse_cell(cell))
-    return found
+        wanted = parse_cell(cell)
+        _known(kit, wanted)
+        cell = str(wanted)
+    return kit.listed(quick, layout, cell)
 
 
 def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
@@ -306,7 +308,7 @@ def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
 def _known(kit: Kit | StateKit, cell: CheckCell | StateCell) -> None:
     """Check that a kit can run a cell.
 
-    :raises ConfigError: it is for other backends, or nobody has its check or its layout.
+    :raises ConfigError: it is for other backends, or nobody has its check, its layout or its model's layer.
     """
     for_states = isinstance(kit, StateKit)
     if isinstance(cell, StateCell) != for_states:
@@ -317,3 +319,7 @@ def _known(kit: Kit | StateKit, cell: CheckCell | StateCell) -> None:
         got = getattr(cell, what)
         if got not in known:
             raise ConfigError("--cell", f"a {what} out of {', '.join(known)}", repr(got))
+    layers = kit.layers if isinstance(kit, Kit) else {}
+    if cell.layer not in layers and (cell.layer or layers):
+        need = f"a cell of one of the model's layers {', '.join(sorted(layers))}" if layers else "--model, whose layer it names"
+        raise ConfigError("--cell", need, str(cell))

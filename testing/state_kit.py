@@ -84,7 +84,7 @@ class StateKit:
         found += [plain[0].plain("memory")]
         return list(dict.fromkeys(found))
 
-    def listed(self, quick: bool = False, layout: str = "") -> dict[str, Any]:
+    def listed(self, quick: bool = False, layout: str = "", cell: str = "") -> dict[str, Any]:
         """See `Kit.listed`.
 
         :raises ConfigError: a layout is asked for, which has no cells of its own here.
@@ -96,7 +96,7 @@ class StateKit:
         unavailable = str(here).removeprefix("no: ") if not here else ""
         if not unavailable and subject.device.type not in subject.claims.devices:
             unavailable = f"device: needs {' or '.join(subject.claims.devices)}, got {subject.device.type}"
-        names = [] if unavailable else [str(cell) for cell in self.cells(quick)]
+        names = [] if unavailable else [cell] if cell else [str(each) for each in self.cells(quick)]
         owner = subject.registry.state_backends[subject.name].owner
         return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 

@@ -66,7 +66,7 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     assert any(NAMED[name][2] in guess for guess in guesses), results
 
 
-@pytest.mark.parametrize("feature", ["latent", "none"])
+@pytest.mark.parametrize("feature", [pytest.param("latent", marks=pytest.mark.slow), "none"])
 def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_heads_alone(feature: str) -> None:
     own = kit(f"broken:{MANY}")
     cells = [cell for cell in own.cells() if (cell.check, cell.phase, cell.feature) == ("answer", "decode", feature)]
