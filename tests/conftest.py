@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 
 from headway.core.system.folders import cache_folder
 from headway.machine import memory
@@ -21,6 +22,8 @@ from headway.registry import Registry, create_registry
 
 os.environ.setdefault("HEADWAY_AUTOTUNE_BUDGET", "0")  # nothing is measured at a start unless a test asks for it
 os.environ.setdefault("HEADWAY_TRUST_PLUGINS", "1")  # no plugin is tried in a process of its own, which takes seconds, likewise
+settings.register_profile("headway", deadline=None, print_blob=True)  # a busy machine takes long now and then
+settings.load_profile("headway")
 if os.environ.get("TRITON_INTERPRET") == "1":
     with suppress(ImportError):
         from quick_interpreter import quicken
