@@ -61,6 +61,7 @@ class Drafting:
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
         """most: guesses per sequence and step. times: None: every guess is verified, whatever it costs."""
         self._proposer, self._vocab_size, self._times = proposer, vocab_size, times
+        self._at_once = proposer if isinstance(proposer, BatchProposer) else None  # asking costs every step 10 us
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _GuessRecord] = {}
         self._acceptance, self._seen = FIRST_ACCEPTANCE, _PRIOR
@@ -185,10 +186,10 @@ class Drafting:
 
     def _guesses(self, ready: list[Sequence], known: list[_GuessRecord], most: int) -> list[list[int]]:
         """Ask for the guesses of all sequences: at once, where the proposer is one for batches."""
-        if not isinstance(self._proposer, BatchProposer):
+        if self._at_once is None:
             return [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
         counts = [max(min(most, seq.max_len - seq.num_tokens - 1), 0) for seq in ready]
-        return self._proposer.propose_batch([seq.token_ids for seq in ready], counts)
+        return self._at_once.propose_batch([seq.token_ids for seq in ready], counts)
 
     def _guess(self, seq: Sequence, known: _GuessRecord, most: int) -> list[int]:
         """Ask the proposer; one that raises, or guesses what is not a token, is not asked for this sequence again."""
