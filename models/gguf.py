@@ -31,6 +31,7 @@ from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
+from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, take_rope_scaling
 from headway.models.tensor_files import check_files
 
 log = logging.getLogger("headway")
@@ -38,8 +39,8 @@ _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
 """Errors of writing: the file that is read is not to blame for them."""
-_FORM = "with blocks"
-"""What a converted folder holds; releases of before 2026-11-25 kept plain weights alone."""
+_FORM = "with blocks and scaled positions"
+"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-28 no scaling of positions."""
 
 
 def missing_readers() -> list[str]:
@@ -101,12 +102,13 @@ def convert_into(path: Path, target: Path) -> None:
     """Write the checkpoint of a .gguf file into a folder, as safetensors."""
     with _read_by("gguf", path):
         header = Header(path)
+        refuse_part(header)
         architecture = architecture_of(header)
         if architecture is not None:
             write_folder(header, architecture, target)
             return
     with _read_by("transformers", path, header.architecture):
-        _convert_by_transformers(path, target)
+        _convert_by_transformers(header, target)
     with _read_by("gguf", path):
         write_blocks(path, target)
 
@@ -140,13 +142,15 @@ def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
         raise ModelError(f"model {path}: {reader} cannot read it ({type(error).__name__}: {text})") from error
 
 
-def _convert_by_transformers(path: Path, target: Path) -> None:
-    """:raises ModelError: tensors are missing."""
+def _convert_by_transformers(header: Header, target: Path) -> None:
+    """:raises ModelError: tensors are missing, or transformers leaves unread what makes another model of it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    path = header.path
     here = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(path.parent, **here)
     check_sizes(path, config.to_dict(), "its header")
+    take_rope_scaling(header, config)
     read_decoder_config(config)  # before what takes long
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
@@ -156,6 +160,8 @@ def _convert_by_transformers(path: Path, target: Path) -> None:
     if missing:  # transformers would go on with random numbers
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"model {path}: it has no tensor {missing[0]}{more}, which its header implies")
+    refuse_unread_tensors(header, model.state_dict())
+    take_rope_scaling(header, model.config)
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)

@@ -68,8 +68,6 @@ def _check(header: Header, architecture: GgufArchitecture) -> None:
     scaling = header.get("rope.scaling.type", "none")
     if scaling != "none":
         raise header.refuse(f"{header.architecture}.rope.scaling.type", "none", str(scaling))
-    if (parts := header.general("split.count", 1)) > 1:
-        raise header.refuse("split.count", "one file (llama-gguf-split --merge makes it)", f"one of {parts}")
     scoring = header.get("expert_gating_func", 0)
     if scoring not in (0, architecture.scoring):
         raise header.refuse(f"{header.architecture}.expert_gating_func", str(architecture.scoring), str(scoring))

@@ -38,6 +38,10 @@ class Header:
         """The value of a key of the architecture's."""
         return self.general(f"{self.architecture}.{key}", default)
 
+    def keys_below(self, key: str) -> list[str]:
+        """What stands behind `key.` in the names of all keys, by their full names."""
+        return [name.removeprefix(f"{key}.") for name in self._fields if name.startswith(f"{key}.")]
+
     def size(self, key: str, default: int | None = None) -> int:
         """A whole number; the largest, where a list has one for each layer (0: the layer has no such part).
 

@@ -134,7 +134,9 @@ def test_a_full_disk_is_not_blamed_on_the_gguf_file(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gguf, "Header", lambda path: SimpleNamespace(architecture="qwen3next"))
+    monkeypatch.setattr(
+        gguf, "Header", lambda path: SimpleNamespace(architecture="qwen3next", general=lambda key, default: default)
+    )
     monkeypatch.setattr(gguf, "architecture_of", lambda header: header.architecture)
     monkeypatch.setattr(gguf, "write_folder", fill)
     (tmp_path / "good.gguf").write_bytes(b"GGUF" * 100)
