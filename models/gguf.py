@@ -31,7 +31,7 @@ from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
-from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, take_rope_scaling
+from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
 from headway.models.tensor_files import check_files
 
 log = logging.getLogger("headway")
@@ -139,7 +139,8 @@ def _read_by(reader: str, path: Path, architecture: str = "") -> Iterator[None]:
                 f"model {path}: general.architecture needs {', '.join(ARCHITECTURES)}, or one that transformers "
                 f"{importlib.metadata.version('transformers')} reads, got {architecture}; use the model's safetensors folder"
             ) from error
-        raise ModelError(f"model {path}: {reader} cannot read it ({type(error).__name__}: {text})") from error
+        hint = "; a file that was cut short needs to be fetched again" if reader == "gguf" else ""
+        raise ModelError(f"model {path}: {reader} cannot read it ({type(error).__name__}: {text}){hint}") from error
 
 
 def _convert_by_transformers(header: Header, target: Path) -> None:
@@ -149,17 +150,20 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
     path = header.path
     here = {"gguf_file": path.name, "local_files_only": True}
     config = AutoConfig.from_pretrained(path.parent, **here)
+    require_keys(header)
     check_sizes(path, config.to_dict(), "its header")
     take_rope_scaling(header, config)
     read_decoder_config(config)  # before what takes long
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **here)
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     made: Any = AutoModelForCausalLM.from_pretrained(path.parent, **here, **options)
     model, found = made
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"model {path}: it has no tensor {missing[0]}{more}, which its header implies")
+    for name, got, need in sorted(found["mismatched_keys"]):  # here it would go on with random numbers as well
+        raise ModelError(f"model {path}: {name} needs shape {list(need)} by its header, got {list(got)}")
     refuse_unread_tensors(header, model.state_dict())
     take_rope_scaling(header, model.config)
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.

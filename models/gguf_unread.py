@@ -27,6 +27,18 @@ def refuse_part(header: Header) -> None:
         raise header.refuse("split.count", "one file (llama-gguf-split --merge makes it)", f"one of {parts}")
 
 
+def require_keys(header: Header) -> None:
+    """Check that a file has what every converter writes, for which transformers would take another model's numbers.
+
+    :raises ModelError: naming the first key that is missing.
+    """
+    for key in ("block_count", "context_length", "embedding_length", "attention.head_count"):
+        header.size(key)
+    names = [f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", "")]
+    if all(header.get(name) is None for name in names):
+        raise header.refuse(f"{header.architecture}.{names[0]}", "a number", "no such key")
+
+
 def take_rope_scaling(header: Header, config: Any) -> None:
     """Put the file's scaling of rotary embeddings into transformers' configuration, which has none of it.
 

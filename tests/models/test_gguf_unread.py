@@ -73,6 +73,14 @@ def stating(**values: Any) -> Change:
     return lambda keys, tensors: keys.update({f"rope.scaling.{name}": value for name, value in values.items()})
 
 
+def stated(key: str, value: object) -> Change:
+    return lambda keys, tensors: keys.update({key: value})
+
+
+def lacking(key: str) -> Change:
+    return lambda keys, tensors: keys.pop(key)
+
+
 def adding(name: str, tensor: Tensor) -> Change:
     return lambda keys, tensors: tensors.update({name: tensor})
 
@@ -111,6 +119,13 @@ REFUSED: list[tuple[Change, str]] = [
     (stating(type="longrope", factor=4.0), r"llama\.rope\.scaling\.type needs none, linear, or yarn .*, got longrope"),
     (stating(type="linear"), r"llama\.rope\.scaling\.factor needs a number, got no such key"),
     (stating(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0), r"got llama\.rope\.scaling\.attn_factor, "),
+    (lacking("context_length"), r"llama\.context_length needs a whole number, got no such key"),
+    (lacking("attention.head_count"), r"llama\.attention\.head_count needs a whole number, got no such key"),
+    (lacking("attention.layer_norm_rms_epsilon"), r"llama\.attention\.layer_norm_rms_epsilon needs a number, got no such key"),
+    (
+        stated("feed_forward_length", 128),
+        r"layers\.0\.mlp\.down_proj\.weight needs shape \[64, 128\] by its header, got \[64, 96\]",
+    ),
     (adding("rope_freqs.weight", torch.linspace(1, 9, 16)), r"got rope_freqs\.weight, without which it would be another model"),
     (adding("rope_factors_long.weight", torch.ones(16)), r"got rope_factors_long\.weight, without which"),
     (adding("blk.1.attn_q.bias", torch.ones(64)), r"reads of llama, got blk\.1\.attn_q\.bias, .*use the model's safetensors"),
