@@ -195,6 +195,9 @@ def _weights(
                 "(HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing",
                 own.x_bits,
             )
+    if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
+        left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
+        log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
     if keep_quantized:
         keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
     if dummy:

@@ -70,6 +70,16 @@ def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
     assert found.x_bits or any(kept), "where nothing would be rounded the blocks stay as they are"
 
 
+def test_blocks_that_rounding_on_loading_leaves_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_block_model(tmp_path, MIXED)
+    load_model(str(tmp_path), "auto", skip_tokenizer_init=True)
+    assert "not kept" not in caplog.text
+    load_model(str(tmp_path), "auto", skip_tokenizer_init=True, quantization="fp8")
+    assert (
+        "the blocks of the .gguf file are not kept, since quantization=fp8 rounds the expanded weights once more" in caplog.text
+    )
+
+
 def test_the_roofline_counts_the_bytes_that_are_held(tmp_path: Path) -> None:
     save_block_model(tmp_path, dict.fromkeys(PRODUCTS, "Q8_0"))
     decoder = load_model(str(tmp_path), "auto", skip_tokenizer_init=True).decoder
