@@ -47,7 +47,9 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
             "model with enable_lora=True, and name the adapter in lora_request; or merge the two with peft's merge_and_unload()"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(f"model {folder}: needs a config.json in the folder, got none")
+        files = sorted(folder.glob("*.gguf"))
+        hint = f"; a .gguf file is named itself, such as {files[0]}" if files else ""
+        raise ModelError(f"model {folder}: needs a config.json in the folder, got none{hint}")
     config = _read(folder / "config.json")
     _check_kind(folder, config)
     if generates:

@@ -49,7 +49,7 @@ def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
         return SHAPES / model
     if model in ALIASES:
         path = _packaged(model)
-    if path is not None and path.suffix == ".gguf":
+    if path is not None and path.suffix.lower() == ".gguf":
         from headway.models.gguf import convert
 
         return convert(path)

@@ -46,6 +46,11 @@ def test_a_plain_checkpoint_is_accepted_with_or_without_its_architecture(tmp_pat
     check_folder(write(tmp_path, **{**LLAMA, "architectures": None, "quantization_config": None, "sliding_window": None}))
 
 
+def test_a_folder_with_a_gguf_file_alone_is_told_that_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "small-Q4_K_M.gguf").touch()
+    assert refused(tmp_path).endswith(f"got none; a .gguf file is named itself, such as {tmp_path / 'small-Q4_K_M.gguf'}")
+
+
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
 
 

@@ -80,8 +80,9 @@ def test_a_folder_in_the_way_wins_over_the_hub(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("no_conversion")
-def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
-    assert find(str(tmp_path / "a.gguf")) == Path("/converted/a.gguf")
+@pytest.mark.parametrize("name", ["a.gguf", "A.GGUF"])
+def test_a_gguf_file_is_converted(tmp_path: Path, name: str) -> None:
+    assert find(str(tmp_path / name)) == Path("/converted") / name
 
 
 @pytest.mark.usefixtures("no_conversion")
