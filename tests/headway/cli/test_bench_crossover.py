@@ -270,6 +270,16 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert short.splitlines()[0].endswith("tokens: sdpa")
 
 
+def test_explain_says_where_a_step_lies_beyond_what_was_measured(headway: Headway, kept: Path) -> None:
+    said = "the step lies beyond what was measured: these are times of the nearest measured edge"
+    for length, beyond in (("4096", False), ("100000", True)):
+        asked = ("backends", "explain", *TINY, "--batch", "2", "--len", length)
+        assert (said in headway(*asked, columns=200).out) is beyond
+        assert json.loads(headway(*asked, "--json").out)["covered"] is not beyond
+    verify = headway("backends", "explain", *TINY, "--phase", "verify", "--len", "64", columns=200).out
+    assert said in verify  # the table has decodes of one token alone
+
+
 def test_explain_of_backends_that_are_named_shows_the_measured_times(headway: Headway, kept: Path) -> None:
     named = ("backends", "explain", *TINY, "--layers", "4", "--len", "4000", "--batch", "2")
     auto = json.loads(headway(*named, "--json").out)
