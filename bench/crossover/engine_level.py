@@ -85,10 +85,10 @@ def run_engine_level(options: EngineOptions, registry: Registry, console: Consol
     :raises HeadwayError: an unknown backend, a case that is no generation, or no backend that could start.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    names = list(options.backends) if options.backends else [*_available(registry, options.device), AUTO]
+    names = list(dict.fromkeys(options.backends)) if options.backends else [*_available(registry, options.device), AUTO]
     for name in names:
         check_names(registry, BackendRequest.parse(name), AUTO, {})
-    todo = [_point(case) for case in options.cases]
+    todo = [_point(case) for case in dict.fromkeys(options.cases)]
     old = _old_table(options)
     ends = None if options.budget is None else time.monotonic() + options.budget
     runs: dict[str, _Run] = {}

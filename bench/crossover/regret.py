@@ -97,6 +97,11 @@ class RegretReport(ResultFile):
     untimed: list[str]
     """Points at which the choice, or every backend, had no time; with the reasons."""
 
+    @property
+    def places(self) -> set[str]:
+        """Layouts and block sizes, such as `nhd 256`, over which some backend was timed."""
+        return {place for trial in self.trials for _, _, place in (key.partition(" ") for key in trial.times_us) if place}
+
     def of_seed(self, seed: int) -> tuple[float, float]:
         """Geometric mean and worst regret of one draw's points."""
         regrets = [trial.regret for trial in self.trials if trial.seed == seed] or [1.0]
@@ -129,13 +134,17 @@ def measure_regret(
     """
     spec = table.spec.to_spec(device)
     selector = Selector(registry, LayerSpecs([spec] * layers), costs={spec: to_costs(table)}, workload=workload)
-    if selector.costs is None:
-        raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
-    chosen = selector.selection
     usable = {record.name for record in table.backends if record.usable}
     names = [name for name in registry.able(device) if name in usable]
+    if selector.costs is None:
+        raise _no_choice(table, names)
+    chosen = selector.selection
     known = {cell.case for cell in table.cells}
-    draws = [[(seed, point) for point in held_out(device.type, count, seed, known)] for seed in seeds]
+    # A layer of an encoder has prefill alone: of the points drawn it keeps those.
+    drawn = {
+        seed: [each for each in held_out(device.type, count, seed, known) if each.shape.phase in chosen.names] for seed in seeds
+    }
+    draws = [[(seed, point) for point in drawn[seed]] for seed in seeds]
     # Where time may end early every seed has its part of the points.
     points = list(chain(*draws) if until == math.inf else chain(*zip(*draws, strict=True)))
     pairs = [(chosen.layout, chosen.block_size)]
@@ -170,8 +179,11 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
 
     report: of `measure_regret` with `anywhere`, or the layout and block size chosen now may have no times in it.
 
-    :raises ConfigError: the table has no times for any layout.
+    :raises ConfigError: the table is of another layer than the times, or has no times for any layout.
     """
+    if report.spec.kind != table.spec.kind:
+        need = f"times of the table's layer, {table.spec}"
+        raise ConfigError("--trials", need, f"those of {report.spec}", "--output of headway table regret on such a table")
     timed = {(CORE_PHASE[cell.phase], cell.backend, cell.layout, cell.block_size) for cell in table.cells if cell.layer_us}
     names = [record.name for record in table.backends if record.usable]
 
@@ -185,7 +197,7 @@ def judge_again(report: RegretReport, table: CrossoverTable, workload: Workload)
     places = [(layout, size) for size in sizes for layout in layouts if (layout.name, size) in known]
     found = MeasuredChoice([(to_costs(table), report.layers)], workload, tuple(Phase)).select(places, able)
     if found is None:
-        raise ConfigError("regret", "a table of level kernel with times for every phase", f"{len(table.cells)} cells without")
+        raise _no_choice(table, names)
     selection, chooser = found
     place = f"{selection.layout.name} {selection.block_size}"
     trials, untimed = [], []
@@ -210,7 +222,11 @@ def leave_one_out(table: CrossoverTable, layers: int = LAYERS) -> RegretReport:
 
     Over the layout and block size of least time. Points beyond the range that the others span are left out: there only the
     nearest edge is known. A grid without the point is coarser than the one in use, so the table itself does better.
+
+    :raises ConfigError: the table is of whole generations.
     """
+    if table.level != "kernel":
+        raise _no_choice(table, ())
     shown = view(table)
     layout, block_size = shown.pair[0] or "", shown.pair[1] or 0
     trials: list[RegretTrial] = []
@@ -255,6 +271,19 @@ def _report(
         trials=trials,
         untimed=untimed,
     )
+
+
+def _no_choice(table: CrossoverTable, names: Collection[str]) -> ConfigError:
+    """Why a table leads to no choice. names: its backends that may take part."""
+    need = "a table of level kernel with times for every phase"
+    if table.level != "kernel":
+        return ConfigError("regret", need, f"one of level {table.level}")
+    measured = ", ".join(record.name for record in table.backends if record.usable)
+    if measured and not names:
+        return ConfigError("regret", f"{need} of backends that can run here", f"times of {measured} on {table.device.name}")
+    timed = {CORE_PHASE[cell.phase] for cell in table.cells if cell.layer_us is not None and cell.backend in names}
+    missing = [phase.value for phase in Phase if phase not in timed]
+    return ConfigError("regret", need, f"one without times for {', '.join(missing) or 'all over one layout'}")
 
 
 def _geometric_mean(numbers: Sequence[float]) -> float:

@@ -25,7 +25,7 @@ def check_request(most: float | None, than: str | None, phase: str) -> None:
     """
     if (most is None) != (than is None):
         given, missing = ("--fail-if-slower", "--than NAME") if than is None else ("--than", "--fail-if-slower FACTOR")
-        raise ConfigError(given, f"{missing} beside it", "neither a name nor a factor alone says what is too slow")
+        raise ConfigError(given, f"{missing} beside it", f"{given} alone", "both together say what is too slow")
     if most is not None and not 0 < most < float("inf"):
         raise ConfigError("--fail-if-slower", "a factor above 0, such as 1.1", most)
     if most is not None and phase == "write":

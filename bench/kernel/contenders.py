@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.bench.kernel.results import ContenderRecord, Owner
 from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD, CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import YES, Support
@@ -56,8 +57,12 @@ def entrants(
     A backend asked for by name gets a row even where it cannot run, with the reason; by default such a one is only listed.
 
     :raises UnknownBackendError: a backend nobody registered.
+    :raises ConfigError: backends are named, and the phase calls none.
     """
     if phase == "write":
+        if backends is not None:
+            need = "--phase decode or prefill, which call backends"
+            raise ConfigError("--backends", need, "--phase write, which times the cache writers of --layouts")
         contenders = [ContenderRecord(name=name, owner="writer", available=True) for name in registry.layouts]
         return contenders, lambda work, layouts, blocks: _writer_entries(registry, work, layouts, blocks)
     names = list(registry.backends) if backends is None else list(dict.fromkeys(backends))

@@ -74,6 +74,8 @@ class Explanation:
     """The choice first, then the others by time, then those without a time."""
     nearest: Cell | None
     """The row of the table that lies nearest to the step; None without a table."""
+    covered: bool
+    """Whether the times were measured around the step; else they are those of the nearest measured edge. True without times."""
     table: str
     age: str
     prior: PriorRecord | None
@@ -189,7 +191,8 @@ def explanation(
     age = "" if table is None else _age(table.date)
     title = "" if table is None else table.title
     prior = None if table is None else table.prior
-    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, title, age, prior)
+    covered = costs is None or costs.covers(shape)
+    return Explanation(shape, layers, str(chosen), choice, candidates, nearest, covered, title, age, prior)
 
 
 def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: str, device: str | None) -> LayerSpecs:
@@ -328,6 +331,10 @@ def _print(found: Explanation, console: Console) -> None:
         more = f"; and {len(candidate.reasons) - 1} more" if len(candidate.reasons) > 1 else ""
         shown.add_row(Text(candidate.name, style), us, Text("".join(candidate.reasons[:1]) + more))
     console.print(shown)
+    if not found.covered:
+        console.print(
+            Text("the step lies beyond what was measured: these are times of the nearest measured edge"), soft_wrap=True
+        )
     if found.nearest is not None:
         cell = found.nearest
         time = "no time"
@@ -366,6 +373,7 @@ def _plain(found: Explanation) -> dict[str, object]:
         "choice": found.choice,
         "runner_up": None if gap is None else {"name": gap[0], "factor": gap[1]},
         "candidates": [{"name": c.name, "step_us": c.step_us, "reasons": list(c.reasons)} for c in found.candidates],
+        "covered": found.covered,
         "nearest_row": None if found.nearest is None else found.nearest.model_dump(),
         "table": found.table,
         "age": found.age,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,8 +115,10 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
     from headway.tuning.table.files import TableError, read_table
-    from headway.tuning.table.priors import Prior, find_prior, shipped
+    from headway.tuning.table.priors import FOLDER_VARIABLE, Prior, find_prior, prior_folder, shipped
 
+    if not (folder := prior_folder()).is_dir():
+        raise ConfigError(f"${FOLDER_VARIABLE}", "a folder of tables, or no value for those that ship", folder)
     here, names = identify_device(resolve_device(None)), owners(create_registry(plugin or ()))
     rows: list[dict[str, object]] = []
     for path in shipped():
@@ -216,12 +220,11 @@ def regret(
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.table.files import read_table
 
+    _check_judged(locals())
     paths = files or [_found(None)]
-    if without and trials is not None:
-        raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
     if trials is not None and len(paths) > 1:
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
-    seeds = sizes_of("--seed", seed, least=0) or [1]
+    seeds = list(dict.fromkeys(sizes_of("--seed", seed, least=0) or [1]))  # the points of one draw count once
     tables = [read_table(path) for path in paths]
     expected, registry = Workload.parse(workload), create_registry(plugin or ())
     reports: list[RegretReport] = []
@@ -237,7 +240,7 @@ def regret(
             here = (known, registry, device, points, seeds, expected)
             report = measure_regret(*here, console=Terminal(stderr=True), anywhere=anywhere)
         reports.append(report)
-        print_regret(report, path, anywhere or trials is not None)
+        print_regret(report, path, anywhere or (trials is not None and len(report.places) > 1))
         if output is not None:
             target = output if len(paths) == 1 else output / f"regret-{path.stem.removeprefix('crossover-')}.json"
             write_json(report, target)
@@ -245,8 +248,24 @@ def regret(
     if len(reports) > 1:
         count = sum(len(report.trials) for report in reports)
         worst = max(report.worst for report in reports)
-        means = ", ".join(f"{report.geometric_mean:.3f}" for report in reports)
+        means = ", ".join(f"{report.geometric_mean:.3f}" if report.trials else "none" for report in reports)
         _console().print(Text(f"{len(reports)} tables, {count} points: geometric means {means}, worst {worst:.3f}", "bold"))
+
+
+def _check_judged(given: Mapping[str, object]) -> None:
+    """given: the options of `headway table regret` by name.
+
+    :raises ConfigError: two ways to measure nothing, or an option that such a way would pass over.
+    """
+    if given["without"] and given["trials"] is not None:
+        raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
+    if not given["without"] and given["trials"] is None:
+        return
+    way = "--leave-one-out" if given["without"] else "--trials"
+    usual = inspect.signature(regret).parameters
+    for name in ("points", "seed", "anywhere", "workload") if given["without"] else ("points", "seed"):
+        if given[name] != usual[name].default:
+            raise ConfigError(f"--{name}", "points that are measured", f"{way}, which measures none and does not read --{name}")
 
 
 def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
@@ -265,6 +284,10 @@ def print_regret(report: RegretReport, path: Path, anywhere: bool) -> None:
     for seed in seeds if len(seeds) > 1 else ():
         mean, worst = report.of_seed(seed)
         console.print(Text(f"seed {seed}: geometric mean {mean:.3f}, worst {worst:.3f}"))
+    if not report.trials:
+        console.print(Text("regret: no held-out point has a time of the choice, so that nothing is judged", "bold"))
+        return
+    console.print(Text(f"auto us and best us: microseconds of a step of {report.layers} layers with its plan", "dim"))
     summary = (
         f"regret over {len(report.trials)} held-out points: geometric mean {report.geometric_mean:.3f}, worst {report.worst:.3f}"
     )

@@ -403,6 +403,17 @@ def test_regret_is_also_judged_against_layouts_that_were_not_chosen(monkeypatch:
     assert report.worst_anywhere == trial.regret_anywhere
 
 
+def test_a_layer_without_a_cache_is_judged_in_the_phase_that_it_has() -> None:
+    prompts = [
+        a_cell(us, phase="prefill", backend=name, case=f"1q{n}", query_len=n, kv_len=n, layout=None, block_size=None)
+        for name, us in (("sdpa", 10.0), ("sdpa.math", 20.0))
+        for n in (16, 1024)
+    ]
+    table = a_table(*prompts, spec=SpecRecord.of(replace(SPEC, dense=True, causal=False)))
+    report = measure_regret(table, create_registry(load_entry_points=False), CPU, 2, [1], Workload(1, 16, 16), layers=1)
+    assert {trial.phase for trial in report.trials} == {"prefill"}
+
+
 def test_another_table_is_judged_by_the_times_of_an_earlier_report(tmp_path: Path) -> None:
     cells = [
         a_cell(us, backend=name, case=f"1q1s{kv_len}", kv_len=kv_len, plan_us=0.0)

@@ -60,6 +60,7 @@ def test_what_is_worth_knowing_is_remarked() -> None:
     assert "never chosen by auto: new" in lines
     assert "--resume" in lines
     assert remarks(a_table(), a_device(), ["a", "b"]) == []
+    assert remarks(a_table(device=a_device(threads=None)), a_device(threads=2), ["a", "b"]) == []  # a GPU's table
 
 
 def test_a_diff_shows_what_changed_beyond_the_noise() -> None:

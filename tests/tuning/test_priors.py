@@ -387,6 +387,9 @@ def test_explain_names_the_prior_and_which_row_was_measured_here(
 
 
 def test_shipped_tables_are_listed_with_what_differs(ship: Callable[..., CrossoverTable], tmp_path: Path) -> None:
+    missing = CliRunner().invoke(app, ["table", "priors"]).exception
+    assert str(missing).startswith("$HEADWAY_PRIORS: needs a folder of tables, or no value for those that ship, got ")
+    (tmp_path / "priors").mkdir()
     listed = CliRunner().invoke(app, ["table", "priors"]).output
     assert "no table ships with this version: a first start measures in full" in listed
     ship(device=a_device(torch="1.0"))

@@ -349,6 +349,13 @@ def test_batches_and_lengths_can_be_asked_for() -> None:
     }
 
 
+def test_what_is_named_twice_is_measured_once() -> None:
+    assert grid("cpu", ["decode", "prefill"], [3, 3], [70, 90, 70]) == grid("cpu", ["decode", "prefill"], [3], [70, 90])
+    registry = create_registry(load_entry_points=False)
+    twice = quick(backends=["sdpa"], layouts=["nhd", "nhd"], block_sizes=[16, 16], grid=POINTS[:1])
+    assert len(run_kernel_level(twice, registry).cells) == 1
+
+
 def test_held_out_points_are_new_and_repeatable() -> None:
     known = {point.case for point in grid("cuda")}
     points = held_out("cuda", 60, 1, known)

@@ -89,15 +89,17 @@ def grid(
 ) -> list[Point]:
     """The device's usual points, the most telling first: corners, then middles, then the rest; decode before the others.
 
-    batches, lens: instead of the usual batch sizes and lengths (kv_len; in prefill query_len).
+    batches, lens: instead of the usual batch sizes and lengths (kv_len; in prefill query_len). One that is named twice counts
+    once: a table holds no cell twice.
     """
     ranked: list[tuple[int, int, int, Point]] = []
     for number, phase in enumerate(phase for phase in PHASES if phase in phases):
         axes = GRIDS.get(device_type, GRIDS["cuda"])[phase]
         if batches:
-            axes = replace(axes, batches=tuple(batches), max_query_tokens=2**30, max_kv_tokens=2**30)
+            axes = replace(axes, batches=tuple(dict.fromkeys(batches)), max_query_tokens=2**30, max_kv_tokens=2**30)
         if lens:
-            axes = replace(axes, query_lens=tuple(lens)) if phase == "prefill" else replace(axes, kv_lens=tuple(lens))
+            once = tuple(dict.fromkeys(lens))
+            axes = replace(axes, query_lens=once) if phase == "prefill" else replace(axes, kv_lens=once)
             axes = replace(axes, max_query_tokens=2**30, max_kv_tokens=2**30)
         before = [0, 0, 0]
         for point in _points(phase, axes):

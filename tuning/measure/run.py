@@ -174,7 +174,7 @@ def _names(asked: Sequence[str] | None, registry: Registry) -> list[str]:
 
 def _pairs(options: CrossoverOptions, registry: Registry) -> list[Pair]:
     layouts = [registry.layout(name).layout for name in options.layouts or registry.layouts]
-    return [(layout, size) for size in options.block_sizes for layout in layouts]
+    return list(dict.fromkeys((layout, size) for size in options.block_sizes for layout in layouts))
 
 
 def _begin(

@@ -56,7 +56,7 @@ def remarks(table: CrossoverTable, device: DeviceIdentity, available: Collection
         taken = sum(cell.prior for cell in table.cells)
         lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
         lines += [f"the shipped table differs in {line}" for line in table.prior.differs]
-    if table.device.threads != device.threads:
+    if table.device.threads is not None and table.device.threads != device.threads:  # a GPU's has none
         lines.append(f"measured with {table.device.threads} CPU threads, torch now uses {device.threads}")
     measured = [record.name for record in table.backends if record.usable]
     new = [name for name in available if name not in measured]

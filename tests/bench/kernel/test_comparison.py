@@ -59,8 +59,8 @@ def test_a_failure_fails_and_a_refusal_does_not() -> None:
 @pytest.mark.parametrize(
     ("most", "than", "phase", "said"),
     [
-        (1.1, None, "decode", "--fail-if-slower: needs --than NAME beside it"),
-        (None, "sdpa", "decode", "--than: needs --fail-if-slower FACTOR beside it"),
+        (1.1, None, "decode", "--fail-if-slower: needs --than NAME beside it, got --fail-if-slower alone"),
+        (None, "sdpa", "decode", "--than: needs --fail-if-slower FACTOR beside it, got --than alone"),
         (0.0, "sdpa", "decode", "--fail-if-slower: needs a factor above 0"),
         (float("nan"), "sdpa", "decode", "--fail-if-slower: needs a factor above 0"),
         (1.1, "sdpa", "write", "--fail-if-slower: needs --phase decode or prefill"),

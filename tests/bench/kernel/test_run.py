@@ -112,6 +112,7 @@ def test_writers_are_checked_and_timed(registry: Registry) -> None:
         ({"phase": "prefill", "cases": ["2q1s9"]}, "--cases for --phase prefill"),
         ({"layouts": ["nobody"]}, "kv_layout"),
         ({"dtype": torch.float64}, "--dtype"),
+        ({"phase": "write", "backends": ["sdpa"]}, "--backends"),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(registry: Registry, changes: dict[str, object], what: str) -> None:

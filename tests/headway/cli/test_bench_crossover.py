@@ -158,6 +158,11 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     for number, trial in enumerate(report["trials"]):
         trial["seed"] = 11 + number % 2
     output.write_text(json.dumps(report))
+    alone = headway("table", "regret", str(path), "--trials", str(output))
+    assert (alone.code, "every layout" in alone.out) == (0, False)  # the times are of one layout and block size
+    assert "microseconds of a step of 32 layers" in alone.out
+    report["trials"][0]["times_us"]["sdpa hnd 64"] = 1.0
+    output.write_text(json.dumps(report))
     again = headway("table", "regret", str(path), "--trials", str(output))
     assert again.code == 0, again.err
     assert [line.split(":")[0] for line in again.out.splitlines() if line.startswith("seed")] == ["seed 11", "seed 12"]
@@ -166,6 +171,70 @@ def test_choices_are_judged_and_judged_again_by_the_same_times(headway: Headway,
     assert_refused(wrong, "needs a file that headway table regret --output wrote")
     both = headway("table", "regret", str(path), "--leave-one-out", "--trials", str(output), columns=400)
     assert_refused(both, "needs --leave-one-out or --trials, got both")
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("--leave-one-out", ("--anywhere",)),
+        ("--leave-one-out", ("--points", "3")),
+        ("--leave-one-out", ("--workload", "long")),
+        ("--trials", ("--seed", "2")),
+        ("--trials", ("--points", "3")),
+    ],
+)
+def test_an_option_for_points_that_nobody_measures_is_refused(
+    headway: Headway, path: Path, way: str, words: tuple[str, ...]
+) -> None:
+    given = (way, "r.json") if way == "--trials" else (way,)
+    result = headway("table", "regret", str(path), *given, *words, columns=400)
+    assert_refused(
+        result, f"{words[0]}: needs points that are measured, got {way}, which measures none and does not read {words[0]}"
+    )
+
+
+def test_times_of_another_layer_judge_no_table(headway: Headway, path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "regret.json"
+    assert headway("table", "regret", str(path), "--leave-one-out", "--output", str(output)).code == 0
+    report = json.loads(output.read_text())
+    report["spec"] |= {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    output.write_text(json.dumps(report))
+    result = headway("table", "regret", str(path), "--trials", str(output), columns=400)
+    assert_refused(
+        result, "--trials: needs times of the table's layer, 4/2 heads x 32 float32, got those of 4/2 heads x 32 bfloat16"
+    )
+
+
+def test_a_choice_without_any_time_is_no_perfect_one(headway: Headway, path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "regret.json"
+    assert headway("table", "regret", str(path), "--leave-one-out", "--output", str(output)).code == 0
+    report = json.loads(output.read_text())
+    for trial in report["trials"]:
+        trial["times_us"] = {"sdpa hnd 64": 1.0}
+    output.write_text(json.dumps(report))
+    result = headway("table", "regret", str(path), "--trials", str(output), columns=200)
+    assert "no held-out point has a time of the choice" in result.out
+    assert "geometric mean" not in result.out
+
+
+def test_a_table_that_leads_to_no_choice_says_what_it_lacks(headway: Headway, path: Path) -> None:
+    table = crossing()
+    write_json(table.model_copy(update={"cells": [cell for cell in table.cells if cell.phase != "extend"]}), path)
+    refused = headway("table", "regret", str(path), "--points", "1", columns=400)
+    assert_refused(refused, "needs a table of level kernel with times for every phase, got one without times for extend")
+    foreign = [BackendRecord(name="triton", owner="headway", version="1", available=True)]
+    cells = [cell.model_copy(update={"backend": "triton"}) for cell in table.cells if cell.backend == "sdpa"]
+    write_json(table.model_copy(update={"cells": cells, "backends": foreign}), path)
+    refused = headway("table", "regret", str(path), "--points", "1", columns=400)
+    assert_refused(refused, "of backends that can run here, got times of triton on ")
+
+
+@pytest.mark.parametrize("way", [("--leave-one-out",), ("--points", "1")])
+def test_a_table_of_whole_generations_is_not_judged(headway: Headway, path: Path, way: tuple[str, ...]) -> None:
+    cell = a_cell(10.0, phase="generate", backend="sdpa", case="1q4s8", query_len=4, kv_len=8)
+    write_json(a_table(cell, level="engine"), path)
+    refused = headway("table", "regret", str(path), *way, columns=400)
+    assert_refused(refused, "needs a table of level kernel with times for every phase, got one of level engine")
 
 
 def test_several_tables_are_judged_in_one_command(headway: Headway, path: Path, tmp_path: Path) -> None:
@@ -199,6 +268,16 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert "measured 2026-11-21T10:00:00+00:00, " in result.out
     short = headway("backends", "explain", *TINY, "--len", "64", columns=200).out
     assert short.splitlines()[0].endswith("tokens: sdpa")
+
+
+def test_explain_says_where_a_step_lies_beyond_what_was_measured(headway: Headway, kept: Path) -> None:
+    said = "the step lies beyond what was measured: these are times of the nearest measured edge"
+    for length, beyond in (("4096", False), ("100000", True)):
+        asked = ("backends", "explain", *TINY, "--batch", "2", "--len", length)
+        assert (said in headway(*asked, columns=200).out) is beyond
+        assert json.loads(headway(*asked, "--json").out)["covered"] is not beyond
+    verify = headway("backends", "explain", *TINY, "--phase", "verify", "--len", "64", columns=200).out
+    assert said in verify  # the table has decodes of one token alone
 
 
 def test_explain_of_backends_that_are_named_shows_the_measured_times(headway: Headway, kept: Path) -> None:
