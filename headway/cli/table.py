@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -198,6 +196,7 @@ def merge(
 
 @table.command()
 def regret(
+    context: typer.Context,
     files: Annotated[list[Path] | None, typer.Argument(help="Table files. Default: the newest that auto keeps here.")] = None,
     points: Annotated[int, typer.Option(min=1, help="Held-out random points to measure, of each seed.")] = 40,
     seed: Annotated[str, typer.Option(help="Seeds of the points and their inputs, comma-separated.")] = "1",
@@ -220,7 +219,7 @@ def regret(
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.table.files import read_table
 
-    _check_judged(locals())
+    _check_judged(context, without, trials)
     paths = files or [_found(None)]
     if trials is not None and len(paths) > 1:
         raise ConfigError("headway table regret --trials", "one table, which the times are of", f"{len(paths)} tables")
@@ -252,19 +251,16 @@ def regret(
         _console().print(Text(f"{len(reports)} tables, {count} points: geometric means {means}, worst {worst:.3f}", "bold"))
 
 
-def _check_judged(given: Mapping[str, object]) -> None:
-    """given: the options of `headway table regret` by name.
-
-    :raises ConfigError: two ways to measure nothing, or an option that such a way would pass over.
-    """
-    if given["without"] and given["trials"] is not None:
+def _check_judged(context: typer.Context, without: bool, trials: Path | None) -> None:
+    """:raises ConfigError: two ways to measure nothing, or an option that such a way would pass over."""
+    if without and trials is not None:
         raise ConfigError("headway table regret", "--leave-one-out or --trials", "both")
-    if not given["without"] and given["trials"] is None:
+    if not without and trials is None:
         return
-    way = "--leave-one-out" if given["without"] else "--trials"
-    usual = inspect.signature(regret).parameters
-    for name in ("points", "seed", "anywhere", "workload") if given["without"] else ("points", "seed"):
-        if given[name] != usual[name].default:
+    way = "--leave-one-out" if without else "--trials"
+    for name in ("points", "seed", "anywhere", "workload") if without else ("points", "seed"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
             raise ConfigError(f"--{name}", "points that are measured", f"{way}, which measures none and does not read --{name}")
 
 
