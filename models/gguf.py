@@ -165,7 +165,8 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
     for name, got, need in sorted(found["mismatched_keys"]):  # here it would go on with random numbers as well
         raise ModelError(f"model {path}: {name} needs shape {list(need)} by its header, got {list(got)}")
     refuse_unread_tensors(header, model.state_dict())
-    take_rope_scaling(header, model.config)
+    if hasattr(config, "rope_parameters"):  # transformers has read the file once more, without them
+        model.config.rope_parameters = config.rope_parameters
     # The weights are plain float32 by now, but transformers still calls the model quantised and would refuse to save it.
     for name, value in (("hf_quantizer", None), ("is_quantized", False)):
         setattr(model, name, value)

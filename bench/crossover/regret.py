@@ -140,11 +140,9 @@ def measure_regret(
         raise _no_choice(table, names)
     chosen = selector.selection
     known = {cell.case for cell in table.cells}
+    drawn = ((seed, held_out(device.type, count, seed, known)) for seed in seeds)
     # A layer of an encoder has prefill alone: of the points drawn it keeps those.
-    drawn = {
-        seed: [each for each in held_out(device.type, count, seed, known) if each.shape.phase in chosen.names] for seed in seeds
-    }
-    draws = [[(seed, point) for point in drawn[seed]] for seed in seeds]
+    draws = [[(seed, point) for point in found if point.shape.phase in chosen.names] for seed, found in drawn]
     # Where time may end early every seed has its part of the points.
     points = list(chain(*draws) if until == math.inf else chain(*zip(*draws, strict=True)))
     pairs = [(chosen.layout, chosen.block_size)]

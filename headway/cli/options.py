@@ -90,6 +90,12 @@ def adapter_of(folder: str | None, engine: dict[str, Any]) -> LoRARequest | None
     return LoRARequest(folder, 1, folder)
 
 
+def on_command_line(context: typer.Context, name: str) -> bool:
+    """Whether a parameter of that name was given on the command line, rather than by its default or a file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def sizes_of(option: str, text: str | None, least: int = 1) -> Sequence[int] | None:
     """Numbers of at least `least` from a comma-separated text; None where there are none.
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
-from headway.cli.options import AdapterModules, adapters_of
+from headway.cli.options import AdapterModules, adapters_of, on_command_line
 from headway.core.contract.errors import ConfigError
 from headway.engine_args import EngineArgs, help_texts
 
@@ -251,8 +251,7 @@ def _model(context: typer.Context, argument: str, option: str | None) -> str:
 
     :raises ConfigError: both are on the command line, and differ: MODEL may have been meant for the option before it.
     """
-    sources = {name: context.get_parameter_source(name) for name in ("model", "model_option")}
-    told = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    told = [name for name in ("model", "model_option") if on_command_line(context, name)]
     if len(told) == 2 and argument != option:
         hint = "--served-model-name is repeated for each name of the model"
         raise ConfigError("MODEL and --model", "one model", f"{argument!r} and {option!r}", hint)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.options import PluginFiles
+from headway.cli.options import PluginFiles, on_command_line
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 
@@ -259,8 +259,7 @@ def _check_judged(context: typer.Context, without: bool, trials: Path | None) ->
         return
     way = "--leave-one-out" if without else "--trials"
     for name in ("points", "seed", "anywhere", "workload") if without else ("points", "seed"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if on_command_line(context, name):
             raise ConfigError(f"--{name}", "points that are measured", f"{way}, which measures none and does not read --{name}")
 
 

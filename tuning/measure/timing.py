@@ -131,7 +131,7 @@ class InterleavedTimer:
         rounds: list[list[list[float]]] = [[] for _ in calls]
         failed: dict[int, Exception] = {}
         for turn in range(2 * self.rounds):
-            if turn >= self.rounds and all(_drift(found) <= MOST_DRIFT for found in self._counting(rounds, failed)):
+            if turn >= self.rounds and all(_drift(found) <= MOST_DRIFT for found in self._counting(rounds, failed).values()):
                 break
             for number, call in enumerate(calls):
                 if number in failed:
@@ -143,12 +143,12 @@ class InterleavedTimer:
                     failed[number] = error
                     with suppress(Exception):
                         check()  # lets it undo what the call did before it raised
-        counting = iter(self._counting(rounds, failed))
-        return [failed.get(number) or _summary(next(counting)) for number in range(len(calls))]
+        counting = self._counting(rounds, failed)
+        return [failed.get(number) or _summary(counting[number]) for number in range(len(calls))]
 
-    def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> list[list[list[float]]]:
-        """The rounds that count, of each call that has not failed."""
-        return [sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed]
+    def _counting(self, rounds: Sequence[list[list[float]]], failed: Collection[int]) -> dict[int, list[list[float]]]:
+        """The number of each call that has not failed -> its rounds that count."""
+        return {number: sorted(found, key=median)[: self.rounds] for number, found in enumerate(rounds) if number not in failed}
 
     def _runs(self, us: float) -> int:
         """Runs in each round of a call that takes `us` microseconds."""
