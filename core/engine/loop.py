@@ -138,7 +138,8 @@ class EngineLoop:
         if request_id in self._live:
             raise ConfigError("request_id", "an id not in use", repr(request_id))
         params = request.params
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        endless = params.ignore_eos and params.structured_outputs is None  # the end of a form ends its text
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if endless else self._eos)
         ready = self.executor.prepare(params)
         wanted = request.lora_request
         adapter = None if wanted is None else self.adapter_table.claim(wanted, params.num_drawn)

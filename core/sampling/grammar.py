@@ -140,10 +140,10 @@ class GrammarCompiler:
             backend.no_truncation()
             return {"tokenizer": backend.to_str(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
-    def masks(self, grammars: Sequence[Grammar]) -> NDArray[numpy.int32]:
+    def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
         """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
 
-        Computed by several threads.
+        Computed by several threads. endless: indices of grammars whose text ends only where nothing else may come (ignore_eos).
         """
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
@@ -154,6 +154,12 @@ class GrammarCompiler:
         running = [(grammar.matcher, number) for number, grammar in enumerate(grammars) if not grammar.ended]
         if running:
             fill_next_token_bitmask_par(self._executor, running, masks)
+        for number in endless:
+            others = masks[number].view(numpy.uint32).copy()
+            for token in self._eos:
+                others[token // 32] &= numpy.uint32(~(1 << token % 32) % 2**32)
+            if others.any():
+                masks[number] = others.view(numpy.int32)
         return masks
 
     def _load(self) -> LLTokenizer:

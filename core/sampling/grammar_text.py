@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, Final
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.sampling.ecma_regex import rust_regex
+from headway.core.sampling.guidance_notation import guidance_json, guidance_lark
 from headway.core.sampling.structural_tag import structural_tag_text
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.text import harmless
 
 _LONGEST_REASON: Final = 240
 """Characters of a reason; llguidance's quotes the whole of a regular expression that it refuses."""
+_SPACE: Final = r"[ \t\n\r]?"
+"""Space between the parts of JSON, unless a form says otherwise: a small model may write spaces without end."""
 
 
 class GrammarError(HeadwayError):
@@ -22,36 +25,26 @@ class GrammarError(HeadwayError):
 def grammar_text(form: StructuredOutputsParams) -> str:
     """The form in llguidance's own notation.
 
-    :raises ValueError: a grammar in llama.cpp's notation that is not one, or a schema that is not JSON.
+    :raises ValueError: a grammar in llama.cpp's notation that is not one, a schema that is not JSON, or a regular expression that
+        is not one of ECMA's.
     """
     from llguidance import LLMatcher, grammar_from
 
     if form.regex is not None:
-        return LLMatcher.grammar_from_regex(form.regex)
+        return LLMatcher.grammar_from_regex(rust_regex(form.regex))
     if form.choice is not None:  # one terminal: as alternatives of a rule, 2,000 are llguidance's limit for the first token
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, form.choice))}")
+    spaces: dict[str, Any] = {"whitespace_flexible": False}
+    if not form.disable_any_whitespace:
+        spaces = {"whitespace_pattern": rust_regex(_SPACE if form.whitespace_pattern is None else form.whitespace_pattern)}
     if form.grammar is not None:
-        return grammar_from("grammar", form.grammar)
-    spaces: Any = {"whitespace_flexible": not form.disable_any_whitespace}
-    if form.whitespace_pattern is not None:
-        spaces = {"whitespace_pattern": form.whitespace_pattern}
+        return guidance_lark(grammar_from("grammar", form.grammar), spaces)
+    closed = form.disable_additional_properties
     if form.structural_tag is not None:
-        tag: Any = _closed(form.structural_tag) if form.disable_additional_properties else form.structural_tag
-        return structural_tag_text(tag, spaces)
-    schema: Any = {"type": "object"} if form.json is None else form.json
-    if form.disable_additional_properties:
-        schema = _closed(schema)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=spaces)
-
-
-def _closed(schema: Any) -> Any:
-    """Forbid additional properties wherever a schema names properties and says nothing of others."""
-    if isinstance(schema, Mapping):
-        closed = {key: _closed(value) for key, value in schema.items()}
-        if "properties" in schema or "patternProperties" in schema:
-            closed.setdefault("additionalProperties", False)
-        return closed
-    return [_closed(item) for item in schema] if isinstance(schema, list) else schema
+        return structural_tag_text(form.structural_tag, spaces, closed)  # type: ignore[arg-type]
+    return LLMatcher.grammar_from_json_schema(
+        guidance_json({"type": "object"} if form.json is None else form.json, spaces, closed)
+    )
 
 
 def brief_reason(text: str) -> str:

@@ -1,7 +1,8 @@
 """Structural tags: texts that are free up to a mark, and have a form behind it. From their JSON to llguidance's notation.
 
 The vocabulary is xgrammar's, which vLLM takes: https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html. Beside its formats
-there are `token`, one token by its name or id, `optional`, and `free_tokens`, any tokens but some.
+there are `token`, one token by its name or id, `optional`, and `free_tokens`, any tokens but some; and a `json_schema` may say
+whether it is `closed` (see `guidance_schema`).
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from headway.core.sampling.guidance_notation import guidance_json, guidance_lark, lark_regex
+
 _TEXT: Final = r"/(.|\n)+/"
 _LAZY: Final = r"/(.|\n)*/"
 
 
-def structural_tag_text(tag: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], closed: bool = False) -> str:
     """A structural tag as a grammar in llguidance's notation.
 
-    tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}; defaults: options of JSON in schemas that say
-    nothing of them.
+    tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}. options, closed: see `guidance_json`.
 
-    :raises ValueError: a part of it is of an unknown type or lacks a field.
+    :raises ValueError: a part of it is of an unknown type, lacks a field, or holds a pattern that is no regular expression.
     """
-    return _TagGrammar(defaults).text(format_of(tag))
+    return _TagGrammar(options, closed).text(format_of(tag))
 
 
 def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -57,8 +59,8 @@ def _field(part: Any, name: str, kind: type | tuple[type, ...]) -> Any:
 class _TagGrammar:
     """Collects the rules of a grammar."""
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        self._defaults = defaults
+    def __init__(self, options: Mapping[str, Any], closed: bool) -> None:
+        self._options, self._closed = options, closed
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
         """Format as JSON -> the rule that it has already."""
@@ -104,18 +106,17 @@ class _TagGrammar:
         return f"<[^{','.join(map(str, _field(form, 'except', list)))}]>*"
 
     def _write_json_schema(self, form: Mapping[str, Any]) -> str:
-        schema = _field(form, "json_schema", (Mapping, bool))
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        return f"%json {json.dumps({'x-guidance': dict(self._defaults), **schema}, default=dict)}"
+        closed = form.get("closed", self._closed)
+        return f"%json {guidance_json(_field(form, 'json_schema', (Mapping, bool)), self._options, closed)}"
 
     def _write_regex(self, form: Mapping[str, Any]) -> str:
-        return self._other({"lark_grammar": f"start: {_regex(_field(form, 'pattern', str))}"})
+        return self._other({"lark_grammar": f"start: {lark_regex(_field(form, 'pattern', str))}"})
 
     def _write_grammar(self, form: Mapping[str, Any]) -> str:
         from llguidance import grammar_from
 
-        return self._other(json.loads(_as_grammars(grammar_from("grammar", _field(form, "grammar", str))))["grammars"][0])
+        lark = guidance_lark(grammar_from("grammar", _field(form, "grammar", str)), self._options)
+        return self._other({"lark_grammar": lark})
 
     def _other(self, grammar: Mapping[str, Any]) -> str:
         name = f"g{len(self._others)}"
@@ -179,17 +180,3 @@ def _without(tag: Mapping[str, Any], trigger: str | Mapping[str, Any]) -> tuple[
         return None
     elements: Sequence[Any] = begin.get("elements", [begin]) if isinstance(begin, Mapping) else []
     return ({"type": "sequence", "elements": list(elements[1:])}, tag) if elements and elements[0] == trigger else None
-
-
-def _regex(pattern: str) -> str:
-    """A regular expression as a terminal of a grammar."""
-    from llguidance import LLMatcher
-
-    LLMatcher.grammar_from_regex(pattern)
-    escaped = pattern.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
-    return f"/{escaped}/"
-
-
-def _as_grammars(text: str) -> str:
-    """A grammar in llguidance's JSON; Lark is given as it is."""
-    return text if text.lstrip().startswith("{") else json.dumps({"grammars": [{"lark_grammar": text}]})

@@ -36,7 +36,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = None
     """A JSON schema, as a dict or as its text."""
     regex: str | None = None
-    """A regular expression that the whole text matches."""
+    """A regular expression that the whole text matches, as ECMA-262 defines them: classes are ASCII unless the flag u is set."""
     choice: Sequence[str] | None = None
     """Texts of which the completion is one."""
     grammar: str | None = None
@@ -46,11 +46,12 @@ class StructuredOutputsParams:
     structural_tag: str | Mapping[str, Any] | None = None
     """Free text with parts that have a form, as xgrammar describes them, as a dict or as its text: {"format": {...}}."""
     disable_any_whitespace: bool = False
-    """JSON without spaces and line breaks between its parts."""
+    """JSON without whitespace between its parts."""
     disable_additional_properties: bool = False
     """No properties in objects that a JSON schema does not name, where it does not say whether there may be others."""
     whitespace_pattern: str | None = None
-    """A regular expression for the space between the parts of JSON."""
+    """A regular expression for the whitespace between two parts of JSON. None means at most one space, tab or line break;
+    r"[ \\t\\n\\r]*" allows any number."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
@@ -92,6 +93,8 @@ class StructuredOutputsParams:
             self._refuse("json_object", "True, or None for another form")
         if self.whitespace_pattern is not None and not isinstance(self.whitespace_pattern, str):
             self._refuse("whitespace_pattern", "a regular expression")
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            self._refuse("whitespace_pattern", "none with disable_any_whitespace")
         self._check_size(given[0])
 
     def _read(self, field: str, need: str) -> None:
@@ -127,7 +130,7 @@ class StructuredOutputsParams:
 
 
 def may_be_closed(schema: Any) -> bool:
-    """Whether properties that a JSON schema does not name can be forbidden: not where several parts of it name some together."""
+    """Return whether properties that a JSON schema does not name can be forbidden: not if several of its parts name some."""
     return not any(word in json.dumps(schema, default=dict) for word in ('"allOf"', '"dependentSchemas"', '"if"'))
 
 

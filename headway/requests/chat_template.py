@@ -16,6 +16,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.control_tokens import ControlTokens
 from headway.requests.conversation import prepared, template_text
 from headway.requests.prompts import BYTES, Message, Prompt, whole_text
+from headway.requests.tool_use import with_parameters
 
 SECONDS: Final = 2.0
 """Seconds of processor time for one conversation; templates need less than a hundredth of that."""
@@ -76,7 +77,7 @@ def chat_prompt(
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "chat_template": chat_template,
-        "tools": tools,
+        "tools": None if tools is None else list(map(with_parameters, tools)),
         **_variables(tokenizer, chat_template_kwargs or {}),
     }
     try:

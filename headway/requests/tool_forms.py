@@ -12,11 +12,11 @@ from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.structural_tag import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
-from headway.requests.tool_use import ToolUse
+from headway.requests.tool_use import NO_PARAMETERS, ToolUse
 
 Part = dict[str, Any]
-_SPACE = "[ ]?"
-"""White space within the arguments of calls: a small model may write spaces without end."""
+_SPACE = r"\s{0,4}"
+"""White space between the reasoning and the answer: a small model may write spaces without end."""
 
 
 class ToolForms:
@@ -44,9 +44,10 @@ class ToolForms:
         if use.choice == "required":
             if given is not None:
                 raise ConfigError("tool_choice", "auto or none beside response_format and structured_outputs", "required")
-            return self._made(use, self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False))
+            form = self._behind_reasoning(self._must_call(use, use.schemas), prompt, answer=False)
+            return StructuredOutputsParams(structural_tag={"format": form})
         if use.choice == "auto" and use.strict and given is None:
-            return self._made(use, self._may_call(use, prompt))
+            return StructuredOutputsParams(structural_tag={"format": self._may_call(use, prompt)})
         if given is None or (self._reasoning is None and use.choice == "none" and given.structural_tag is None):
             return given
         form = self._part_of(given)
@@ -54,13 +55,6 @@ class ToolForms:
             form = {"type": "or", "elements": [self._must_call(use, use.schemas), form]}
         tag = {"format": self._behind_reasoning(form, prompt, answer=True)}
         return replace(given, json=None, regex=None, choice=None, grammar=None, json_object=None, structural_tag=tag)
-
-    @staticmethod
-    def _made(use: ToolUse, form: Part) -> StructuredOutputsParams:
-        closed = may_be_closed(use.schemas)
-        return StructuredOutputsParams(
-            structural_tag={"format": form}, disable_additional_properties=closed, whitespace_pattern=_SPACE
-        )
 
     def _part_of(self, given: StructuredOutputsParams) -> Any:
         """A form as a part of a structural tag."""
@@ -75,7 +69,8 @@ class ToolForms:
             return {"type": "or", "elements": [_text(each) for each in given.choice]}
         if given.grammar is not None:
             return {"type": "grammar", "grammar": given.grammar}
-        return {"type": "json_schema", "json_schema": {"type": "object"} if given.json is None else given.json}
+        schema = {"type": "object"} if given.json is None else given.json
+        return {"type": "json_schema", "json_schema": schema, "closed": given.disable_additional_properties}
 
     def _told(self, form: Any) -> Any:
         """A structural tag of a request's, whose texts name tokens."""
@@ -128,7 +123,9 @@ class ToolForms:
     def _may_call(self, use: ToolUse, prompt: str) -> Part:
         """Free text in which each call of a strict tool keeps its schema."""
         syntax, marks = self._syntax, self._reasoning
-        schemas = {name: schema if name in use.strict else {"type": "object"} for name, schema in use.schemas.items()}
+        free: dict[str, Any] = {"type": "object"}
+        kept = {name for name, schema in use.schemas.items() if name in use.strict or schema == NO_PARAMETERS}
+        schemas = {name: schema if name in kept else free for name, schema in use.schemas.items()}
         if marks is not None and marks.answer:  # answers have a mark of their own, and it begins as that of calls does
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
             either = {"type": "or", "elements": [self._must_call(use, schemas), answer]}
@@ -145,7 +142,7 @@ class ToolForms:
         return {
             "type": "tag",
             "begin": self._begin(syntax.head.replace("NAME", name)),
-            "content": {"type": "json_schema", "json_schema": schema},
+            "content": {"type": "json_schema", "json_schema": schema, "closed": may_be_closed(schema)},
             "end": self._text(syntax.tail),
         }
 
@@ -178,4 +175,4 @@ def _text(text: str) -> Part:
 
 
 def _white_space() -> Part:
-    return {"type": "regex", "pattern": "\\s*"}
+    return {"type": "regex", "pattern": _SPACE}

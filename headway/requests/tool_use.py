@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import shown
 
 Choice = Literal["none", "auto", "required"]
+NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The parameters of a tool that gives none: its calls have the arguments {}."""
 _CHOICES = 'none, auto, required or {"type": "function", "function": {"name": NAME}}'
 
 
@@ -19,7 +21,9 @@ class ToolUse:
     """Tools, checked."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    """{"type": "function", "function": {"name", "description", "parameters", "strict"}}; those that may be called."""
+    """The tools that may be called: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+
+    The parameters of each are the JSON schema of an object."""
     choice: Choice = "none"
     """Whether calls may come, or must."""
     parallel: bool = True
@@ -49,8 +53,8 @@ class ToolUse:
 
     @cached_property
     def schemas(self) -> dict[str, Any]:
-        """Name of each tool -> the JSON schema of its parameters."""
-        return {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in self.tools}
+        """JSON schema of the parameters, by each tool's name."""
+        return {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
 
     @cached_property
     def strict(self) -> frozenset[str]:
@@ -74,7 +78,19 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     properties = (schema or {}).get("properties", {})
     if not isinstance(properties, Mapping) or not all(isinstance(each, (Mapping, bool)) for each in properties.values()):
         raise ConfigError(f"{where}.function.parameters.properties", "an object of JSON schemas", shown(properties, 80))
-    return {"type": "function", **tool}
+    return with_parameters({"type": "function", **tool})
+
+
+def with_parameters(tool: Any) -> Any:
+    """Return a tool whose parameters are the JSON schema of an object, or what is not such a tool as it is.
+
+    A tool without parameters (none, null or {}) takes none, as in OpenAI's API.
+    """
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    schema = function.get("parameters") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(schema or {}, Mapping):
+        return tool
+    return {**tool, "function": {**function, "parameters": {"type": "object", **schema} if schema else NO_PARAMETERS}}
 
 
 def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:

@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from headway import SamplingParams, StructuredOutputsParams, create_registry, hookimpl
 from headway.contract import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ConfigError, PluginError
 from headway.core.sampling.grammar_text import grammar_text
+from headway.requests.chat_template import chat_prompt
 from headway.requests.chats import ChatFormat, ChatText, read_whole
 from headway.requests.tool_use import ToolUse
 
@@ -26,7 +27,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},
 ]
-STRICT = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}, TOOLS[1]]
+FREE = {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}}
+STRICT = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}, TOOLS[1], FREE]
 MUST, MAY, NONE = ToolUse.of(TOOLS, "required"), ToolUse.of(STRICT), ToolUse()
 ONE = ToolUse.of(TOOLS, {"type": "function", "function": {"name": "f"}})
 DEEPSEEK = [f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")]
@@ -117,6 +119,43 @@ def test_a_call_that_must_come_has_the_family_s_form(name: str, text: str, num_c
     assert not accepts(name, MUST, "Hello")
 
 
+WRITERS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+    "llama3_json": '{"name": "f", "parameters": ARGUMENTS}',
+    "mistral": "[TOOL_CALLS]f[ARGS]ARGUMENTS",
+    "mistral, old": '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]',
+    "deepseek_v3": "hm</think>" + deepseek("ARGUMENTS"),
+    "kimi_k2": kimi("ARGUMENTS"),
+    "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>ARGUMENTS",
+    "glm45": '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>',
+}
+OTHER: dict[str, Any] = {"name": "other", "parameters": {"allOf": [{"properties": {"b": {}}}]}}
+CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_tool_without_parameters_takes_none(name: str, choice: Any) -> None:
+    for given in ({}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}):
+        tools = [{"type": "function", "function": {"name": "f", **given}}, {"type": "function", "function": OTHER}]
+        use, text = ToolUse.of(tools, choice), WRITERS[name]
+        assert accepts(name, use, text.replace("ARGUMENTS", "{}")), given
+        assert [call.arguments for call in reading(name, use, text.replace("ARGUMENTS", "{}")).calls] == ["{}"]
+        for arguments in ('{"a": 1}', "{  }", "[]", "null", '{"": {}}'):
+            assert not accepts(name, use, text.replace("ARGUMENTS", arguments)), (given, arguments)
+    for given in ({"type": "object"}, {"additionalProperties": True}, {"additionalProperties": True, "properties": {}}):
+        use = ToolUse.of([{"type": "function", "function": {"name": "f", "parameters": given}}], choice)
+        assert accepts(name, use, text.replace("ARGUMENTS", '{"a": 1}')), given
+        assert not accepts(name, use, text.replace("ARGUMENTS", "1")), given
+
+
+def test_a_template_is_shown_the_parameters_of_a_tool_without_any() -> None:
+    template = "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}"
+    tools = [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f", "parameters": {}}}]
+    prompt: Any = chat_prompt(tokenizer_with(template), "a model", "Hi", tools=tools)
+    assert prompt["prompt"] == "{}{}"
+
+
 def reading(name: str, use: ToolUse, text: str, prompt: str = "") -> ChatText:
     reader = ChatFormat.of(TOKENIZERS[name]).reader(use, prompt)
     assert reader is not None
@@ -135,7 +174,8 @@ def test_one_call_alone_may_come_where_no_others_are_wanted() -> None:
     ("name", "text"),
     [
         ("hermes", f"<think>x</think>Hi {CALL} and {CALL}"),
-        ("hermes", CALL.replace('"f"', '"g"').replace("1", '"x"')),
+        ("hermes", CALL.replace('"f"', '"h"').replace("1", '"x"')),
+        ("hermes", CALL.replace('"f"', '"g"').replace('{"a": 1}', "{}")),
         ("llama3_json", LLAMA),
         ("mistral", f"Hi{MISTRAL}"),
         ("mistral, old", f"Hi{OLDER}"),
@@ -192,13 +232,13 @@ def test_a_template_without_tools_gets_a_description() -> None:
     messages, tools = ChatFormat.of(TOKENIZERS["plain"]).conversation(asked, ToolUse.of(TOOLS))
     assert tools is None
     assert messages[0]["role"] == "system"
-    assert '{"name": "g"}' in messages[0]["content"]
+    assert '{"name": "g", "parameters": {"type": "object", "properties": {}, ' in messages[0]["content"]
     assert [each["role"] for each in messages] == ["system", "user", "assistant", "user"]
     assert messages[2]["content"] == CALL
     assert "42" in messages[3]["content"]
     messages, tools = ChatFormat.of(TOKENIZERS["hermes"]).conversation(asked, ToolUse.of(TOOLS))
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert (messages[1]["content"], tools) == ("", TOOLS)
+    assert (messages[1]["content"], tools) == ("", list(MUST.tools))
 
 
 def test_a_template_that_joins_arguments_to_texts_gets_texts() -> None:

@@ -41,7 +41,7 @@ def ask(llm: LLM, forms: list[StructuredOutputsParams], **wish: Any) -> list[Com
     ends = {token: 6.0 for word, token in tokenizer.get_vocab().items() if word in '",]}'}
     bias = {**ends, tokenizer.eos_token_id: 12.0}
     wishes = [
-        SamplingParams(max_tokens=MOST, seed=seed, logit_bias=bias, structured_outputs=form, **wish)
+        SamplingParams(**{"max_tokens": MOST, **wish}, seed=seed, logit_bias=bias, structured_outputs=form)
         for seed, form in enumerate(forms)
     ]
     outputs = llm.generate([[1 + seed % 200, 7] for seed in range(len(forms))], wishes, use_tqdm=False)
@@ -88,6 +88,19 @@ def test_regular_expressions_choices_grammars_and_objects(llm: LLM) -> None:
     assert all(re.fullmatch(r"\(\d{1,3}([+*-]\d{1,3})*\)", text) for text in texts[8:12])
     assert texts[12] in ("<a>", "<b>")
     assert isinstance(json.loads(texts[13]), dict)
+
+
+def test_a_form_is_kept_to_its_end_beside_ignore_eos(llm: LLM) -> None:
+    """The text goes on as long as the form lets it, and ends with the form."""
+    endless = StructuredOutputsParams(regex="[ab]{3,}")
+    forms = [StructuredOutputsParams(choice=["a", "ab"]), StructuredOutputsParams(regex="[ab]{2,4}"), endless]
+    one, other, longest = ask(llm, forms, ignore_eos=True, max_tokens=40)
+    assert (one.text, one.finish_reason) == ("ab", "stop")
+    assert (len(other.text), other.finish_reason) == (4, "stop")
+    assert (len(longest.token_ids), longest.finish_reason) == (40, "length")
+    assert re.fullmatch("[ab]{3,}", longest.text)
+    (short,) = ask(llm, [endless], max_tokens=40)
+    assert short.finish_reason == "stop"
 
 
 def test_neither_neighbours_nor_overlap_nor_preemption_change_a_form(llm: LLM) -> None:

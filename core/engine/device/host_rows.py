@@ -177,7 +177,8 @@ class HostRows:
         if not which:
             return [], None
         assert self._grammars is not None
-        masks = self._grammars.masks(grammars)
+        endless = [place for place, number in enumerate(which) if self._rows[rows[number]].params.ignore_eos]
+        masks = self._grammars.masks(grammars, endless)
         for number, grammar in zip(which, grammars, strict=True):
             if grammar.fault:
                 self._rows[rows[number]].error = f"structured_outputs: nothing can follow ({grammar.fault})"
