@@ -153,8 +153,10 @@ class _TagGrammar:
     def _write_triggered_tags(self, form: Mapping[str, Any]) -> str:
         """Free text, in which a trigger must go on as a tag that begins with it."""
         triggers = _field(form, "triggers", list)
+        if "" in triggers:
+            raise ValueError("a structural tag needs triggers that are not empty")
         tags: list[Mapping[str, Any]] = list(_field(form, "tags", list))
-        ids = [each["token"] for each in triggers if isinstance(each, Mapping)]
+        ids = [_field(each, "token", (str, int)) for each in triggers if isinstance(each, Mapping)]
         free = self._rule({"type": "free_tokens", "except": ids}) if ids else self._rule({"type": "any_text"})
         bodies = []
         for trigger in triggers:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.control_tokens import ControlTokens
-from headway.requests.conversation import prepared, template_text
+from headway.requests.conversation import TEXTS, prepared, template_text
 from headway.requests.prompts import BYTES, Message, Prompt, whole_text
 from headway.requests.tool_use import with_parameters
 
@@ -30,8 +30,6 @@ _VARIABLES: Final = frozenset(("documents", "tools", "add_generation_prompt", "c
 """Variables of templates that are arguments of transformers' apply_chat_template, too."""
 _RENDERING: Final = frozenset(("self", "messages", "conversations"))
 """Further names that transformers and Jinja use where they render a template."""
-_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a part that is a text -> its field."""
 _READS_PARTS: Final = re.compile(r"for\s+\w+\s+in\s+(?:\w+\.|\w+\[['\"])?content\b")
 """A template that writes the parts of a message's content itself, one behind the other."""
 _CODE: Final = "<template>"
@@ -71,8 +69,8 @@ def chat_prompt(
     )
     if not listed:
         raise PromptError("messages", "at least one message", "none")
-    for each in listed:
-        whole_text(each["content"], "messages")
+    for number, each in enumerate(listed):
+        whole_text(each["content"], f"messages.{number}.content")
     options = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
@@ -127,24 +125,11 @@ def _between(template: str) -> str:
     return "" if _READS_PARTS.search(template) else "\n"
 
 
-def _message(message: object, between: str) -> dict[str, Any]:
-    """A message whose content is one text. between: what stands between the texts of its parts.
-
-    :raises PromptError: it has no role, or content that is no text.
-    """
-    need = 'a message such as {"role": "user", "content": "Hello"}'
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        got = "a mapping without a role" if isinstance(message, Mapping) else f"a {type(message).__name__}"
-        raise PromptError("messages", need, got)
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):  # OpenAI's parts
-        parts = [part.get(_TEXTS.get(str(part.get("type")), "")) if isinstance(part, Mapping) else part for part in content]
-        texts = [text for text in parts if isinstance(text, str)]
-        if len(texts) != len(content):
-            raise PromptError("messages", need, "content with parts that are no texts")
-        content = between.join(texts)
+def _message(message: Mapping[str, Any], between: str) -> dict[str, Any]:
+    """Return a message from `prepared` with one text as its content. between: separator of the texts of its parts."""
+    content = message["content"]
     if not isinstance(content, str):
-        raise PromptError("messages", need, f"content of the type {type(content).__name__}")
+        content = between.join(part if isinstance(part, str) else part[TEXTS[part["type"]]] for part in content)
     return {**message, "content": content}
 
 

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import PromptError
 from headway.core.system.text import shown
 
 Messages = Sequence[Mapping[str, Any]]
 _WRITES_TEXT: Final = re.compile(r"\+\s*\w+(?:\['function'\]|\.function)?(?:\['arguments'\]|\.arguments)(?!\s*\|)")
 """A template that joins arguments to a text, as that of DeepSeek V3 does, and so wants them as one."""
+TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Field with the text of a part of content, by the part's type."""
 _NO_SYSTEM: Final = re.compile(r"system role.{0,20}not supported", re.IGNORECASE)
 """What a template says that knows no messages of the system."""
 _DESCRIPTION: Final = """\
@@ -33,54 +35,105 @@ def template_text(tokenizer: Any) -> str:
     return "\n".join(map(str, given.values())) if isinstance(given, Mapping) else str(given)
 
 
+def text_field(part: Mapping[str, Any], name: str, place: str, optional: bool = False) -> str:
+    """Return a field that must be a text. place: of the part in its request. optional: absent and null are an empty text.
+
+    :raises PromptError: it is something else; the error names the field.
+    """
+    value = part.get(name)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        raise PromptError(f"{place}.{name}", "a text", shown(value, 60) if name in part else "none")
+    return value
+
+
 def prepared(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Messages for a template: content that is null becomes empty, arguments of calls objects, and reasoning has both its names.
 
     A developer's messages are the system's where the template does not know developers.
 
-    :raises ConfigError: a call whose arguments are no JSON object.
+    :raises PromptError: a message, or a part of one, of the wrong kind; the error names its place.
     """
     as_text = _WRITES_TEXT.search(template) is not None
     role = "developer" if "developer" in template else "system"
-    return [_prepared(message, as_text, role) if isinstance(message, Mapping) else message for message in messages]
+    return [_prepared(message, f"messages.{number}", as_text, role) for number, message in enumerate(messages)]
 
 
-def _prepared(message: Mapping[str, Any], as_text: bool, developer: str) -> dict[str, Any]:
-    """A message for a template. developer: the role of a developer's messages."""
+def _prepared(message: Any, place: str, as_text: bool, developer: str) -> dict[str, Any]:
+    """Check a message, and make it one for a template. developer: the role of a developer's messages."""
+    if not isinstance(message, Mapping):
+        raise PromptError(place, 'a message such as {"role": "user", "content": "Hello"}', shown(message, 60))
     made = dict(message)
-    if made.get("role") == "developer":
+    role = text_field(message, "role", place)
+    for name in ("name", "tool_call_id", "reasoning", "reasoning_content"):
+        text_field(message, name, place, optional=True)
+    if role == "developer":
         made["role"] = developer
-    if made.get("role") == "assistant" and made.get("content") is None:
-        made["content"] = ""
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
-        if isinstance(made.get(name), str) and made.get(other) is None:
+        if made.get(name) is not None and made.get(other) is None:
             made[other] = made[name]
     calls = made.get("tool_calls")
     if calls is None:
         made.pop("tool_calls", None)
     elif isinstance(calls, Sequence) and not isinstance(calls, str):
-        made["tool_calls"] = [_call(call, as_text) for call in calls]
-        made["content"] = made.get("content") or ""
+        made["tool_calls"] = [_call(call, f"{place}.tool_calls.{number}", as_text) for number, call in enumerate(calls)]
     else:
-        raise ConfigError("messages", "tool_calls that are a list", shown(calls))
+        raise PromptError(f"{place}.tool_calls", "a list of calls", shown(calls, 60))
+    if made.get("content") is None and (role == "assistant" or calls is not None):
+        made["content"] = ""
+    _check_content(made.get("content"), f"{place}.content")
     return made
 
 
-def _call(call: Any, as_text: bool) -> Any:
+def _check_content(content: Any, place: str) -> None:
+    """Check that a message's content is a text, or parts that are texts."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, Sequence) or isinstance(content, (bytes, bytearray)):
+        raise PromptError(place, "a text or a list of parts", shown(content, 60))
+    for number, part in enumerate(content):
+        if isinstance(part, Mapping):
+            kind = text_field(part, "type", f"{place}.{number}")
+            if kind not in TEXTS:
+                raise PromptError(f"{place}.{number}", f"a part that is a text ({', '.join(TEXTS)})", shown(kind, 60))
+            text_field(part, TEXTS[kind], f"{place}.{number}")
+        elif not isinstance(part, str):
+            raise PromptError(f"{place}.{number}", 'a part such as {"type": "text", "text": "Hello"}', shown(part, 60))
+
+
+def _call(call: Any, place: str, as_text: bool) -> dict[str, Any]:
+    """Check a call, and make it one for a template."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        return call
+        need = 'a call such as {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
+        raise PromptError(
+            place if function is None else f"{place}.function", need, shown(call if function is None else function, 60)
+        )
+    if call.get("type") not in (None, "function"):
+        raise PromptError(f"{place}.type", "function, the one type of calls that models make here", shown(call["type"], 60))
+    text_field(call, "id", place, optional=True)
+    text_field(function, "name", f"{place}.function")
     given = function.get("arguments")
+    read = call_arguments(given, f"{place}.function.arguments")
+    arguments = (given if isinstance(given, str) else json.dumps(read, ensure_ascii=False)) if as_text else read
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
+    """Return the arguments of a call, an object or its JSON. An empty text is no arguments.
+
+    :raises PromptError: they are something else; the error names the place.
+    """
     read = given
     if isinstance(given, str):
         try:
             read = json.loads(given or "{}")
-        except ValueError:
-            raise ConfigError("messages", "tool calls whose arguments are JSON", repr(given[:60])) from None
+        except (ValueError, RecursionError):
+            raise PromptError(place, "arguments that are JSON", shown(given, 60)) from None
     if not isinstance(read, Mapping):
-        raise ConfigError("messages", "tool calls whose arguments are a JSON object", shown(given))
-    arguments = (given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)) if as_text else read
-    return {**call, "function": {**function, "arguments": arguments}}
+        raise PromptError(place, "arguments that are a JSON object", shown(given, 60))
+    return read
 
 
 def described(messages: Messages, tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -113,7 +166,6 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
         + json.dumps({key: call["function"].get(key) for key in ("name", "arguments")}, ensure_ascii=False)
         + "\n</tool_call>"
         for call in message["tool_calls"]
-        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
     ]
     said = _words(message.get("content"))
     return {"role": message.get("role"), "content": "\n".join([said, *written] if said else written)}

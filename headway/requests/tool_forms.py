@@ -160,7 +160,7 @@ class ToolForms:
     def _trigger(self, text: str) -> str | Part:
         """A trigger: the token that it begins with, or a text."""
         whole = self._text(text)
-        first: Part = whole["elements"][0] if whole["type"] == "sequence" else whole
+        first: Part = next(iter(whole.get("elements", ())), whole)
         return first if first["type"] == "token" else text
 
     def _text(self, text: str) -> Part:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import NoneType
 from typing import Any, Final, Literal
 
 from headway.core.contract.errors import ConfigError
@@ -65,20 +66,35 @@ class ToolUse:
 def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
         got = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise ConfigError(f"{where}.type", "function, the one type of tools that models call here", shown(got))
+        place = f"{where}.type" if isinstance(tool, Mapping) else where
+        raise ConfigError(place, "function, the one type of tools that models call here", shown(got, 80))
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise ConfigError(f"{where}.function", 'an object such as {"name": "f", "parameters": {...}}', shown(function))
-    name = function.get("name")
+        raise ConfigError(f"{where}.function", 'an object such as {"name": "f", "parameters": {...}}', shown(function, 80))
+    check_function(function, f"{where}.function")
+    return with_parameters({"type": "function", **tool})
+
+
+def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:
+    """Check a function: {"name", "description", "strict"} and its parameters.
+
+    place: of the function in its request. parameters: the name of that field there.
+
+    :raises ConfigError: a field of the wrong kind; the error names it.
+    """
+    name, description, strict = (function.get(field) for field in ("name", "description", "strict"))
     if not isinstance(name, str) or not 0 < len(name) <= 256 or any(sign.isspace() or sign in "\"'<>{}" for sign in name):
-        raise ConfigError(f"{where}.function.name", "a name without blanks, quotes and brackets", shown(name))
-    schema = function.get("parameters")
+        raise ConfigError(f"{place}.name", "a name without blanks, quotes and brackets", shown(name, 80))
+    if not isinstance(description, (str, NoneType)):
+        raise ConfigError(f"{place}.description", "a text", shown(description, 80))
+    if not isinstance(strict, (bool, NoneType)):
+        raise ConfigError(f"{place}.strict", "true or false", shown(strict, 80))
+    schema = function.get(parameters)
     if schema is not None and not (isinstance(schema, Mapping) and schema.get("type", "object") == "object"):
-        raise ConfigError(f"{where}.function.parameters", "a JSON schema of an object", shown(schema, 80))
+        raise ConfigError(f"{place}.{parameters}", "a JSON schema of an object", shown(schema, 80))
     properties = (schema or {}).get("properties", {})
     if not isinstance(properties, Mapping) or not all(isinstance(each, (Mapping, bool)) for each in properties.values()):
-        raise ConfigError(f"{where}.function.parameters.properties", "an object of JSON schemas", shown(properties, 80))
-    return with_parameters({"type": "function", **tool})
+        raise ConfigError(f"{place}.{parameters}.properties", "an object of JSON schemas", shown(properties, 80))
 
 
 def with_parameters(tool: Any) -> Any:
@@ -99,19 +115,31 @@ def _choice(given: Any, any_tools: bool) -> tuple[Choice, list[str] | None]:
         return ("auto" if any_tools else "none"), None
     if given in ("none", "auto", "required"):
         return given, None
-    if isinstance(given, Mapping):
-        if given.get("type") == "function":
-            return "required", [_name_in(given)]
-        allowed = given.get("allowed_tools")
-        if given.get("type") == "allowed_tools" and isinstance(allowed, Mapping) and allowed.get("mode") in ("auto", "required"):
-            tools: Iterable[Any] = allowed.get("tools") or ()
-            return allowed["mode"], [_name_in(tool) for tool in tools]
-    raise ConfigError("tool_choice", _CHOICES, shown(given, 80))
+    if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
+        raise ConfigError("tool_choice.type" if isinstance(given, Mapping) else "tool_choice", _CHOICES, shown(given, 80))
+    if given["type"] == "function":
+        return "required", [_name_in(given, "tool_choice")]
+    if given["type"] != "allowed_tools":
+        raise ConfigError("tool_choice", _CHOICES, shown(given, 80))
+    allowed, place = given.get("allowed_tools"), "tool_choice.allowed_tools"
+    if not isinstance(allowed, Mapping):
+        raise ConfigError(place, 'an object such as {"mode": "auto", "tools": [...]}', shown(allowed, 80))
+    if allowed.get("mode") not in ("auto", "required"):
+        raise ConfigError(f"{place}.mode", "auto or required", shown(allowed.get("mode"), 80))
+    tools = allowed.get("tools")
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise ConfigError(f"{place}.tools", "a list of tools", shown(tools, 80))
+    return allowed["mode"], [_name_in(tool, f"{place}.tools.{number}") for number, tool in enumerate(tools)]
 
 
-def _name_in(choice: Any) -> str:
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        raise ConfigError("tool_choice", _CHOICES, shown(choice, 80))
-    return name
+def _name_in(choice: Any, place: str) -> str:
+    """Return the name of the function of a choice. place: of the choice in its request."""
+    if isinstance(choice, Mapping) and choice.get("type", "function") != "function":
+        raise ConfigError(f"{place}.type", "function", shown(choice["type"], 80))
+    for name in ("function", "name"):
+        if not isinstance(choice, Mapping):
+            raise ConfigError(place, _CHOICES, shown(choice, 80))
+        choice, place = choice.get(name), f"{place}.{name}"
+    if not isinstance(choice, str):
+        raise ConfigError(place, "the name of a tool", shown(choice, 80))
+    return choice

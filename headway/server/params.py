@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
@@ -10,7 +11,9 @@ from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
+from headway.core.sampling.structural_tag import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
+from headway.core.system.text import shown
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.pooling_requests import EmbeddingRequest
@@ -129,13 +132,31 @@ def _form(body: SamplingRequest) -> StructuredOutputsParams | None:
         if wanted.type == "json_object":
             return StructuredOutputsParams(json_object=True)
         if wanted.type == "structural_tag":
-            return StructuredOutputsParams(structural_tag=wanted.model_extra or {})
+            return StructuredOutputsParams(structural_tag=_structural_tag(wanted.model_extra or {}))
         if wanted.json_schema is None:
             raise ConfigError("response_format.json_schema", "a schema", "none")
         schema: Any = wanted.json_schema.schema_
         closed = wanted.json_schema.strict is not False and may_be_closed(schema)
         return StructuredOutputsParams(json=schema, disable_additional_properties=closed)
     return StructuredOutputsParams.of(body.structured_outputs) if body.structured_outputs else None
+
+
+def _structural_tag(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the outermost fields of a structural tag in a response_format.
+
+    :raises ConfigError: there are none of a tag's, or one is of the wrong kind.
+    """
+    for name, need, kind in (("format", "an object", Mapping), ("structures", "a list", list), ("triggers", "a list", list)):
+        if given.get(name) is not None and not isinstance(given[name], kind):
+            raise ConfigError(f"response_format.{name}", need, shown(given[name], 60))
+    for number, trigger in enumerate(given.get("triggers") or ()):
+        if not isinstance(trigger, str) or not trigger:
+            raise ConfigError(f"response_format.triggers.{number}", "a text that is not empty", shown(trigger, 60))
+    try:
+        format_of(given)
+    except ValueError as error:
+        raise ConfigError("response_format", "a structural tag", str(error)) from None
+    return given
 
 
 def prompts_of(body: CompletionRequest) -> list[Any]:

@@ -31,7 +31,7 @@ class StreamOptions(BaseModel):
 class JsonSchema(BaseModel):
     """A named schema."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, strict=True)
 
     name: str = "schema"
     strict: bool | None = None
@@ -42,7 +42,7 @@ class JsonSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """The form of the answer."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None

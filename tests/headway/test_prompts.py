@@ -169,10 +169,13 @@ def test_texts_of_a_message_are_lines_unless_the_template_joins_them(bos_tokeniz
     ("messages", "words"),
     [
         ([], "at least one message"),
-        (["hello"], "got a str"),
-        ([{"content": "hello"}], "without a role"),
-        ([{"role": "user"}], "content of the type NoneType"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts that are no texts"),
+        (["hello"], "messages.0: needs a message such as .*, got 'hello'"),
+        ([{"content": "hello"}], "messages.0.role: needs a text, got none"),
+        ([{"role": "user"}], "messages.0.content: needs a text or a list of parts, got None"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"messages.0.content.0: needs a part that is a text \(.*, got 'image_url'",
+        ),
     ],
     ids=str,
 )

@@ -7,6 +7,10 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.system.text import shown
+from headway.requests.conversation import call_arguments, text_field
+from headway.requests.tool_use import check_function
 from headway.server.converted import SHARED_FIELDS, text_parts
 from headway.server.errors import ApiError
 from headway.server.requests import ChatRequest
@@ -19,7 +23,7 @@ Item = dict[str, Any]
 class TextFormat(BaseModel):
     """The form of the answer."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, strict=True)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "schema"
@@ -53,6 +57,8 @@ class ReasoningConfig(Fields):
 class ResponseTool(Fields):
     """A function that the model may call."""
 
+    model_config = ConfigDict(strict=True)
+
     type: str
     name: str | None = None
     description: str | None = None
@@ -66,7 +72,8 @@ class ResponsesRequest(Fields):
     known_extras: ClassVar[frozenset[str]] = frozenset((*SHARED_FIELDS, "top_k", "stop", "include", "max_tool_calls"))
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | list[Any]
+    """A text, or items, which `messages_of_items` checks."""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = True
@@ -108,7 +115,7 @@ class ResponsesRequest(Fields):
     def chat(self, before: Sequence[Item]) -> ChatRequest:
         """The chat that this is. before: the items of the conversation that it continues.
 
-        :raises ApiError: items or tools that chats do not have.
+        :raises ConfigError: items or tools that chats do not have, or a value of the wrong kind.
         """
         found: dict[str, Any] = {
             name: value for name, value in (self.model_extra or {}).items() if name in (*SHARED_FIELDS, "top_k", "stop")
@@ -117,8 +124,8 @@ class ResponsesRequest(Fields):
         messages = system + messages_of_items([*before, *self.items], len(before))
         if self.tools:
             found["tools"] = [_function(each, f"tools.{number}") for number, each in enumerate(self.tools)]
-            found["tool_choice"] = _choice(self.tool_choice)
             found["parallel_tool_calls"] = self.parallel_tool_calls
+        found["tool_choice"] = _choice(self.tool_choice)
         if self.text is not None and self.text.format is not None:
             found["response_format"] = self.text.format.response_format
         if self.reasoning is not None:
@@ -146,33 +153,39 @@ _NOT_BUILT: Final = {
     "prompt": "none, because this server keeps no templates of prompts",
     "top_logprobs": "0; chats and completions have log-probabilities",
 }
-_TEXTS: Final = frozenset(("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"))
+_TEXTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+_ITEMS: Final = ("message", "reasoning", "function_call", "function_call_output")
+_ROLES: Final = ("user", "assistant", "system", "developer")
 
 
-def messages_of_items(items: Iterable[Item], first: int = 0) -> list[dict[str, Any]]:
+def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, Any]]:
     """A chat's messages of items: a thought, a message of the model and calls that follow one another are one message.
 
     first: number of the first item of the request's own, by which errors name places.
 
-    :raises ApiError: an item that chats do not have.
+    :raises PromptError: an item that chats do not have, or a value of the wrong kind.
     """
     messages: list[dict[str, Any]] = []
     for number, item in enumerate(items):
         place = f"input.{number - first}"
-        kind = item.get("type") or "message"
+        if not isinstance(item, dict):
+            raise PromptError(place, 'an item such as {"role": "user", "content": "Hello"}', shown(item, 60))
+        kind = text_field(item, "type", place, optional=True) or "message"
+        if kind not in _ITEMS:
+            raise PromptError(f"{place}.type", f"one of {', '.join(_ITEMS)}", shown(kind, 60))
+        role = text_field(item, "role", place) if kind == "message" else ""
+        if kind == "message" and role not in _ROLES:
+            raise PromptError(f"{place}.role", f"one of {', '.join(_ROLES)}", shown(role, 60))
         if kind == "function_call_output":
             content = _text(item.get("output"), f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
-        elif kind == "message" and item.get("role") != "assistant":
-            role = "system" if item.get("role") == "developer" else str(item.get("role"))
-            messages.append({"role": role, "content": text_parts(_texts(item.get("content"), f"{place}.content"))})
-        elif kind in ("message", "reasoning", "function_call"):
+            messages.append({"role": "tool", "tool_call_id": text_field(item, "call_id", place), "content": content})
+        elif kind == "message" and role != "assistant":
+            content = text_parts(_texts(item.get("content"), f"{place}.content"))
+            messages.append({"role": "system" if role == "developer" else role, "content": content})
+        else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             _extend(messages[-1], kind, item, place)
-        else:
-            need = "a message, reasoning, function_call or function_call_output"
-            raise ApiError(400, f"{place}.type: needs {need}, got {str(kind)[:60]!r}", f"{place}.type")
     return messages
 
 
@@ -181,11 +194,14 @@ def _extend(message: dict[str, Any], kind: str, item: Item, place: str) -> None:
     if kind == "message":
         message["content"] += _text(item.get("content"), f"{place}.content")
     elif kind == "reasoning":
-        thought = _text(item.get("content") or item.get("summary") or "", f"{place}.content")
+        field = "summary" if item.get("content") in (None, []) else "content"
+        thought = "" if item.get(field) is None else _text(item[field], f"{place}.{field}")
         message["reasoning_content"] = message.get("reasoning_content", "") + thought
     else:
-        function = {"name": str(item.get("name")), "arguments": item.get("arguments") or "{}"}
-        call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+        arguments = text_field(item, "arguments", place, optional=True) or "{}"
+        call_arguments(arguments, f"{place}.arguments")
+        function = {"name": text_field(item, "name", place), "arguments": arguments}
+        call = {"id": text_field(item, "call_id", place), "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
 
 
@@ -197,42 +213,44 @@ def _text(content: Any, place: str) -> str:
 def _texts(content: Any, place: str) -> list[str]:
     """The texts of an item's content.
 
-    :raises ApiError: it holds something else.
+    :raises PromptError: it holds something else.
     """
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
-        raise ApiError(400, f"{place}: needs a text or a list of parts, got {type(content).__name__}", place)
+        raise PromptError(place, "a text or a list of parts", shown(content, 60))
     texts = []
     for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in _TEXTS or not isinstance(text, str):
-            raise ApiError(400, f"{place}.{number}: needs a part that is a text, got {str(kind)[:60]!r}", f"{place}.{number}")
-        texts.append(text)
+        if not isinstance(part, dict):
+            raise PromptError(f"{place}.{number}", "a part that is a text", shown(part, 60))
+        kind = text_field(part, "type", f"{place}.{number}")
+        if kind not in _TEXTS:
+            raise PromptError(f"{place}.{number}", f"a part that is a text ({', '.join(_TEXTS)})", shown(kind, 60))
+        texts.append(text_field(part, "refusal" if kind == "refusal" else "text", f"{place}.{number}"))
     return texts
 
 
 def _function(tool: ResponseTool, place: str) -> dict[str, Any]:
     """A tool in the form of chats.
 
-    :raises ApiError: a tool that OpenAI's servers run themselves, or one without a name.
+    :raises ConfigError: a tool that OpenAI's servers run themselves, or one that no model can call.
     """
-    if tool.type != "function" or tool.name is None:
-        got = tool.type if tool.type != "function" else "a function without a name"
-        raise ApiError(400, f"{place}.type: needs a function with a name, got {got[:60]!r}", f"{place}.type")
-    given = {"description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {"name": tool.name, **{k: v for k, v in given.items() if v is not None}}}
+    if tool.type != "function":
+        raise ConfigError(f"{place}.type", "function, the one type of tools that models call here", shown(tool.type, 60))
+    given = {name: getattr(tool, name) for name in ("name", "description", "parameters", "strict")}
+    check_function(given, place)
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 def _choice(given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     """Which functions the model may or must call, as chats say it.
 
-    :raises ApiError: a choice that chats do not have.
+    :raises ConfigError: a choice that chats do not have.
     """
     if not isinstance(given, dict):
         return given
-    if given.get("type") != "function" or not isinstance(given.get("name"), str):
-        got = str(given.get("type"))[:60]
-        raise ApiError(400, f"tool_choice: needs auto, none, required or a function's name, got {got!r}", "tool_choice")
+    if given.get("type") != "function":
+        need = 'auto, none, required or {"type": "function", "name": NAME}'
+        raise ConfigError("tool_choice.type", need, shown(given.get("type"), 60))
+    text_field(given, "name", "tool_choice")
     return {"type": "function", "function": {"name": given["name"]}}

@@ -1,5 +1,5 @@
 # shows: an image in a chat
-# refused: content with parts that are no texts
+# refused: a part that is a text
 from openai import OpenAI
 
 client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/v1")

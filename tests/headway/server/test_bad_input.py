@@ -47,8 +47,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "tokens beyond the vocabulary": (TEXT, {"prompt": [999999]}, "prompt"),
     "no messages": (CHAT, {}, "messages"),
     "an empty conversation": (CHAT, {"messages": []}, "messages"),
-    "a message without a role": (CHAT, {"messages": [{"content": "a"}]}, "messages"),
-    "a picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    "a message without a role": (CHAT, {"messages": [{"content": "a"}]}, "messages.0.role"),
+    "a picture": (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
     "another form": (CHAT, {"messages": ASK, "response_format": {"type": "xml"}}, "response_format.type"),
     "a form without a schema": (
         CHAT,
@@ -177,7 +177,7 @@ def test_invalid_schema_is_answered_400(served: Running, http: httpx.Client) -> 
     pytest.importorskip("llguidance")
     for streamed in (False, True):
         body = {"prompt": "a", "structured_outputs": {"regex": "(a"}, "stream": streamed}
-        assert "regex" in told(http.post(TEXT, json=body), 400)["message"]
+        assert "regular expression" in told(http.post(TEXT, json=body), 400)["message"]
 
 
 @pytest.mark.parametrize("levels", [130, 250, 480])

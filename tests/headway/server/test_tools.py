@@ -173,7 +173,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
             ]
         },
-        "messages",
+        "messages.1.tool_calls.0.function.arguments",
     ),
     "arguments that are no object": (
         {
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}]},
             ]
         },
-        "messages",
+        "messages.1.tool_calls.0.function.arguments",
     ),
 }
 
