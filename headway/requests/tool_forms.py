@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from headway.core.chat.builtin import BUILTIN, HERMES
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.structural_tag import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
-from headway.requests.tool_use import NO_PARAMETERS, ToolUse
+from headway.requests.tool_use import ToolUse
 
 Part = dict[str, Any]
 _SPACE = r"\s{0,4}"
 """White space between the reasoning and the answer: a small model may write spaces without end."""
+_MORE: Final = ("additionalProperties", "required")
+_OF_NOTHING: Final = frozenset(("type", "properties", "title", "description", "$schema", *_MORE))
+"""Keywords of a schema that names no property; with others it may allow some."""
 
 
 class ToolForms:
@@ -124,7 +127,7 @@ class ToolForms:
         """Free text in which each call of a strict tool keeps its schema."""
         syntax, marks = self._syntax, self._reasoning
         free: dict[str, Any] = {"type": "object"}
-        kept = {name for name, schema in use.schemas.items() if name in use.strict or schema == NO_PARAMETERS}
+        kept = {name for name, schema in use.schemas.items() if name in use.strict or _takes_nothing(schema)}
         schemas = {name: schema if name in kept else free for name, schema in use.schemas.items()}
         if marks is not None and marks.answer:  # answers have a mark of their own, and it begins as that of calls does
             answer = {"type": "sequence", "elements": [self._text(marks.answer), {"type": "any_text"}]}
@@ -139,10 +142,11 @@ class ToolForms:
         return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": not use.parallel}
 
     def _tag(self, syntax: CallSyntax, name: str, schema: Any) -> Part:
+        json_schema = {"type": "json_schema", "json_schema": schema, "closed": may_be_closed(schema)}
         return {
             "type": "tag",
             "begin": self._begin(syntax.head.replace("NAME", name)),
-            "content": {"type": "json_schema", "json_schema": schema, "closed": may_be_closed(schema)},
+            "content": _text("{}") if _takes_nothing(schema) else json_schema,
             "end": self._text(syntax.tail),
         }
 
@@ -168,6 +172,11 @@ class ToolForms:
         pieces = [piece for piece in self._names.split(text) if piece] if self._names is not None else [text]
         parts = [{"type": "token", "token": self._tokens[each]} if each in self._tokens else _text(each) for each in pieces]
         return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
+
+
+def _takes_nothing(schema: Mapping[str, Any]) -> bool:
+    """Return whether a tool's calls can only have the arguments {}: it names no property, and allows no other."""
+    return schema.keys() <= _OF_NOTHING and schema.get("properties") == {} and not any(map(schema.get, _MORE))
 
 
 def _text(text: str) -> Part:

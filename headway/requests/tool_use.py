@@ -72,7 +72,8 @@ def _tool(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(function, Mapping):
         raise ConfigError(f"{where}.function", 'an object such as {"name": "f", "parameters": {...}}', shown(function, 80))
     check_function(function, f"{where}.function")
-    return with_parameters({"type": "function", **tool})
+    checked: Mapping[str, Any] = with_parameters({"type": "function", **tool})
+    return checked
 
 
 def check_function(function: Mapping[str, Any], place: str, parameters: str = "parameters") -> None:

@@ -141,7 +141,7 @@ def test_a_tool_without_parameters_takes_none(name: str, choice: Any) -> None:
         use, text = ToolUse.of(tools, choice), WRITERS[name]
         assert accepts(name, use, text.replace("ARGUMENTS", "{}")), given
         assert [call.arguments for call in reading(name, use, text.replace("ARGUMENTS", "{}")).calls] == ["{}"]
-        for arguments in ('{"a": 1}', "{  }", "[]", "null", '{"": {}}'):
+        for arguments in ('{"a": 1}', "{ }", "{\n}", "[]", "null", '{"": {}}'):
             assert not accepts(name, use, text.replace("ARGUMENTS", arguments)), (given, arguments)
     for given in ({"type": "object"}, {"additionalProperties": True}, {"additionalProperties": True, "properties": {}}):
         use = ToolUse.of([{"type": "function", "function": {"name": "f", "parameters": given}}], choice)

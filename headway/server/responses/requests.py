@@ -180,8 +180,8 @@ def messages_of_items(items: Iterable[Any], first: int = 0) -> list[dict[str, An
             content = _text(item.get("output"), f"{place}.output")
             messages.append({"role": "tool", "tool_call_id": text_field(item, "call_id", place), "content": content})
         elif kind == "message" and role != "assistant":
-            content = text_parts(_texts(item.get("content"), f"{place}.content"))
-            messages.append({"role": "system" if role == "developer" else role, "content": content})
+            parts = text_parts(_texts(item.get("content"), f"{place}.content"))
+            messages.append({"role": "system" if role == "developer" else role, "content": parts})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

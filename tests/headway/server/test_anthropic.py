@@ -158,6 +158,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
     "a server's tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     "a tool without a name": ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    "a tool without a schema": ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     "another model": ({"model": "huge"}, "huge"),
     "no such role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     "a temperature": ({"temperature": -1}, "temperature"),
