@@ -237,7 +237,7 @@ class _Rewriter:
             return _bracketed(ranges, texts, negated)
         if texts or "u" in self._flags:
             return f"(?i:{_bracketed(ranges, texts, negated)})"
-        return _bracketed(ranges + _other_cases(ranges), negated=negated)
+        return _bracketed(ranges + _other_cases(tuple(ranges)), negated=negated)
 
 
 def _unknown(sign: str) -> tuple[str, str]:
@@ -281,25 +281,31 @@ def _complement(ranges: Ranges) -> Ranges:
     return found
 
 
-def _other_cases(ranges: Ranges) -> Ranges:
-    """Return the characters that differ from one in the ranges by case only."""
-    cases = _cases()
-    cased = list(cases) if ranges else []
+@lru_cache(1024)
+def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
+    """Return the characters outside of each range that differ from one in it by case only."""
+    cased, cases = _cased(), _cases()
     return [
         (other, other)
         for first, last in ranges
         for code in cased[bisect_left(cased, first) : bisect_right(cased, last)]
         for other in cases[code]
+        if not first <= other <= last
     ]
 
 
 @lru_cache(1)
+def _cased() -> list[int]:
+    """Return the characters that have another case, in ascending order."""
+    return sorted(_cases())
+
+
+@lru_cache(1)
 def _cases() -> dict[int, tuple[int, ...]]:
-    """Return the characters that ECMA's Canonicalize makes the same, by each of them, in ascending order."""
+    """Return the characters that ECMA's Canonicalize makes the same, by each of them."""
     groups: dict[int, set[int]] = {}
     for sign in map(chr, range(_LAST_CASED + 1)):
         upper = sign.upper()
         if upper != sign and len(upper) == 1 and (sign.isascii() or not upper.isascii()):
             groups.setdefault(ord(upper), {ord(upper)}).add(ord(sign))
-    found = {code: tuple(sorted(group)) for group in groups.values() for code in group}
-    return dict(sorted(found.items()))
+    return {code: tuple(sorted(group)) for group in groups.values() for code in group}
