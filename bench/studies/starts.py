@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.bench.studies.command import run_study
 from headway.core.system.terminal import Terminal
 
 QUESTION = "What is the capital of France?"
@@ -49,4 +50,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_study(main)
