@@ -15,7 +15,9 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.system.files import new_folder
 from headway.core.system.folders import cache_folder
 from headway.core.system.system_errors import is_rust_panic
-from headway.core.system.terminal import Terminal
+from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoint import check_sizes
 from headway.models.families import read_decoder_config
 from headway.models.gguf_blocks_file import write_blocks
@@ -35,6 +37,8 @@ from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, requi
 from headway.models.tensor_files import check_files
 
 log = logging.getLogger("headway")
+_READING = Lock()
+"""Held while functions of gguf and transformers are replaced: one conversion at a time in a process."""
 _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
@@ -100,6 +104,11 @@ def _damage(folder: Path) -> str:
 
 def convert_into(path: Path, target: Path) -> None:
     """Write the checkpoint of a .gguf file into a folder, as safetensors."""
+    with _read_by("gguf", path), _read_once(path):
+        _convert(path, target)
+
+
+def _convert(path: Path, target: Path) -> None:
     with _read_by("gguf", path):
         header = Header(path)
         refuse_part(header)
@@ -111,6 +120,34 @@ def convert_into(path: Path, target: Path) -> None:
         _convert_by_transformers(header, target)
     with _read_by("gguf", path):
         write_blocks(path, target)
+
+
+@contextmanager
+def _read_once(path: Path) -> Iterator[None]:
+    """Parse the header once, and show one progress bar: transformers parses it four times, seconds each, and shows three bars."""
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as reading
+    from transformers.utils import logging as bars
+
+    shown = bars.is_progress_bar_enabled()
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm
+    with _READING, progress_bar(Terminal(stderr=True)) as progress:
+        header, names = gguf.GGUFReader(path), cache(gguf.get_tensor_name_map)
+
+        def reader(of: Any, *options: Any) -> Any:
+            return header if Path(of) == path else originals[0](of, *options)
+
+        def tensors(each: Any, desc: str) -> Any:
+            return progress.track(each, description=f"converting {path.name}")
+
+        gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm = reader, names, tensors
+        bars.disable_progress_bar()
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm = originals
+            if shown:
+                bars.enable_progress_bar()
 
 
 @contextmanager

@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -34,6 +36,8 @@ SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-errno", "-std=gnu11")
 _SECONDS = 120
 """For a compilation, which takes some 5 s."""
+_LOADING = Lock()
+"""Held while the library is compiled: a start does so in a thread, next to what reads the model."""
 _OPENMP = ("libgomp", "libiomp5", "libomp")
 
 
@@ -63,9 +67,14 @@ def find_compiler() -> tuple[CCompiler | None, Support]:
     return None, Support.no("C compiler", "gcc or clang", named or "none", hint)
 
 
-@cache
 def library() -> tuple[ctypes.CDLL | None, Support]:
-    """The library of our C, compiled if it is not there yet; (None, why not) where there is no compiler, or it fails."""
+    """Return our C library, compiled at the first call on a machine; (None, why not) if there is no compiler, or it fails."""
+    with _LOADING:
+        return _library()
+
+
+@cache
+def _library() -> tuple[ctypes.CDLL | None, Support]:
     if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return None, Support.no("OpenMP", "a torch with OpenMP", "one without")
     compiler, support = find_compiler()
@@ -126,12 +135,12 @@ def _built(compiler: CCompiler, runtime: Path) -> Path:
 
 def _compile(compiler: CCompiler, runtime: Path, target: Path) -> None:
     """Compile and link, with the runtime by its path: -fopenmp at the link would bring the compiler's own."""
-    objects = []
-    for source in sorted(SOURCES.glob("*.c")):
-        compiled = target.with_name(f"{source.stem}.o")
-        _run([compiler.path, *_flags(), "-c", str(source), "-o", str(compiled)])
-        objects.append(str(compiled))
-    _run([compiler.path, "-shared", "-o", str(target), *objects, str(runtime), f"-Wl,-rpath,{runtime.parent}", "-lm"])
+    objects = {str(source): str(target.with_name(f"{source.stem}.o")) for source in sorted(SOURCES.glob("*.c"))}
+    commands = [[compiler.path, *_flags(), "-c", source, "-o", compiled] for source, compiled in objects.items()]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(_run, commands))
+    linked = [*objects.values(), str(runtime), f"-Wl,-rpath,{runtime.parent}", "-lm"]
+    _run([compiler.path, "-shared", "-o", str(target), *linked])
 
 
 def _run(command: list[str]) -> None:

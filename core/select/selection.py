@@ -97,14 +97,14 @@ class MeasuredChoice:
                 rated.append(_Rated(layout, costs, names, math.log(expected), _typical(costs, names)))
         if not rated:
             return None
-        chosen = _steady_choice(rated)
+        chosen = _steady_choice(rated, rated[0].costs.noise)
         layout, costs, served = chosen.layout, chosen.costs, chosen.names
         winners = {phase: costs.winners(phase, served[phase]) if phase in self.free else [*served[phase][:1]] for phase in served}
         usual = {phase: self._usual(costs, phase, winners[phase]) for phase in served}
         others = {phase: [name for name in winners[phase] if name != usual[phase]] for phase in served}
         others = {phase: rest for phase, rest in others.items() if rest}
         chooser = StepChooser(costs, {phase: [usual[phase], *rest] for phase, rest in others.items()})
-        why = f"auto: {self.parts[0][0].source}, workload {self.workload}"
+        why = f"auto: {self.parts[0][0].source}, workload {self.workload}{_undecided(rated, chosen)}"
         return Selection(layout, costs.block_size, usual, why, others), chooser
 
     def _expected(self, costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> float | None:
@@ -131,10 +131,9 @@ def _typical(costs: StepCosts, names: Mapping[Phase, Sequence[str]]) -> dict[Sha
     return {shape: math.log(ranked[0][1]) for shape, able in shapes if (ranked := costs.ranking(shape, able))}
 
 
-def _steady_choice(rated: Sequence[_Rated]) -> _Rated:
-    """The first in order, unless a later one is better beyond doubt: two tables of one machine shall lead to the same choice."""
+def _steady_choice(rated: Sequence[_Rated], noise: float) -> _Rated:
+    """Return the first in order, unless a later one is better by more than `noise`, a share of a time, can explain."""
     shared = [shape for shape in rated[0].typical if all(shape in each.typical for each in rated)]
-    noise = rated[0].costs.noise
     chosen = rated[0]
     for other in rated[1:]:
         gain = chosen.expected - other.expected
@@ -143,3 +142,12 @@ def _steady_choice(rated: Sequence[_Rated]) -> _Rated:
         if gain > doubt or (gain > -doubt and typical_gain > max(_TYPICAL_GAIN, noise)):
             chosen = other
     return chosen
+
+
+def _undecided(rated: Sequence[_Rated], chosen: _Rated) -> str:
+    """Return a remark if steadier times would have led to another layout or block size; else an empty text."""
+    otherwise = _steady_choice(rated, 0.0)
+    if otherwise is chosen:
+        return ""
+    better = f"kv_layout={otherwise.layout.name}, block_size={otherwise.costs.block_size}"
+    return f"; times too noisy ({chosen.costs.noise:.0%}) to prefer {better}: the first in order stays"

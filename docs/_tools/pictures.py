@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from headway.backends.all_reduce.one_shot import CAPACITY
-from headway.bench.charts import bars
+from headway.bench.charts import COLOURS, bare, bars, heading, new_figure, png
 from headway.bench.crossover.curves import to_curves
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.view import view
@@ -25,6 +25,7 @@ from headway.core.system.json_files import write_bytes
 from headway.tuning.table.files import read_table
 
 RESULTS = Path("bench/results")
+SHIPPED = Path("tuning/priors")
 CPU, H200 = Path("bench/results/cpu"), Path("bench/results/h200")
 
 
@@ -84,6 +85,31 @@ def decode(folder: Path = H200, batch: int = 8) -> bytes:
     return bars(title, groups, shown, "GB/s of keys and values, each read once", "cached tokens of each sequence (k: 1,024)")
 
 
+def ratios(batch: int = 1, query_len: int = 512) -> bytes:
+    """Times of extend by length, each as a multiple of the fastest backend's: where two curves cross, the winner changes."""
+    table = read_table(SHIPPED / "nvidia-h100-80gb-hbm3-32-8-128-bfloat16-3147aa0d.json")
+    times: dict[int, dict[str, float]] = {}
+    for cell in table.cells:
+        where = cell.phase, cell.layout, cell.block_size, cell.batch, cell.query_len
+        if where == ("extend", "nhd", 256, batch, query_len) and cell.layer_us and cell.status != "dropped":
+            times.setdefault(cell.kv_len, {})[cell.backend] = cell.layer_us
+    lengths, names = sorted(times), ["hopper", "flash_attn_3", "triton"]
+    figure = new_figure(7.6, 4.0)
+    heading(figure, f"The fastest backend changes with the length: {query_len} new tokens after a cached context", f"{table.title}, {table.date[:10]}")
+    axis = figure.subplots()
+    for name, marker, colour in zip(names, "so^", (COLOURS[1], COLOURS[2], COLOURS[0]), strict=True):
+        shares = [times[length][name] / min(times[length].values()) for length in lengths]
+        axis.plot(lengths, shares, marker=marker, color=colour, linewidth=1.8, label=name)
+    axis.axhline(1, color="#444444", linewidth=1, linestyle="--")
+    axis.set(xscale="log", ylabel="time of one layer,\nas a multiple of the fastest", xlabel="tokens of the sequence, cached and new")
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:.1f} x")
+    bare(axis)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return png(figure)
+
+
 def speedups(report: RanksReport) -> bytes:
     """Output tokens per second of several GPUs as multiples of one's, measured and planned."""
     rows = [row for row in report.rows if row.one]
@@ -113,6 +139,7 @@ def main() -> None:
     for heads in ("16-8-128", "32-8-128"):
         table = read_table(H200 / f"crossover-{heads}.json")
         write_bytes(to_png(view(table)), folder / f"crossover-h200-{heads}.png")
+    write_bytes(ratios(), folder / "extend-h100-32-8-128.png")
     write_bytes(to_curves(view(read_table(H200 / "crossover-16-8-128.json"))), folder / "curves-h200-16-8-128.png")
     for path in sorted(RESULTS.glob("*x*/ranks.json")):
         report = RanksReport.read(path)

@@ -201,9 +201,11 @@ def _runs_unmeasured(decoder: Decoder | TransformersModel, ranks: Ranks) -> bool
 
 @contextmanager
 def _trying_backends(registry: Registry, device: torch.device, config: EngineConfig, clock: PartClock) -> Iterator[None]:
-    """Ask while something else runs which backends `auto` may choose from: those for a GPU try a library in a process of its
-    own, which takes as long as an import of torch."""
-    if device.type == "cpu" or not config.backend_request.auto_phases:
+    """Probe, while something else runs, the backends that `auto` may choose from.
+
+    That takes seconds: some for a GPU try a library in a process of their own, and the one for a CPU compiles our C.
+    """
+    if not config.backend_request.auto_phases:
         yield
         return
     trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)

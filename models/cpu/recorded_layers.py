@@ -93,6 +93,11 @@ class _Watch(TorchDispatchMode):
         self.held: list[Tensor] = []
         self.only_views = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: the wrapper that torch puts around a mode otherwise imports torch._dynamo (0.9 s) in the first step."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         result = func(*args, **(kwargs or {}))

@@ -351,6 +351,20 @@ def test_the_first_layout_and_block_size_are_kept_unless_another_is_better_beyon
     assert (selector.selection.layout, selector.selection.block_size) == (HND, 16)
 
 
+def test_the_choice_says_when_times_are_too_noisy_to_leave_the_first_block_size() -> None:
+    """9 % are a reason among steady times, and none among times that differ by 10 % from one call to the next."""
+
+    def selected(noise: float) -> str:
+        shapes = [Shape(Phase.PREFILL, 1, 64, 64), Shape(Phase.EXTEND, 1, 64, 128), Shape(Phase.DECODE, 1, 1, 128)]
+        samples = [Sample(s, "a", "nhd", size, 1.0 if size == 256 else 1.09) for s in shapes for size in (16, 256)]
+        return str(measured(Source(backend("a")), CostTable(samples, noise, "the table"), kv_layout="nhd").selection)
+
+    assert "block_size=256" in selected(0.02)
+    assert "too noisy" not in selected(0.02)
+    assert "block_size=16" in selected(0.1)
+    assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in selected(0.1)
+
+
 @pytest.mark.parametrize(("noise", "gain", "chosen"), [(0.02, 1.0, 16), (0.05, 1.01, 16), (0.02, 1.1, 256), (0.05, 1.2, 256)])
 def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen: int) -> None:
     shapes = [point.shape for point in grid("cpu")]
