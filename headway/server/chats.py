@@ -23,7 +23,7 @@ class Chats:
 
     def answer(self, body: ChatRequest, name: str = "") -> ChatAnswer:
         """What writes the answer to a chat; `prepare` tells it how to read. name: see `Answer`."""
-        return ChatAnswer(body, body.model or self._service.names[0], name)
+        return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
         """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
@@ -52,6 +52,7 @@ class Chats:
         formed = chats.params(params, use, prompt)
         if formed.structured_outputs is not None and params.structured_outputs is None:
             answer.is_structured, answer.form_field = True, "tools"
+        answer.hides_special = formed.skip_special_tokens
         answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
         try:
             adapter = self._service.adapter_of(body.model)

@@ -13,6 +13,7 @@ from headway.async_llm import AsyncLLM
 from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
 from headway.requests.sampling_defaults import default_params
+from headway.requests.token_bytes import TokenBytes
 from headway.server.admission import Admission
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
@@ -66,6 +67,7 @@ class Service(Admission):
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
+        self.token_bytes = TokenBytes(llm.get_tokenizer())
         self.running: dict[str, RunningAnswer] = {}
         """Key of the answer to each request that the engine has -> the answer."""
         self._resumed: asyncio.Event | None = None
