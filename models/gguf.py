@@ -41,8 +41,8 @@ _ABANDONED = 3600.0
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
 """Errors of writing: the file that is read is not to blame for them."""
 _FORM = "with blocks, scaled positions and ends"
-"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before 2026-11-28
-no ends of turns and messages."""
+"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before
+2026-11-28 no ends of turns and messages."""
 
 
 def missing_readers() -> list[str]:

@@ -38,7 +38,11 @@ class ControlTokens:
         if not hasattr(backend, "to_str"):
             raise _unable(f"a {type(tokenizer).__name__}")
         described = json.loads(backend.to_str())
-        ids = {each["content"]: each["id"] for each in described["added_tokens"] if is_control(each["content"], each["special"], template)}
+        ids = {
+            each["content"]: each["id"]
+            for each in described["added_tokens"]
+            if is_control(each["content"], each["special"], template)
+        }
         self._secrets = {name: f"{self._nonce}t{token}t" for name, token in ids.items()}
         self._tokenizer = _renamed(described, self._secrets)
         for name, token in ids.items():

@@ -58,8 +58,8 @@ class TokenBytes:
 class TextBytes:
     """The bytes of the tokens of one completion as they come.
 
-    The bytes of its tokens, without hidden special ones, join to the UTF-8 of its text. So the first token has no leading space if
-    the tokenizer's decoder takes one from the start of a text, as those made of sentencepiece's do; all others have theirs.
+    Without those of hidden special tokens they join to the UTF-8 of its text. So the first token has no leading space if the
+    tokenizer's decoder takes one from the start of a text, as sentencepiece's do; all others have theirs.
     """
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,9 @@ class Chats:
         :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
         """
         params = chat_params(body, self._service.params_maker)
+        end = self._service.template_end
+        if end not in (None, *self._service.llm.facts.eos_token_ids) and not params.ignore_eos:
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), end])
         use, chats = tool_use(body), self._service.chat_format
         prompt = await self.prompt(body, use)
         formed = chats.params(params, use, prompt)
