@@ -115,7 +115,7 @@ def token_after_answer(tokenizer: Any, chat_template: str | None = None) -> int 
     """
     template = str(chat_template or getattr(tokenizer, "chat_template", None) or "")
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
-    controls = {
+    controls: dict[str, int] = {
         name: token for token, each in added.items() if is_control(name := each.content, each.special, template) and name.strip()
     }
     if not template or not controls:
