@@ -49,7 +49,7 @@ class Chats:
         """
         params = chat_params(body, self._service.params_maker)
         end = self._service.template_end
-        if end not in (None, *self._service.llm.facts.eos_token_ids) and not params.ignore_eos:
+        if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
             params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), end])
         use, chats = tool_use(body), self._service.chat_format
         prompt = await self.prompt(body, use)
