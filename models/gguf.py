@@ -28,6 +28,7 @@ from headway.core.system.folders import cache_folder
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoint import check_sizes
+from headway.models.end_tokens import keep_gguf_ends
 from headway.models.families import read_decoder_config
 from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
@@ -43,8 +44,9 @@ _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
 """Errors of writing: the file that is read is not to blame for them."""
-_FORM = "with blocks and scaled positions"
-"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions."""
+_FORM = "with blocks, scaled positions and ends"
+"""What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before
+2026-11-28 no ends of turns and messages."""
 
 
 def missing_readers() -> list[str]:
@@ -115,11 +117,13 @@ def _convert(path: Path, target: Path) -> None:
         architecture = architecture_of(header)
         if architecture is not None:
             write_folder(header, architecture, target)
+            keep_gguf_ends(header, target)
             return
     with _read_by("transformers", path, header.architecture):
         _convert_by_transformers(header, target)
     with _read_by("gguf", path):
         write_blocks(path, target)
+        keep_gguf_ends(header, target)
 
 
 @contextmanager

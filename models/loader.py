@@ -23,6 +23,7 @@ from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
 from headway.models.config import BeyondDecoderError, DecoderConfig
 from headway.models.decoder import Decoder
+from headway.models.end_tokens import read_end_tokens
 from headway.models.experts.forms import reads_experts
 from headway.models.families import TEXT_PARTS, read_decoder_config
 from headway.models.gguf_blocks_file import kept_blocks
@@ -61,7 +62,7 @@ class LoadedModel:
     tokenizer: Any
     """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
-    """Tokens that end a text unless ignore_eos."""
+    """Tokens that end an answer unless ignore_eos: see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
     """Where the tokenizer was read; None where there is none."""
     live_weights: LiveWeights | None = None
@@ -149,7 +150,8 @@ def load_model(
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
-    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live)
+    ends = read_end_tokens(folder, stated, config, read)
+    return LoadedModel(name, folder, decoder, implementation, read, ends, place, live)
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
@@ -276,7 +278,6 @@ def _text_part(config: Any) -> Any:
     text = config.text_config
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype
-    text.eos_token_id = config.eos_token_id if text.eos_token_id is None else text.eos_token_id
     return text
 
 
@@ -348,29 +349,6 @@ def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]
-
-
-def _eos(folder: Path, config: Any) -> frozenset[int]:
-    """The generation config's tokens where it names any (chat models end turns with more than one), else the model's."""
-    ids = config.eos_token_id
-    path = folder / "generation_config.json"
-    if path.is_file():
-        try:
-            read = json.loads(read_text(path))
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"model {folder}: generation_config.json is not JSON ({error})") from error
-        if not isinstance(read, dict):
-            raise ModelError(f"model {folder}: generation_config.json needs an object, got {type(read).__name__}")
-        ids = read.get("eos_token_id", ids)
-    listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
-        raise ModelError(
-            f"model {folder}: eos_token_id (generation_config.json or config.json) needs token ids, got {shown(ids)}"
-        )
-    beyond = sorted(token for token in listed if token >= config.vocab_size)
-    if beyond:
-        log.warning("model: eos_token_id %s is outside the vocabulary of %d tokens: left out", beyond[0], config.vocab_size)
-    return frozenset(listed).difference(beyond)
 
 
 def _first_line(error: BaseException) -> str:

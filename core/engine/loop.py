@@ -35,6 +35,7 @@ from headway.core.engine.state.schedule import ScheduledSequence, ScheduledStep
 from headway.core.engine.state.sequence import Sequence
 from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.core.engine.state.step import OutputDelta
+from headway.core.sampling.sampler import seed_of
 from headway.core.select.selection import Selection
 
 log = logging.getLogger("headway")
@@ -152,7 +153,7 @@ class EngineLoop:
                 params=params,
                 stop_token_ids=stops,
                 max_model_len=self.capacity.max_model_len,
-                seed=int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else params.seed + index,
+                seed=int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else seed_of(params.seed, index),
                 turn=turn,
                 adapter=adapter,
             )

@@ -279,7 +279,7 @@ _FILLED: Final = ("stop", "allowed_token_ids", *_LISTS)
 _OUTPUT_KINDS: Final = ", ".join(map(str, RequestOutputKind))
 
 SEED_RANGE = "a whole number from -2**63 to 2**63 - 1"
-"""Leaves room for the numbers added for the other completions of a prompt."""
+"""Range of seeds that torch's generators take."""
 
 
 def is_seed(value: object) -> bool:

@@ -170,8 +170,17 @@ def keys_of(seeds: Sequence[int] | NDArray[numpy.uint64], positions: Sequence[in
     return mix(mix(_unsigned(seeds) * golden) + _unsigned(positions) * golden)
 
 
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of one completion of a request; that of the first is the request's own.
+
+    The others are keys of positions that no token has, and so no other request's seeds: with seed + index, the second completion
+    of one seed would be the first of the next.
+    """
+    return seed if index == 0 else int(keys_of([seed], [-index])[0])
+
+
 def _unsigned(values: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
     if isinstance(values, numpy.ndarray):
         return values.astype(numpy.uint64)
-    # Seeds are whole numbers of any sign, and the largest one plus an index is more than an int64 holds.
+    # Seeds are whole numbers of any sign, and a derived one may be more than an int64 holds.
     return numpy.array([each % 2**64 for each in values], dtype=numpy.uint64)

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from headway.core.chat.template import is_control
 from headway.core.contract.errors import ConfigError
 from headway.requests.prompts import Message
 
@@ -37,7 +38,11 @@ class ControlTokens:
         if not hasattr(backend, "to_str"):
             raise _unable(f"a {type(tokenizer).__name__}")
         described = json.loads(backend.to_str())
-        ids = {each["content"]: each["id"] for each in described["added_tokens"] if _controls(each, template)}
+        ids = {
+            each["content"]: each["id"]
+            for each in described["added_tokens"]
+            if is_control(each["content"], each["special"], template)
+        }
         self._secrets = {name: f"{self._nonce}t{token}t" for name, token in ids.items()}
         self._tokenizer = _renamed(described, self._secrets)
         for name, token in ids.items():
@@ -91,12 +96,6 @@ class ControlTokens:
     def _mark(self, text: str) -> str:
         """A word in the place of a text: of lower-case letters and digits, which templates pass on unchanged."""
         return f"{self._nonce}h{text.encode().hex()}h" if text else ""
-
-
-def _controls(added: Mapping[str, Any], template: str) -> bool:
-    """Whether an added token is a control token. White space that a template writes, such as Gemma's "\\n\\n", is text."""
-    name = added["content"]
-    return bool(name) and (added["special"] or (name in template and not name.isspace()))
 
 
 def _renamed(described: dict[str, Any], names: Mapping[str, str]) -> Any:

@@ -16,6 +16,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.state.step import NO_TOKEN_LEFT
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from headway.requests.token_bytes import TextBytes
 from headway.server.errors import ApiError
 from headway.server.requests import SamplingRequest
 
@@ -199,11 +200,15 @@ LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have, as in vLLM."""
 
 
-def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool) -> dict[str, Any]:
-    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123"."""
+def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
+    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123".
+
+    text: of the completion, before these places.
+    """
     content = []
     for place in places:
-        entries = [_entry(token, found, as_ids) for token, found in place.items()]
+        own = text.take(list(place))
+        entries = [_entry(token, found, as_ids, each) for (token, found), each in zip(place.items(), own, strict=True)]
         likely = [entry for entry, found in zip(entries, place.values(), strict=True) if (found.rank or 0) <= most]
         likely.sort(key=lambda each: -each["logprob"])
         content.append({**entries[0], "top_logprobs": likely[:most]})
@@ -234,9 +239,9 @@ def completion_logprobs(
     return listed, offset
 
 
-def _entry(token: int, found: Logprob, as_ids: bool) -> dict[str, Any]:
-    text = found.decoded_token or ""
-    return {"token": _name(token, text, as_ids), "logprob": _finite(found), "bytes": list(text.encode("utf-8", "replace"))}
+def _entry(token: int, found: Logprob, as_ids: bool, own: bytes) -> dict[str, Any]:
+    """The entry of a token. own: its bytes."""
+    return {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(own)}
 
 
 def _name(token: int, text: str, as_ids: bool) -> str:

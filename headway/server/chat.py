@@ -12,6 +12,7 @@ from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
+from headway.requests.token_bytes import TextBytes, TokenBytes
 from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.requests import ChatRequest
 
@@ -25,10 +26,14 @@ class ChatAnswer(ChunkedAnswer):
     chunk_object = "chat.completion.chunk"
     around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
 
-    def __init__(self, body: ChatRequest, model: str, name: str = "") -> None:
-        """model, name: see `Answer`."""
+    def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
+        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
         super().__init__(body, model, bool(body.logprobs), name)
         self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
+        self._token_bytes, self.hides_special = token_bytes, True
+        """The bytes of tokens, and whether the texts leave special tokens out."""
+        self._text_bytes: dict[int, TextBytes] = {}
+        """Index of a choice -> the bytes of its text."""
         self._includes_reasoning = body.include_reasoning
         last = body.messages[-1] if body.echo and body.messages else {}
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
@@ -115,7 +120,10 @@ class ChatAnswer(ChunkedAnswer):
     def _logprobs_of(self, new: CompletionOutput) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids)
+        text = self._text_bytes.get(new.index)
+        if text is None:
+            text = self._text_bytes[new.index] = TextBytes(self._token_bytes, self.hides_special)
+        return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids, text)
 
     def _message(self, new: CompletionOutput, reader: ChatReader | None) -> ChatCompletionMessage:
         found = ChatText()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ class Chats:
 
     def answer(self, body: ChatRequest, name: str = "") -> ChatAnswer:
         """What writes the answer to a chat; `prepare` tells it how to read. name: see `Answer`."""
-        return ChatAnswer(body, body.model or self._service.names[0], name)
+        return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
 
     async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
         """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
@@ -47,11 +48,15 @@ class Chats:
         :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
         """
         params = chat_params(body, self._service.params_maker)
+        end = self._service.template_end
+        if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), end])
         use, chats = tool_use(body), self._service.chat_format
         prompt = await self.prompt(body, use)
         formed = chats.params(params, use, prompt)
         if formed.structured_outputs is not None and params.structured_outputs is None:
             answer.is_structured, answer.form_field = True, "tools"
+        answer.hides_special = formed.skip_special_tokens
         answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
         try:
             adapter = self._service.adapter_of(body.model)

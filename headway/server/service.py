@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 from starlette.requests import Request
 
 from headway.async_llm import AsyncLLM
+from headway.core.chat.template import token_after_answer
 from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
 from headway.requests.sampling_defaults import default_params
+from headway.requests.token_bytes import TokenBytes
 from headway.server.admission import Admission
 from headway.server.errors import ApiError
 from headway.server.metrics import Metrics
@@ -66,6 +68,10 @@ class Service(Admission):
         self.ignored_fields = IgnoredFields()
         self.params_maker = ParamsMaker(self.default_params())
         self.chat_format = chat_format_of(llm, options)
+        self.token_bytes = TokenBytes(llm.get_tokenizer())
+        own = options.template_text
+        self.template_end = None if own is None else token_after_answer(llm.get_tokenizer(), own)
+        """The token that the server's own chat template writes after an answer; the engine knows that of the model's."""
         self.running: dict[str, RunningAnswer] = {}
         """Key of the answer to each request that the engine has -> the answer."""
         self._resumed: asyncio.Event | None = None

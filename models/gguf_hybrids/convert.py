@@ -52,9 +52,6 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
     asked = _asked(header, architecture, read)
     tokenizer = build_tokenizer(header)
     config.save_pretrained(target)
-    eos = [header.general(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    ends = sorted({token for token in eos if token is not None})
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": ends or None}))
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
     _write_tensors(header, asked, target)

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding
 
 from headway import LLM, SamplingParams
+from headway.core.chat import template as template_limits
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.requests import chat_template
 from headway.requests.chat_template import chat_prompt
 from headway.requests.prompts import ParsedPrompt, parse_prompts
 
@@ -205,8 +205,8 @@ def test_error_of_a_chat_template_is_one_line(bos_tokenizer: Any, monkeypatch: p
 def test_endless_chat_template_is_refused_in_one_line(
     bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, got: str
 ) -> None:
-    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
-    monkeypatch.setattr(chat_template, "CHARACTERS", 10_000)
+    monkeypatch.setattr(template_limits, "SECONDS", 0.1)
+    monkeypatch.setattr(template_limits, "CHARACTERS", 10_000)
     monkeypatch.setattr(bos_tokenizer, "chat_template", template)
     with pytest.raises(PromptError, match=f"got .*{got}") as caught:
         chat_prompt(bos_tokenizer, "tiny", "hello")

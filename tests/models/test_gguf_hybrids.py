@@ -97,6 +97,24 @@ def test_logits_equal_transformers(cache: Path, tmp_path: Path, name: str) -> No
     same_logits(*written(tmp_path, name))
 
 
+def test_answers_end_at_the_ends_of_texts_turns_and_messages(cache: Path, tmp_path: Path) -> None:
+    path, _ = written(tmp_path, "lfm2", eos_token_id=3, eot_token_id=4, eom_token_id=5, bos_token_id=6)
+    assert load_model(str(path), skip_tokenizer_init=True).eos_token_ids == {3, 4, 5}
+
+
+@pytest.mark.parametrize(("token", "told"), [("x", "eot_token_id"), (2.5, "eot_token_id"), (2**32 - 1, "")])
+def test_a_damaged_end_of_turns_is_told(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: Any, told: str
+) -> None:
+    path, _ = written(tmp_path, "lfm2", eos_token_id=3, eot_token_id=token)
+    if told:
+        with pytest.raises(ModelError, match=told):
+            load_model(str(path), skip_tokenizer_init=True)
+    else:
+        assert load_model(str(path), skip_tokenizer_init=True).eos_token_ids == {3}
+        assert "tokenizer.ggml.eot_token_id" in caplog.text
+
+
 def test_each_rank_takes_its_part_of_a_file(cache: Path, tmp_path: Path) -> None:
     path, reference = written(tmp_path, "qwen3_next")
     on_ranks(2, lambda ranks: same_logits(path, reference, ranks))

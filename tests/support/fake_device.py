@@ -115,7 +115,7 @@ class FakeDevice:
         self.tokens: NDArray[numpy.int64] = numpy.zeros((rows, longest), dtype=numpy.int64)
         self.prefixes: Words = numpy.zeros((rows, longest), dtype=numpy.uint64)
         self.newest_at: NDArray[numpy.int64] = numpy.full(rows, -1, dtype=numpy.int64)
-        self.seed_of: NDArray[numpy.int64] = numpy.full(rows, -1, dtype=numpy.int64)
+        self.seed_of: NDArray[numpy.uint64] = numpy.zeros(rows, dtype=numpy.uint64)
 
     def read_page(self, page: int) -> Words:
         """See PageMemory."""

@@ -20,6 +20,7 @@ from headway.core.engine.state.page_mover import PageName
 from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import seed_of
 from page_copier_stub import Moving
 
 MAX_MODEL_LEN = 96
@@ -238,7 +239,7 @@ class World:
         self.live[request_id] = set(range(count))
         refused = draw.random() < 0.01
         for index in range(count):
-            history = self.histories[seed + index] = History(prompt, seed + index, MAX_MODEL_LEN)
+            history = self.histories[seed_of(seed, index)] = History(prompt, seed + index, MAX_MODEL_LEN)
             history.refused = refused
             if draw.random() < 0.02:
                 history.bad_at = draw.randrange(len(prompt), MAX_MODEL_LEN)

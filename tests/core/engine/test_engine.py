@@ -87,6 +87,18 @@ def test_n_gives_n_completions(registry: Registry) -> None:
     assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
 
 
+def test_the_completions_of_neighbouring_seeds_differ(registry: Registry) -> None:
+    def completions(seed: int, n: int) -> list[tuple[int, ...]]:
+        engine = make_engine(model=TinyModel(), source=registry, config=SMALL)
+        params = SamplingParams(n=n, seed=seed, temperature=2.0, max_tokens=12)
+        engine.add_request("r", engine.limits.checked([1, 2, 3], params))
+        return [tuple(each.token_ids) for _, each in sorted(drain(engine).items())]
+
+    of_each = {seed: completions(seed, 3) for seed in (-3, -2, 5, 6, 7)}
+    assert len({each for found in of_each.values() for each in found}) == 15
+    assert all(completions(seed, 1) == found[:1] for seed, found in of_each.items())
+
+
 def test_stop_tokens_and_lengths_end_sequences(registry: Registry) -> None:
     greedy = GREEDY
     (tokens,) = run(make_engine(model=TinyModel(), source=registry, config=SMALL), greedy, [[1, 2, 3]])

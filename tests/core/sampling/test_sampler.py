@@ -12,7 +12,7 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, exponential, keys_of, philox
+from headway.core.sampling.sampler import LANES, NOT_A_TOKEN, exponential, keys_of, philox, seed_of
 from sample_tokens import take
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -50.0])
@@ -141,6 +141,12 @@ def test_any_seed_that_is_accepted_makes_a_key() -> None:
     keys = keys_of([-(2**63), -1, 0, 2**63 - 1], [3] * 4)
     assert len(set(keys.tolist())) == 4
     assert keys_of([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
+
+
+def test_no_completion_of_a_seed_shares_its_seed_with_another() -> None:
+    seeds = [-(2**63), *range(-200, 200), 2**62, 2**63 - 1]
+    assert [seed_of(seed, 0) for seed in seeds] == seeds, "the first completion has the request's own seed"
+    assert len({seed_of(seed, index) % 2**64 for seed in seeds for index in range(100)}) == 100 * len(seeds)
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:

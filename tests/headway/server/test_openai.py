@@ -62,11 +62,13 @@ def test_every_event_of_a_stream_is_of_openais_type(served: Running, http: httpx
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert events[-1] == "[DONE]"
-    places = []
+    places, text = [], ""
     for each in events[:-1]:
         chunk = ChatCompletionChunk.model_validate_json(each, strict=True)
         places += [place for choice in chunk.choices if choice.logprobs for place in choice.logprobs.content or []]
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
     assert len(places) == 4
+    assert b"".join(bytes(place.bytes or ()) for place in places) == text.encode()
     assert all(len(place.top_logprobs) == 2 and place.bytes is not None for place in places)
     assert all(place.top_logprobs[0].logprob >= place.top_logprobs[1].logprob for place in places)
 

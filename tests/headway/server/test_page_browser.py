@@ -38,7 +38,9 @@ def served(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runni
     """A server with a crossover table, and an engine slow enough for a hand to stop it; no answer ends before it is asked to."""
     write_json(a_page_table(), path := tmp_path_factory.mktemp("page") / "table.json")
     folder = shutil.copytree(llm.model.name, path.parent / "model")
-    (Path(folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
+    for name, key in (("config", "eos_token_id"), ("generation_config", "eos_token_id"), ("tokenizer_config", "eos_token")):
+        file = Path(folder) / f"{name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), key: None}))
     measured = LLM(str(folder), kv_cache_memory="1MiB", num_threads=1, crossover_table=str(path))
     step = measured.engine.step
     measured.engine.step = lambda: (time.sleep(0.04), step())[1]

@@ -22,6 +22,7 @@ from headway.core.engine.state.executor import Capacity
 from headway.core.engine.state.groups import CacheGroup, PageFormat
 from headway.core.engine.state.pool import PoolSize
 from headway.core.engine.state.request_limits import RequestLimits
+from headway.core.sampling.sampler import seed_of
 from headway.hosting.driver import EngineDriver
 from server_thread import Running, running
 
@@ -53,7 +54,7 @@ class World:
         stem = draw.choice(self.stems)
         prompt = [*stem[: draw.randint(0, 60)], *(draw.randrange(WORDS) for _ in range(draw.randint(1, 20)))]
         for index in range(n):
-            self.histories[seed + index] = History(prompt, seed + index, MAX_MODEL_LEN)
+            self.histories[seed_of(seed, index)] = History(prompt, seed + index, MAX_MODEL_LEN)
         asked = {"prompt": prompt, "seed": seed, "n": n, "max_tokens": draw.randint(1, 50), "return_token_ids": True}
         return {**asked, "temperature": 0.7, "ignore_eos": draw.random() < 0.5, "model": "tiny"}
 
@@ -62,7 +63,7 @@ class World:
         start = len(body["prompt"])
         found = []
         for index in range(body["n"]):
-            own = self.histories[body["seed"] + index].tokens[start:][: body["max_tokens"]].tolist()
+            own = self.histories[seed_of(body["seed"], index)].tokens[start:][: body["max_tokens"]].tolist()
             found.append(own if body["ignore_eos"] or STOP not in own else own[: own.index(STOP) + 1])
         return found
 

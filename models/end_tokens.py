@@ -1,0 +1,104 @@
+"""Tokens that end an answer: the union of those that a model's files, its tokenizer and its chat template name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.core.chat.template import token_after_answer
+from headway.core.contract.errors import ModelError
+from headway.core.system.files import read_text
+from headway.core.system.text import shown
+
+_KEY = "eos_token_id"
+_FILE = "generation_config.json"
+_GGUF_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+"""Ends of a text, of a turn and of a message in a .gguf file; `keep_gguf_ends` copies them into generation_config.json."""
+
+log = logging.getLogger("headway")
+
+
+def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the token ids that end an answer, and log each with the places that name it.
+
+    stated: config.json as it is written. config: config.json with its class's defaults, whose id counts only if the files name
+    none: as a further end it might be any word. tokenizer: None if the model has none.
+
+    :raises ModelError: a file names something that is no token id.
+    """
+    sources: dict[int, list[str]] = {}
+    for source, value in _named(folder, stated, config, tokenizer):
+        for token in _ids(folder, source, value):
+            if token >= config.vocab_size:
+                log.warning(
+                    "model: %s %s (%s) is outside the vocabulary of %d tokens: left out",
+                    *(_KEY, shown(token), source, config.vocab_size),
+                )
+            elif source not in (places := sources.setdefault(token, [])):
+                places.append(source)
+    listed = [f"{token}{_text(tokenizer, token)} ({', '.join(places)})" for token, places in sorted(sources.items())]
+    log.info("model: tokens that end an answer: %s", ", ".join(listed) or "none")
+    return frozenset(sources)
+
+
+def keep_gguf_ends(header: Any, folder: Path) -> None:
+    """Copy the ends that a .gguf file names into the generation_config.json of its converted folder. header: a gguf `Header`."""
+    path = folder / _FILE
+    kept = _read(path)
+    kept.update({key: value for key in _GGUF_KEYS if (value := header.general(key)) is not None})
+    path.write_text(json.dumps(kept))
+
+
+def _named(folder: Path, stated: Mapping[str, Any], config: Any, tokenizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every place that may name ends, with what it says."""
+    generation, text = _read(folder / _FILE), stated.get("text_config")
+    files = {"config.json": stated.get(_KEY)}
+    if isinstance(text, Mapping):
+        files["text_config of config.json"] = text.get(_KEY)
+    files[_FILE] = generation.get(_KEY)
+    files |= {key: generation[key] for key in _GGUF_KEYS if key in generation}
+    if _KEY not in stated and _KEY not in generation and all(value is None for value in files.values()):
+        files[f"default of {config.model_type}"] = getattr(config, _KEY, None)
+    yield from files.items()
+    if tokenizer is not None:
+        name, token = getattr(tokenizer, "eos_token", None), getattr(tokenizer, _KEY, None)
+        if token is not None and token == getattr(tokenizer, "unk_token_id", None) and name != tokenizer.unk_token:
+            log.warning("model: the tokenizer's eos_token %s is not in its vocabulary: left out", shown(name))
+        else:
+            yield "tokenizer", token
+        yield "chat template", token_after_answer(tokenizer)
+
+
+def _ids(folder: Path, source: str, value: Any) -> list[int]:
+    """Return the token ids of one place.
+
+    :raises ModelError: it holds something else.
+    """
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
+        raise ModelError(f"model {folder}: {_KEY} ({source}) needs token ids, got {shown(value)}")
+    return listed
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    """Return a token's name in a text, after a space; empty if there is no tokenizer."""
+    return "" if tokenizer is None else f" {shown(tokenizer.convert_ids_to_tokens(token))}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a folder's generation_config.json, empty if there is none.
+
+    :raises ModelError: it is no JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        read = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"model {path.parent}: {path.name} is not JSON ({error})") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"model {path.parent}: {path.name} needs an object, got {type(read).__name__}")
+    return read
