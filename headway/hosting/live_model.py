@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, made_by
 from headway.core.engine.state.executor import CACHE, WEIGHTS
 from headway.core.system.held_tensors import held_tensors
 from headway.core.system.text import shown
@@ -165,7 +165,8 @@ def worker_of(driver: EngineDriver) -> Worker:
     :raises ConfigError: there is no such class.
     """
     if "worker" not in driver.task_state:
-        driver.task_state["worker"] = _with_extension(driver.assembly.worker_extension)(driver)
+        kind = _with_extension(driver.assembly.worker_extension)
+        driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))
     made: Worker = driver.task_state["worker"]
     return made
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError, HeadwayError, PluginError
 from headway.hosting.host import EngineDeadError
 
 _TYPES = {
@@ -95,6 +95,8 @@ def api_error(error: BaseException) -> ApiError:
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
         field = error.reason.what.partition(" ")[0]  # "prompt 3" is a place in a field
         return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
+    if isinstance(error, PluginError):  # no fault of the caller's
+        return ApiError(500, str(error))
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
