@@ -64,6 +64,8 @@ class LoadedModel:
     """Tokens that end a text unless ignore_eos."""
     tokenizer_folder: Path | None = None
     """Where the tokenizer was read; None where there is none."""
+    rounding: str = ""
+    """What products round of their activations on this processor, in words; empty: nothing."""
     live_weights: LiveWeights | None = None
     """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
 
@@ -149,7 +151,17 @@ def load_model(
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
-    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live)
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, _rounding(decoder), live)
+
+
+def _rounding(decoder: Decoder | TransformersModel) -> str:
+    """Return what a decoder's products round of their activations, in words; empty: nothing."""
+    own = functions()
+    if own is None or not own.x_bits or not isinstance(decoder, Decoder):
+        return ""
+    if not any(linear.panels is not None and linear.reads_quantized for linear, _ in decoder.products):
+        return ""
+    return f".gguf blocks: activations rounded to {own.x_bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
@@ -189,12 +201,6 @@ def _weights(
     own = functions() if device.type == "cpu" and keep_quantized else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
-        if stored is not None and own.x_bits:
-            log.info(
-                "model: products over the file's blocks round what they multiply to %d bits, 32 columns by one scale "
-                "(HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing",
-                own.x_bits,
-            )
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
