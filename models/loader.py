@@ -64,10 +64,13 @@ class LoadedModel:
     """Tokens that end a text unless ignore_eos."""
     tokenizer_folder: Path | None = None
     """Where the tokenizer was read; None where there is none."""
-    rounding: str = ""
-    """What products round of their activations on this processor, in words; empty: nothing."""
     live_weights: LiveWeights | None = None
     """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
+
+    @property
+    def rounding(self) -> str:
+        """What products round of their activations on this processor, in words; empty: nothing."""
+        return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
 
 
 def load_model(
@@ -151,17 +154,7 @@ def load_model(
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
-    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, _rounding(decoder), live)
-
-
-def _rounding(decoder: Decoder | TransformersModel) -> str:
-    """Return what a decoder's products round of their activations, in words; empty: nothing."""
-    own = functions()
-    if own is None or not own.x_bits or not isinstance(decoder, Decoder):
-        return ""
-    if not any(linear.panels is not None and linear.reads_quantized for linear, _ in decoder.products):
-        return ""
-    return f".gguf blocks: activations rounded to {own.x_bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live)
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:

@@ -56,7 +56,7 @@ class RequestIdMiddleware:
             scope = {**scope, "headers": [*others, (_NAME, name)]}
 
         async def told(message: Any) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` refuses a longer one
                 message = {**message, "headers": [*message.get("headers", ()), (_NAME, name)]}
             await send(message)
 
