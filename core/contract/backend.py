@@ -295,7 +295,7 @@ def make_backend(
     """
     who = f"attention backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
     made = made_by(who, lambda: kind(spec, layout, block_size, options or {}))
-    return check_made(who, made, AttentionBackend, ("spec", "layout", "block_size"))
+    return check_made(who, made, AttentionBackend, ("spec", "layout", "block_size"))  # type: ignore[type-abstract]
 
 
 def check_made(who: str, made: Any, base: type[B], attributes: Sequence[str]) -> B:

@@ -185,4 +185,4 @@ class StateBackendInfo:
 def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:
     """Return an instance of a backend, whose constructor may be a third party's; raises as `make_backend`."""
     who = f"state backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
-    return check_made(who, made_by(who, lambda: kind(spec, layout)), StateBackend, ("spec", "layout"))
+    return check_made(who, made_by(who, lambda: kind(spec, layout)), StateBackend, ("spec", "layout"))  # type: ignore[type-abstract]
