@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -293,7 +292,7 @@ def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torc
     made = [
         made_by(
             f"logits_processors: {each.__name__}",
-            partial(each, settings, device, device.type == "cuda"),
+            lambda each=each: each(settings, device, device.type == "cuda"),  # type: ignore[misc]
             "apply",
             "update_state",
         )

@@ -148,7 +148,7 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Go on with the answers to whole requests, though the client sends no more; False: there are none, close.
 
         A request whose body breaks off is refused.
@@ -164,7 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._refused:
             cycle.keep_alive = False
         self._probe = ClientProbe(self.transport, self.loop, answering.response_started, self.transport.abort)
-        answering.transport.write = self._probe.write
+        answering.transport.write = self._probe.write  # type: ignore[method-assign, assignment]
         return True
 
     def on_message_begin(self) -> None:
