@@ -170,6 +170,15 @@ class Decoder:
         return [(linear, linear in gated) for layer in self.layers for linear in layer.linears]
 
     @property
+    def rounding(self) -> str:
+        """What products round of their activations on this processor, in words; empty: nothing."""
+        own = functions()
+        bits = 0 if own is None else own.x_bits
+        if not bits or not any(linear.panels is not None and linear.reads_quantized for linear, _ in self.products):
+            return ""
+        return f".gguf blocks: activations rounded to {bits} bits (AVX-512 VNNI); dtype=float32 rounds nothing"
+
+    @property
     def product_kinds(self) -> list[ProductKind]:
         """Kinds of products that choose among ways of computing them."""
         return self.operations.product_kinds(self.products)

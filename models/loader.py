@@ -68,6 +68,11 @@ class LoadedModel:
     live_weights: LiveWeights | None = None
     """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
 
+    @property
+    def rounding(self) -> str:
+        """What products round of their activations on this processor, in words; empty: nothing."""
+        return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
+
 
 def load_model(
     name: str,
@@ -191,12 +196,6 @@ def _weights(
     own = functions() if device.type == "cpu" and keep_quantized else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
-        if stored is not None and own.x_bits:
-            log.info(
-                "model: products over the file's blocks round what they multiply to %d bits, 32 columns by one scale "
-                "(HEADWAY_CPU_ROUNDS_ACTIVATIONS); dtype=float32, when it is named, expands the weights and rounds nothing",
-                own.x_bits,
-            )
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)

@@ -14,7 +14,7 @@ import torch
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import CONV, LIGHTNING, MAMBA1, STATE_KINDS, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateCapabilities
+from headway.core.contract.state_backend import StateBackend, StateCapabilities, make_state_backend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import StateClassPlugin, has_hooks
@@ -64,7 +64,7 @@ class StateSubject:
 
     def make(self, cell: StateCell) -> StateBackend:
         """Make an instance for a cell's layer."""
-        return self.backend(self.spec(cell), self.layouts[cell.layout])
+        return make_state_backend(self.backend, self.spec(cell), self.layouts[cell.layout])
 
     def supports(self, cell: StateCell, phase: Phase) -> Support:
         """Ask whether the subject serves a cell's layer in a phase."""

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.layout import CacheLayout, CacheWriter
@@ -71,7 +71,7 @@ class Subject:
 
     def writer(self, layout: str) -> CacheWriter:
         """The writer of a layout on the subject's device."""
-        return self.registry.layout(layout).load_writer(self.device)
+        return self.registry.layout(layout).writer(self.device)
 
     def supports(self, spec: AttentionSpec, layout: str, block_size: int, phase: Phase, name: str = "") -> Support:
         """Whether the subject, or the backend of another name, serves this layer."""
@@ -79,7 +79,7 @@ class Subject:
 
     def make(self, spec: AttentionSpec, layout: str, block_size: int, name: str = "") -> AttentionBackend:
         """An instance of the subject or of another backend."""
-        return self.registry.backend(name or self.name)(spec, self.layouts[layout], block_size, {})
+        return make_backend(self.registry.backend(name or self.name), spec, self.layouts[layout], block_size)
 
 
 def load_subject(target: str, device: torch.device, registry: Registry | None = None, plugins: Sequence[str] = ()) -> Subject:

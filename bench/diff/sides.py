@@ -139,7 +139,7 @@ class BackendSide:
     def open(self, max_lens: Sequence[int]) -> SideRun:
         """Caches of its own, written by the layout's one writer, read by the backend's own instances."""
         blocks = _Blocks(max_lens, self.block_size)
-        writer = self._source.layout(self.layout.name).load_writer(self._specs[0].device)
+        writer = self._source.layout(self.layout.name).writer(self._specs[0].device)
         caches = blocks.allocate(self._specs, self.layout)
         return _PagedRun(PagedAttention(LayerSpecs(self._specs), caches, writer), self._selector, blocks)
 

@@ -137,7 +137,7 @@ def _writer_entries(
     rows = []
     for name in layouts or list(registry.layouts):
         info = registry.layout(name)
-        writer = info.load_writer(work.spec.device)
+        writer = info.writer(work.spec.device)
         for size in blocks or DEFAULT_BLOCK_SIZES:
             support = info.layout.check(work.spec, size)
             if support or layouts:

@@ -17,6 +17,7 @@ from torch import Tensor
 from headway.bench.kernel.contenders import Entry, KernelPeer, entrants, peer_contender
 from headway.bench.kernel.peaks import DevicePeak, peak_of
 from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.core.contract.backend import make_backend
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
@@ -178,7 +179,7 @@ def _contender(entry: Entry, case: Case, expected: Tensor | None, block_size: in
         if entry.peer is not None:
             return peer_contender(entry.peer, case, error)
         assert entry.backend is not None
-        return backend_contender(entry.backend(case.spec, case.cache.layout, block_size, {}), case, error)
+        return backend_contender(make_backend(entry.backend, case.spec, case.cache.layout, block_size), case, error)
 
     return prepare
 

@@ -16,6 +16,23 @@ NO_ADAPTER = -1
 """Stands in place of a slot for a sequence, or a row, of the model alone."""
 
 
+LONGEST_NAME = 256
+"""Characters of a name that requests give as their model: lists and errors repeat it."""
+
+
+def check_name(what: str, name: object) -> None:
+    """Check a name by which requests call a model or an adapter. what: the option or field, for the error.
+
+    :raises ConfigError: it is empty or too long, or has characters that cannot be shown.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(what, "a text that is not empty", repr(name)[:60])
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(what, f"at most {LONGEST_NAME} characters", f"{len(name)}: {name[:60]!r}...")
+    if not name.isprintable() or name != name.strip():
+        raise ConfigError(what, "printable characters, without blanks around them", repr(name)[:60])
+
+
 @dataclass(frozen=True)
 class LoRARequest:
     """An adapter, as requests name it. Fields are named as those of vLLM's class."""
@@ -36,9 +53,8 @@ class LoRARequest:
     """Whether an adapter that the engine knows by the same number is replaced."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigError: no name, no number, no path, or tensors in another form."""
-        if not isinstance(self.lora_name, str) or not self.lora_name:
-            raise ConfigError("lora_name", "a text that is not empty", repr(self.lora_name))
+        """:raises ConfigError: no name or one that `check_name` refuses, no number, no path, or tensors in another form."""
+        check_name("lora_name", self.lora_name)
         if not isinstance(self.lora_int_id, int) or isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
             raise ConfigError("lora_int_id", "a whole number of at least 1", repr(self.lora_int_id))
         if not str(self.lora_path):

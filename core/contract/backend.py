@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PluginError, made_by
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -95,6 +95,9 @@ API_VERSION = 3
 
 Plan = Any
 """The result of `AttentionBackend.plan`; only the same backend looks inside."""
+
+
+B = TypeVar("B")
 
 
 class GraphLevel(IntEnum):
@@ -277,3 +280,33 @@ class BackendInfo:
     """What to install for the library: an extra of headway or a package."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number: a constant of ours would agree with any release."""
+
+
+def make_backend(
+    kind: type[AttentionBackend],
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    block_size: int,
+    options: Mapping[str, str] | None = None,
+) -> AttentionBackend:
+    """Return an instance of a backend, whose constructor may be a third party's.
+
+    :raises PluginError: the constructor raises, or leaves out what every backend has.
+    """
+    who = f"attention backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
+    made = made_by(who, lambda: kind(spec, layout, block_size, options or {}))
+    return check_made(who, made, AttentionBackend, ("spec", "layout", "block_size"))  # type: ignore[type-abstract]
+
+
+def check_made(who: str, made: Any, base: type[B], attributes: Sequence[str]) -> B:
+    """Return what a backend's constructor has made, if it is one and has the attributes that the base class sets.
+
+    :raises PluginError: it is not.
+    """
+    if not isinstance(made, base):
+        raise PluginError(f"{who} cannot be made: its class must make an instance of {base.__name__}, got {type(made).__name__}")
+    lacking = [name for name in attributes if not hasattr(made, name)]
+    if lacking:
+        hint = f"its __init__ must call super().__init__({', '.join(attributes)})"
+        raise PluginError(f"{who} cannot be made: it lacks {', '.join(lacking)}: {hint}")
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -70,6 +71,33 @@ class UnsupportedError(HeadwayError):
 
 class BackendError(HeadwayError):
     """A backend raised in the middle of a step."""
+
+
+T = TypeVar("T")
+
+
+def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
+    """Return what a plugin's constructor makes, and name the plugin where it raises or asks the program to end.
+
+    who: the part of the plugin, and its name. methods: that the result must have; "__call__" makes it a function. An interrupt
+    of the user's passes, and so do errors of ours, which say enough.
+
+    :raises PluginError: the constructor raises, or its result lacks a method.
+    """
+    try:
+        made = make()
+    except HeadwayError:
+        raise
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if interrupted or isinstance(error, GeneratorExit):
+            raise
+        said = " ".join(str(error).split())
+        raise PluginError(f"{who} cannot be made: {type(error).__name__}{': ' * bool(said)}{said}") from error
+    for method in methods:
+        if not callable(getattr(made, method, None)):
+            raise PluginError(f"{who} cannot be made: what it makes needs {method}(), got a {type(made).__name__} without")
+    return made
 
 
 def known_cause(text: str) -> str:

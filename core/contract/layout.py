@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.spec import KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import YES, Support
 
@@ -338,6 +338,13 @@ class LayoutInfo:
 
     layout: CacheLayout
     load_writer: Callable[[torch.device], CacheWriter]
+
+    def writer(self, device: torch.device) -> CacheWriter:
+        """Return the writer for a device.
+
+        :raises PluginError: `load_writer` raises, or returns no function.
+        """
+        return made_by(f"the writer of layout {self.layout.name}", lambda: self.load_writer(device), "__call__")
 
 
 def _plain(spec: AttentionSpec) -> str:

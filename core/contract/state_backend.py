@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits, lattice
+from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits, check_made, lattice
+from headway.core.contract.errors import made_by
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
@@ -179,3 +180,9 @@ class StateBackendInfo:
     """What to install for the library: an extra of headway or a package."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number."""
+
+
+def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:
+    """Return an instance of a backend, whose constructor may be a third party's; raises as `make_backend`."""
+    who = f"state backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
+    return check_made(who, made_by(who, lambda: kind(spec, layout)), StateBackend, ("spec", "layout"))  # type: ignore[type-abstract]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from headway.core.contract.backend import AttentionBackend, Backends
+from headway.core.contract.backend import AttentionBackend, Backends, make_backend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -120,7 +120,7 @@ class Selector:
 
     def _instance(self, name: str, spec: AttentionSpec) -> AttentionBackend:
         backend, options = self._source.backend(name), self._options.get(name)
-        return backend(spec, self.layout_of(spec), self.selection.block_size, options)
+        return make_backend(backend, spec, self.layout_of(spec), self.selection.block_size, options)
 
     def _gathering(self) -> Backends:
         name, size = self.selection.names[Phase.PREFILL], self.selection.block_size

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackends
+from headway.core.contract.state_backend import StateBackend, StateBackends, make_state_backend
 from headway.core.contract.support import Reason, Support
 from headway.core.select.composed_state import ComposedState
 
@@ -72,11 +72,12 @@ class StateCandidates:
         made: dict[StateSpec, StateBackend] = {}
         for spec in self.specs:
             if self._supports(name, spec, layout, phase):
-                made[spec] = self.source.state_backend(name)(spec, layout)
+                made[spec] = make_state_backend(self.source.state_backend(name), spec, layout)
             else:
-                recurrence = self.source.state_backend(name)(spec.recurrence, layout)
+                recurrence = make_state_backend(self.source.state_backend(name), spec.recurrence, layout)
                 helper = self.source.state_backend(next(self._helpers(layout, phase, spec)))
-                made[spec] = ComposedState(spec, layout, helper(spec.convolution, layout), recurrence)
+                convolution = make_state_backend(helper, spec.convolution, layout)
+                made[spec] = ComposedState(spec, layout, convolution, recurrence)
         return made
 
     def _supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:

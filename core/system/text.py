@@ -27,7 +27,11 @@ def shown(value: object, most: int = 120) -> str:
         text = repr(value)
     except Exception:  # a number of too many digits, or a __repr__ that raises
         text = f"a {type(value).__name__} that cannot be printed"
-    text = " ".join(text.split())
+    return cut(" ".join(text.split()), most)
+
+
+def cut(text: str, most: int) -> str:
+    """Return a text of at most `most` characters and an ellipsis: a longer one loses its middle."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-(most // 2) :]}"
 
 

@@ -91,6 +91,8 @@ def generate(
     if engine["speculate"] is not None or engine["speculative_model"] is not None:
         err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
     err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
+    if llm.model.rounding:
+        err.print(llm.model.rounding, highlight=False, markup=False, soft_wrap=True)
     err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -371,4 +371,5 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
         add_adapter(host, adapter)
     llm = AsyncLLM.over(host)
     chats = chat_format_of(llm, options)
-    return llm, f"{llm.facts.selection}\nchats: {chats.why}" if chats.template else llm.facts.selection
+    lines = llm.facts.selection, f"chats: {chats.why}" if chats.template else "", llm.facts.rounding
+    return llm, "\n".join(filter(None, lines))

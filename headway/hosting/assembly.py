@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from headway.backends.compile_ahead import compile_ahead
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.device.host_rows import HostRows
@@ -227,7 +227,10 @@ def _proposer(registry: Registry, name: str | None, draft: Assembly | None, mode
     """What guesses tokens: a proposer by its name, or a draft model; None: nothing."""
     if draft is not None:
         return proposer_of(draft.engine, draft.model, model)
-    return None if name is None else registry.proposer(name).make(ProposerOptions())
+    if name is None:
+        return None
+    info = registry.proposer(name)
+    return made_by(f"proposer {name}", lambda: info.make(ProposerOptions()), "begin")
 
 
 def _measured(
@@ -286,12 +289,15 @@ def _settle(settings: VllmConfig, args: EngineArgs, engine: EngineLoop) -> None:
 def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torch.device) -> ProcessorBatch | None:
     """The engine's logits processors; None: there are none.
 
-    :raises ConfigError: one that raises when it is made.
+    :raises PluginError: one that raises when it is made.
     """
-    made = []
-    for each in classes:
-        try:
-            made.append(each(settings, device, device.type == "cuda"))
-        except Exception as error:  # a user's own code may raise what it likes
-            raise ConfigError("logits_processors", f"{each.__name__} to be made", f"{type(error).__name__}: {error}") from error
+    made = [
+        made_by(
+            f"logits_processors: {each.__name__}",
+            lambda each=each: each(settings, device, device.type == "cuda"),  # type: ignore[misc]
+            "apply",
+            "update_state",
+        )
+        for each in classes
+    ]
     return ProcessorBatch(made) if made else None

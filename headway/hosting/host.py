@@ -39,6 +39,8 @@ class EngineFacts(NamedTuple):
     """What the options say of requests."""
     eos_token_ids: frozenset[int] = frozenset()
     """The tokens that end the model's texts."""
+    rounding: str = ""
+    """What products round of their activations on this processor, in words; empty: nothing."""
 
     @classmethod
     def of(cls, driver: EngineDriver) -> EngineFacts:
@@ -53,6 +55,7 @@ class EngineFacts(NamedTuple):
             selection=str(engine.selection),
             rules=driver.assembly.rules,
             eos_token_ids=driver.assembly.model.eos_token_ids,
+            rounding=driver.assembly.model.rounding,
         )
 
 

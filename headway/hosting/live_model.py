@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, made_by
 from headway.core.engine.state.executor import CACHE, WEIGHTS
 from headway.core.system.held_tensors import held_tensors
-from headway.core.system.text import shown
+from headway.core.system.text import cut, shown
 from headway.models.loader import LOAD_FORMATS
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def sleep(driver: EngineDriver, level: int = 1) -> None:
 
     :raises ConfigError: another level, or an engine that cannot sleep; see `EngineLoop.sleep`.
     """
-    if level not in (1, 2):
+    if isinstance(level, bool) or level not in (1, 2):
         raise ConfigError("level", "1 (weights in the host's memory) or 2 (weights are read again)", shown(level))
     lost: Sequence[Tensor] = ()
     if level == 2:
@@ -62,9 +63,9 @@ def wake_up(driver: EngineDriver, tags: Sequence[str] | None = None) -> None:
 
     :raises ConfigError: another tag.
     """
-    for tag in tags or ():
-        if tag not in (WEIGHTS, CACHE):
-            raise ConfigError("tags", f"{WEIGHTS} and {CACHE}", shown(tag))
+    for tag in tags if isinstance(tags, list | tuple) else () if tags is None else (tags,):
+        if not isinstance(tags, list | tuple) or tag not in (WEIGHTS, CACHE):
+            raise ConfigError("tags", f"a list of {WEIGHTS} and {CACHE}", shown(tag))
     for part in (WEIGHTS, CACHE):
         if tags is None or part in tags:
             for assembly in (driver.assembly, driver.assembly.draft):
@@ -138,11 +139,11 @@ class Worker:
 
         :raises ConfigError: anything else.
         """
-        given = overrides.get("load_config")
+        given = overrides.get("load_config") if isinstance(overrides, Mapping) else None
         found = given.get("load_format") if isinstance(given, Mapping) and len(overrides) == len(given) == 1 else None
         if found not in LOAD_FORMATS:
             need = f"load_config with load_format, {' or '.join(LOAD_FORMATS)}"
-            raise ConfigError("update_config", need, shown(overrides), "other options need a new LLM")
+            raise ConfigError("overrides", need, shown(overrides), "other options need a new LLM")
         live_weights(self._driver, "update_config").dummy = found == "dummy"
 
     def reload_weights(self) -> None:
@@ -165,7 +166,8 @@ def worker_of(driver: EngineDriver) -> Worker:
     :raises ConfigError: there is no such class.
     """
     if "worker" not in driver.task_state:
-        driver.task_state["worker"] = _with_extension(driver.assembly.worker_extension)(driver)
+        kind = _with_extension(driver.assembly.worker_extension)
+        driver.task_state["worker"] = made_by("worker_extension_cls: the worker", lambda: kind(driver))
     made: Worker = driver.task_state["worker"]
     return made
 
@@ -186,19 +188,40 @@ def collective_rpc(
 ) -> list[Any]:
     """Call a method of the worker, or a function with the worker; a list of the one result, as of one for each rank.
 
-    :raises ConfigError: several ranks, or a method that the worker lacks.
+    :raises ConfigError: several ranks, a method that the worker lacks, or arguments that the method does not take.
     """
     ranks = driver.assembly.settings.parallel_config.tensor_parallel_size if driver.assembly.settings else 1
     if ranks > 1:
         raise ConfigError("collective_rpc", "tensor_parallel_size=1, whose one rank is this process", ranks)
-    worker = worker_of(driver)
-    if not callable(method):
-        found = getattr(worker, method, None)
-        if not callable(found):
-            hint = "a function gets the worker as its first argument; worker_extension_cls names a class with more methods"
-            raise ConfigError("collective_rpc", "reload_weights, sleep, wake_up, get_model or a function", shown(method), hint)
-        return [found(*args, **(kwargs or {}))]
-    return [method(worker, *args, **(kwargs or {}))]
+    worker, named = worker_of(driver), dict(kwargs or {})
+    if callable(method):
+        return [method(worker, *args, **named)]
+    found = getattr(worker, method, None)
+    if not callable(found):
+        methods = (name for name in dir(type(worker)) if not name.startswith("_") and callable(getattr(type(worker), name)))
+        hint = "a function gets the worker as its first argument; worker_extension_cls names a class with more methods"
+        raise ConfigError("method", f"{', '.join(methods)} or a function", shown(method), hint)
+    _check_arguments(method, found, args, named)
+    try:
+        return [found(*args, **named)]
+    except ConfigError as error:
+        raise ConfigError(f"{error.reason.what} of {method}", *error.reason[1:]) from error
+
+
+def _check_arguments(name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """:raises ConfigError: a method does not take these arguments."""
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        given = ", ".join(
+            [*(shown(each, 30) for each in args), *(f"{key[:30]}={shown(value, 30)}" for key, value in kwargs.items())]
+        )
+        why = cut(str(error), 100)
+        raise ConfigError("args and kwargs", f"those of {name}({takes})", f"{name}({cut(given, 200)}), {why}") from None
+    except ValueError:  # built in, without a signature: the call says what is wrong
+        return
 
 
 def apply_model(driver: EngineDriver, function: Callable[[Any], Any]) -> list[Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from headway.core.chat.builtin import ALIASES, BUILTIN
 from headway.core.contract.chat_parsers import ChatContext, ChatParser, ChatParserInfo, ChatPiece
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, made_by
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.logs import warn_once
 from headway.requests.conversation import described, prepared, template_text
@@ -219,7 +220,10 @@ class ChatFormat:
         active = self._parsers_for(use)
         if not active:
             return None
-        made = {info.reads: info.make(context) for info in active}
+        made = {
+            info.reads: made_by(f"parser of {info.reads} {info.name}", partial(info.make, context), "feed", "end")
+            for info in active
+        }
         hidden = None
         if skip_special_tokens and self._keeps_special(use):
             marks = {mark for info in active for mark in info.marks}

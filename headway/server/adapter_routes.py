@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from headway.core.contract.adapters import LoRARequest
+from headway.core.contract.adapters import LoRARequest, check_name
+from headway.core.system.text import shown
 from headway.server.errors import ApiError
 from headway.server.routing import add_posts, read_body
 from headway.server.service import Service
@@ -56,14 +57,14 @@ class AdapterRoutes:
         self._service.check_operator()
         asked = await read_body(request, LoadAdapterRequest, self._service.options)
         name, adapters = asked.lora_name, self._service.adapters
-        if not name or name in self._service.names:
-            got = "an empty one" if not name else f"{name[:100]!r}, which is the model's"
-            raise ApiError(400, f"lora_name: needs a name of its own, got {got}", "lora_name")
+        check_name("lora_name", name)
+        if name in self._service.names:
+            raise ApiError(400, f"lora_name: needs a name of its own, got {shown(name)}, which is the model's", "lora_name")
         before = adapters.get(name)
         if name in self._loading or (before is not None and not asked.load_inplace):
             what = "is being loaded" if name in self._loading else "has been loaded already"
             hint = "unload it, or say load_inplace=true"
-            raise ApiError(400, f"lora_name: the adapter {name[:100]!r} {what}; {hint}", "lora_name")
+            raise ApiError(400, f"lora_name: the adapter {shown(name)} {what}; {hint}", "lora_name")
         self._loading.add(name)
         try:
             known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
@@ -83,9 +84,7 @@ class AdapterRoutes:
         asked = await read_body(request, UnloadAdapterRequest, self._service.options)
         known = self._service.adapters.pop(asked.lora_name, None)
         if known is None:
-            raise ApiError(
-                404, f"lora_name: this server has no adapter {asked.lora_name[:100]!r}", "lora_name", "model_not_found"
-            )
+            raise ApiError(404, f"lora_name: this server has no adapter {shown(asked.lora_name)}", "lora_name", "model_not_found")
         await self._llm.remove_lora(known.lora_int_id)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 

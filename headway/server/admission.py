@@ -7,10 +7,15 @@ from contextlib import contextmanager
 from typing import Final
 
 from headway.core.contract.adapters import LoRARequest
+from headway.core.system.text import shown
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
 
 _LONGEST_RETRY: Final = 60
+_MOST_SHOWN: Final = 10
+"""Names of models that an error lists."""
+_LONGEST_SHOWN: Final = 60
+"""Characters of each of them."""
 
 
 class Admission:
@@ -31,8 +36,11 @@ class Admission:
         :raises ApiError: this server has no such model.
         """
         if name is not None and name not in self.names and name not in self.adapters:
-            known = ", ".join([*self.names, *self.adapters])
-            raise ApiError(404, f"model: this server has {known}, not {name[:100]!r}", "model", "model_not_found")
+            known = [*self.names, *self.adapters]
+            listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
+            listed += [f"{len(known) - _MOST_SHOWN} more"] * (len(known) > _MOST_SHOWN)
+            message = f"model: this server has {', '.join(listed)}, not {shown(name)}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def adapter_of(self, name: str | None) -> LoRARequest | None:
         """The adapter that a request names as its model; None: it names the model itself. Raises as `check_model`."""

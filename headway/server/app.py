@@ -27,6 +27,7 @@ from headway.server.anthropic.routes import MessagesRoutes
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.routes import BatchRoutes
 from headway.server.beams import reply_of
+from headway.server.chat import BatchChatAnswer
 from headway.server.chats import Chats
 from headway.server.completions import CompletionAnswer
 from headway.server.errors import ApiError, api_error
@@ -38,10 +39,11 @@ from headway.server.options import ServerOptions
 from headway.server.page_routes import ASSETS, PageRoutes
 from headway.server.params import completion_params, prompts_of
 from headway.server.profile_routes import ProfileRoutes
+from headway.server.reply import Reply
 from headway.server.request_ids import request_name
-from headway.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headway.server.requests import BatchChatRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.responses.routes import ResponsesRoutes
-from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint, path_error
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -94,6 +96,7 @@ class Routes:
         add_posts(
             app,
             ("/v1/chat/completions", self.chat, ChatRequest),
+            ("/v1/chat/completions/batch", self.chat_batch, BatchChatRequest),
             ("/v1/completions", self.completions, CompletionRequest),
             ("/tokenize", self.tokenize, TokenizeRequest),
             ("/detokenize", self.detokenize, DetokenizeRequest),
@@ -118,6 +121,14 @@ class Routes:
         body = await self._service.read(request, ChatRequest)
         answer = self._chats.answer(body, request_name(request, body.request_id))
         return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
+
+    async def chat_batch(self, request: Request) -> Response:
+        """Answer several conversations at once, as vLLM does: one choice for each."""
+        self._service.check_room()
+        body = await self._service.read(request, BatchChatRequest)
+        name, model = request_name(request, body.request_id), body.model or self._service.names[0]
+        answer = BatchChatAnswer(body, model, self._service.token_bytes, name)
+        return Reply(self._service, answer, partial(self._chats.prepare_all, body, answer), body.unknown())
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -227,7 +238,7 @@ class Routes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed before its admission."""
-        told = api_error(error)
+        told = api_error(path_error(request, error))
         self._service.metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])
 

@@ -13,8 +13,9 @@ from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
 from headway.requests.token_bytes import TextBytes, TokenBytes
-from headway.server.answers import ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
-from headway.server.requests import ChatRequest
+from headway.server.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
+from headway.server.errors import ApiError
+from headway.server.requests import BatchChatRequest, ChatRequest
 
 log = logging.getLogger("headway")
 
@@ -39,13 +40,12 @@ class ChatAnswer(ChunkedAnswer):
         content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
         self._echo = content if isinstance(content, str) else ""
         self._make_reader: Callable[[], ChatReader | None] = lambda: None
-        self._reasons = False
         self._readers: dict[int, ChatReader | None] = {}
         """Index of a choice -> what reads its text; None: the text is the content."""
 
-    def read_with(self, make_reader: Callable[[], ChatReader | None], reasons: bool) -> None:
-        """Read each choice with a reader of its own. reasons: the model's format has reasoning."""
-        self._make_reader, self._reasons = make_reader, reasons
+    def read_with(self, make_reader: Callable[[], ChatReader | None]) -> None:
+        """Read each choice with a reader of its own."""
+        self._make_reader = make_reader
 
     def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
         """Write the role, and the last message where the request wants an echo."""
@@ -128,42 +128,81 @@ class ChatAnswer(ChunkedAnswer):
     def _message(self, new: CompletionOutput, reader: ChatReader | None) -> ChatCompletionMessage:
         found = ChatText()
         found.add([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), found.reasoning or None)
         if found.calls:
             fields["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in found.calls
             ]
-        if self._reasons:
-            fields["reasoning"] = fields["reasoning_content"] = found.reasoning or None
         content = self._echo + found.content
         none = not content and (found.calls or found.reasoning)
         return ChatCompletionMessage(role="assistant", content=None if none else content, refusal=None, **fields)
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """See `Answer`."""
-        (output,) = outputs
+    def choices(self, output: RequestOutput, **more: Any) -> list[Choice]:
+        """Return the choices of a finished output. more: fields of each, in place of its own."""
         choices = []
         for new in output.outputs:
             listed, reader = self._logprobs_of(new), self._reader(new.index)
-            choice = Choice(
-                index=new.index,
-                message=self._message(new, reader),
-                logprobs=None if listed is None else ChoiceLogprobs.model_validate(listed),
-                finish_reason=self._finish_reason(new, reader),  # type: ignore[arg-type]
-                **extras(self.body, new),
-            )
-            choices.append(choice)
-        answer = ChatCompletion(
-            id=self.id,
-            object="chat.completion",
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=usage([(output, num_written(output))]),
-            **prompt_extras(self.body, output),
-        )
-        return answer.model_dump_json(exclude_unset=True).encode()
+            fields = {
+                "index": new.index,
+                "message": self._message(new, reader),
+                "logprobs": None if listed is None else ChoiceLogprobs.model_validate(listed),
+                "finish_reason": self._finish_reason(new, reader),
+            }
+            choices.append(Choice(**{**fields, **extras(self.body, new), **more}))
+        return choices
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        (output,) = outputs
+        return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
+
+
+class BatchChatAnswer(Answer):
+    """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
+
+    prefix = ChatAnswer.prefix
+
+    def __init__(self, body: BatchChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
+        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
+        super().__init__(body, model, name)
+        self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        pairs = zip(self.chats, outputs, strict=True)
+        choices = [
+            choice
+            for number, (chat, output) in enumerate(pairs)
+            for choice in chat.choices(output, index=number, **prompt_extras(self.body, output))
+        ]
+        return _completion(self, choices, outputs)
+
+
+def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], **more: Any) -> bytes:
+    """Write the choices of outputs as a whole answer. more: its further fields."""
+    made = ChatCompletion(
+        id=answer.id,
+        object="chat.completion",
+        created=answer.created,
+        model=answer.model,
+        choices=choices,
+        usage=usage([(output, num_written(output)) for output in outputs]),
+        **more,
+    )
+    return made.model_dump_json(exclude_unset=True).encode()
 
 
 def _delta(piece: ChatPiece) -> dict[str, Any]:

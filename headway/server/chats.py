@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from headway.core.contract.errors import PromptError
+from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.state.request_limits import CheckedRequest
 from headway.requests.tool_use import ToolUse
-from headway.server.chat import ChatAnswer
+from headway.server.chat import BatchChatAnswer, ChatAnswer
 from headway.server.params import chat_params, template_kwargs, tool_use
-from headway.server.requests import ChatRequest, TokenizeRequest
+from headway.server.requests import BatchChatRequest, ChatRequest, TokenizeRequest
 from headway.server.service import Service
 
 
@@ -57,9 +57,25 @@ class Chats:
         if formed.structured_outputs is not None and params.structured_outputs is None:
             answer.is_structured, answer.form_field = True, "tools"
         answer.hides_special = formed.skip_special_tokens
-        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens), chats.reasoning is not None)
+        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens))
         try:
             adapter = self._service.adapter_of(body.model)
             return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)
         except PromptError as error:  # which the client knows by another name
             raise PromptError("messages", *error.reason[1:]) from None
+
+    async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
+        """Check several chats and tokenise their conversations.
+
+        :raises ConfigError: see `prepare`; the error of a conversation names its place.
+        """
+        checked: list[CheckedRequest] = []
+        for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
+            try:
+                checked += await self.prepare(chat, one)
+            except ConfigError as error:
+                what, *reason = error.reason
+                if what.partition(".")[0] != "messages":
+                    raise
+                raise ConfigError(what.replace("messages", f"messages.{number}", 1), *reason) from None
+        return checked

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.contract.errors import ConfigError, HeadwayError, PluginError
+from headway.core.system.text import cut, harmless
 from headway.hosting.host import EngineDeadError
 
 _TYPES = {
@@ -43,6 +44,11 @@ _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
 """Parts of pydantic's error locations that name a type, not a field."""
 
 
+_LONGEST_MESSAGE = 1000
+"""Characters of an error's message, which may repeat what a client has sent."""
+_LONGEST_PARAM = 200
+
+
 class ApiError(Exception):
     """A request that is answered by an error."""
 
@@ -50,8 +56,8 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
     ) -> None:
         """status: HTTP status. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(cut(harmless(message, keep="\n"), _LONGEST_MESSAGE))
+        self.status, self.param, self.code = status, None if param is None else cut(harmless(param), _LONGEST_PARAM), code
         self.headers: dict[str, str] = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status in (408, 413):
             self.headers["connection"] = "close"  # what is left of the body is not read
@@ -95,6 +101,8 @@ def api_error(error: BaseException) -> ApiError:
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
         field = error.reason.what.partition(" ")[0]  # "prompt 3" is a place in a field
         return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
+    if isinstance(error, PluginError):  # no fault of the caller's
+        return ApiError(500, str(error))
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):

@@ -16,7 +16,7 @@ from headway.server.generate_answers import DemoAnswer, NativeAnswer, TokensAnsw
 from headway.server.generate_requests import DemoRequest, NativeRequest, TokensRequest
 from headway.server.params import completion_params, prompts_of
 from headway.server.reply import Reply
-from headway.server.request_ids import request_name
+from headway.server.request_ids import check_id, request_name
 from headway.server.requests import CompletionRequest
 from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
 from headway.server.service import Service
@@ -71,6 +71,8 @@ class GenerateRoutes:
             body = demo.as_completion()
             return Reply(self._service, DemoAnswer(body, name), partial(self._prepare, body))
         asked = NativeRequest.model_validate_json(text)
+        for each in [asked.rid] if isinstance(asked.rid, str) else asked.rid or ():
+            check_id("rid", each, "rid")
         body = asked.as_completion()
         return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
 

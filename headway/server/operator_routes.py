@@ -10,6 +10,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.core.contract.errors import HeadwayError
+from headway.core.system.logs import log_traceback
+from headway.core.system.text import shown
+from headway.hosting.host import EngineDeadError
 from headway.server.errors import ApiError
 from headway.server.routing import add_posts, endpoint, read_body
 from headway.server.service import Service
@@ -126,8 +130,16 @@ class OperatorRoutes:
         self._service.check_operator()
         asked = await read_body(request, WorkerCall, self._service.options)
         if asked.method.startswith("_"):
-            raise ApiError(400, f"method: needs a public name, got {asked.method[:60]!r}", "method")
-        found = await self._llm.collective_rpc(asked.method, args=asked.args, kwargs=asked.kwargs)
+            raise ApiError(400, f"method: needs a public name, got {shown(asked.method)}", "method")
+        try:
+            found = await self._llm.collective_rpc(asked.method, args=asked.args, kwargs=asked.kwargs)
+        except (HeadwayError, EngineDeadError):
+            raise
+        except Exception as error:  # whatever a method raises, or a result that cannot leave the engine's process
+            log_traceback(f"/collective_rpc: {asked.method}", error)
+            raise ApiError(400, f"method: {asked.method} failed: {type(error).__name__}: {error}", "method") from error
+        finally:
+            self._service.is_asleep = await self._llm.is_sleeping()
         return _json({"results": [_plain(each) for each in found]})
 
     async def resume(self) -> Response:

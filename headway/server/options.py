@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from headway.core.contract.adapters import LoRARequest
+from headway.core.contract.adapters import LoRARequest, check_name
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.errors import ConfigError
 
@@ -104,9 +104,8 @@ class ServerOptions:
             got = "one with spaces around it or control characters" if key else "an empty one"
             hint = "a file's last line break may belong to it" if key else "a variable of the shell may not be set"
             raise ConfigError("--api-key", "a text that a header carries", got, hint)
-        if not all(self.served_model_names):
-            hint = "a variable of the shell may not be set"
-            raise ConfigError("--served-model-name", "a name that is not empty", "an empty one", hint)
+        for name in self.served_model_names:
+            check_name("--served-model-name", name)
         for name in _TIMES:
             seconds = getattr(self, name)
             if seconds is not None and not 0 <= seconds <= LONGEST_TIME:  # NaN is not, either

@@ -39,7 +39,7 @@ from headway.server.pooling_requests import (
     ScoreRequest,
 )
 from headway.server.request_ids import request_name
-from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, read_body, read_text
+from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
 from headway.version import __version__
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
@@ -265,7 +265,7 @@ class PoolingRoutes:
 
     async def refuse(self, request: Request, error: Exception) -> Response:
         """Answer a request that has failed."""
-        told = api_error(error)
+        told = api_error(path_error(request, error))
         self._metrics.refused[str(told.status)] += 1
         return told.response(request.scope["path"])
 

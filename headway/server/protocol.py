@@ -12,6 +12,7 @@ import orjson
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headway.server.client_probe import ClientProbe
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
@@ -97,6 +98,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """Whether a parser is being told what is known of a request already."""
     _answering: RequestResponseCycle | None = None
     """The request that is being answered, or was last; `cycle` is the one that came last."""
+    _probe: ClientProbe | None = None
+    """What watches a client that has closed its sending side."""
     _last_words: ApiError | None = None
     """What a refused client is told once the requests before have their answers."""
 
@@ -117,6 +120,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_read_timer()
         self._cancel_write_timer()
         self._unset_keepalive_if_required()
+        if self._probe is not None:
+            self._probe.stop()
         self.pipeline.clear()
         if self._answering is not None:  # uvicorn ends the request that came last
             _end(self._answering)
@@ -142,6 +147,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(_too_long(431, "the headers"))
         elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on with the answers to whole requests, though the client sends no more; False: there are none, close.
+
+        A request whose body breaks off is refused.
+        """
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_complete:
+            self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
+        if not self._answers:
+            return False
+        self._cancel_read_timer()
+        answering = self._answering
+        assert answering is not None, "_answers"
+        if not self._refused:
+            cycle.keep_alive = False
+        self._probe = ClientProbe(self.transport, self.loop, answering.response_started, self.transport.abort)
+        answering.transport.write = self._probe.write  # type: ignore[method-assign, assignment]
+        return True
 
     def on_message_begin(self) -> None:
         """Expect the rest of a head."""
@@ -196,6 +220,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if is_last and self._last_words is not None and not self.transport.is_closing():
             self._write_last(self._last_words)
+        elif is_last and self._probe is not None:
+            self.transport.close()
 
     def _close_after(self, cycle: RequestResponseCycle) -> None:
         """Close the connection behind an answer: at once, or where the client still sends, once it has had time to hear why."""
@@ -315,6 +341,9 @@ class LimitedProtocol(HttpToolsProtocol):
         retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
         head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        if self._probe is not None:  # which does not close after this any more
+            self.transport.close()
+            return
         self.transport.write_eof()
         self._expect(LINGER, self.transport.abort)
 

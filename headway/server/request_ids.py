@@ -24,11 +24,18 @@ def request_name(request: Request, given: str | None = None) -> str:
     :raises ApiError: a text that is too long, or holds what a header cannot carry.
     """
     header = request.headers.get(HEADER)
-    for field, name in (("the header X-Request-Id", header), ("request_id", given)):
-        if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
-            need = f"needs at most {_LONGEST} printable characters of ASCII"
-            raise ApiError(400, f"{field}: {need}, got {name[:60]!r}", None if name is header else field)
+    check_id("the header X-Request-Id", header, None)
+    check_id("request_id", given, "request_id")
     return header or given or ""
+
+
+def check_id(what: str, name: str | None, field: str | None) -> None:
+    """Check an id that a client gives its request. field: of the body, for programs.
+
+    :raises ApiError: a text that is too long, or holds what a header cannot carry.
+    """
+    if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
+        raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
 
 
 class RequestIdMiddleware:
@@ -49,7 +56,7 @@ class RequestIdMiddleware:
             scope = {**scope, "headers": [*others, (_NAME, name)]}
 
         async def told(message: Any) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` refuses a longer one
                 message = {**message, "headers": [*message.get("headers", ()), (_NAME, name)]}
             await send(message)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.core.contract.errors import ConfigError
+from headway.core.system.text import shown
 from headway.server.unknown_fields import Fields
 
 MOST_COMPLETIONS = 128
@@ -163,6 +166,27 @@ class ChatRequest(SamplingRequest):
     def most_tokens(self) -> int | None:
         """See `SamplingRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class BatchChatRequest(ChatRequest):
+    """The body of /v1/chat/completions/batch: the fields of a chat, and several conversations as its messages."""
+
+    messages: Annotated[list[list[dict[str, Any]]], Field(min_length=1, max_length=MOST_PROMPTS)]  # type: ignore[assignment]
+
+    @cached_property
+    def chats(self) -> list[ChatRequest]:
+        """The chat of each conversation.
+
+        :raises ConfigError: a field that this path does not have; vLLM refuses the same.
+        """
+        one = "/v1/chat/completions takes one"
+        for name, wanted in (("stream", False), ("use_beam_search", False), ("n", 1), ("best_of", 1)):
+            if (got := getattr(self, name)) not in (None, wanted):
+                raise ConfigError(name, f"{str(wanted).lower()} for several conversations", shown(got), one)
+        if self.tools:
+            raise ConfigError("tools", "none for several conversations", len(self.tools), one)
+        given = {name: getattr(self, name) for name in ChatRequest.model_fields}
+        return [ChatRequest.model_construct(self.model_fields_set, **{**given, "messages": each}) for each in self.messages]
 
 
 class CompletionRequest(SamplingRequest):

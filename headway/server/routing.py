@@ -6,15 +6,18 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
 from weakref import WeakMethod
 
 import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from headway.core.system.text import shown
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
@@ -23,6 +26,8 @@ log = logging.getLogger("headway")
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
+_LONGEST_PATH: Final = 200
+"""Characters of an unknown path that are compared with those that there are."""
 Answer = TypeVar("Answer")
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -137,3 +142,20 @@ def fields_of(text: bytes) -> dict[str, Any]:
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body: needs at most {most} bytes (max_body_bytes)", code="body_too_large")
+
+
+def path_error(request: Request, error: Exception) -> Exception:
+    """Return the error for a path or a method that a server does not have, with what it has; any other error as it is."""
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return error
+    scope = request.scope
+    path, routes = str(scope["path"]), [each for each in scope["app"].routes if getattr(each, "methods", None)]
+    if error.status_code == 405:
+        methods = sorted({method for each in routes if each.path_regex.match(path) for method in each.methods})
+        told = ApiError(405, f"{shown(path)}: needs {' or '.join(methods)}, got {shown(scope['method'], 20)}")
+        told.headers["allow"] = ", ".join(methods)
+        return told
+    paths = dict.fromkeys(each.path.replace(":path}", "}") for each in routes)
+    near = get_close_matches(path[:_LONGEST_PATH].lower(), paths, n=1, cutoff=0.3)
+    hint = f"; the nearest is {near[0]}" if near else "; /openapi.json lists its paths"
+    return ApiError(404, f"{shown(path)}: this server has no such path{hint}")

@@ -31,6 +31,8 @@ def main(names: list[str]) -> int:
             "--port",
             "0",
             "--no-autotune",
+            "--dtype",  # named, no processor rounds activations: log-likelihoods are compared with transformers'
+            "float32",
             "--files-dir",
             f"{folder}/files",
         ]

@@ -86,12 +86,18 @@ def test_weights_of_level_2_are_gone_in_between(own: LLM) -> None:
     ("call", "words"),
     [
         (lambda llm: llm.sleep(3), "level: needs 1 .* or 2 .*, got 3"),
-        (lambda llm: llm.wake_up(tags=["graphs"]), "tags: needs weights and kv_cache, got 'graphs'"),
+        (lambda llm: llm.wake_up(tags=["graphs"]), "tags: needs a list of weights and kv_cache, got 'graphs'"),
         (
             lambda llm: llm.collective_rpc("update_config", args=({"seed": 1},)),
-            "update_config: needs load_config with load_format",
+            "overrides of update_config: needs load_config with load_format",
         ),
-        (lambda llm: llm.collective_rpc("frob"), "collective_rpc: needs reload_weights, sleep, .* got 'frob'"),
+        (lambda llm: llm.wake_up(tags="weights"), "tags: needs a list of weights and kv_cache, got 'weights'"),
+        (lambda llm: llm.collective_rpc("sleep", args=(True,)), "level of sleep: needs 1 .*, got True"),
+        (
+            lambda llm: llm.collective_rpc("reload_weights", kwargs={"x" * 500: 1}),
+            r"args and kwargs: needs those of reload_weights\(\), got reload_weights\(x{30}=1\), .{,200}$",
+        ),
+        (lambda llm: llm.collective_rpc("frob"), "method: needs get_model, reload_weights, sleep, .* got 'frob'"),
         (lambda llm: llm.apply_model(lambda model: model.load_weights([("nope", torch.zeros(1))])), "got nope"),
     ],
 )

@@ -94,3 +94,26 @@ def test_a_plugin_with_a_wrong_field_is_refused_whole(name: Any, load: Any, word
 def test_two_plugins_may_not_use_one_name() -> None:
     with pytest.raises(PluginError, match="'count_up' is already taken"):
         create_registry({"one": Plugin(), "two": Plugin()}, load_entry_points=False)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("two\nlines"), SystemExit(3), BaseException("odd"), None])
+def test_a_processor_that_cannot_be_made_ends_its_request_alone(tiny_model_folder: Path, error: BaseException | None) -> None:
+    def maker(arguments: Mapping[str, Any]) -> Any:
+        if error is not None:
+            raise error
+
+    class Failing(Plugin):
+        @hookimpl
+        def headway_register_logits_processors(self) -> list[LogitsProcessorInfo]:
+            return [LogitsProcessorInfo("late", "", lambda: maker), LogitsProcessorInfo("early", "", lambda: maker({}))]
+
+    llm = LLM(str(tiny_model_folder), kv_cache_memory="1MiB", num_threads=1, plugins=[Failing()])
+    failed, served = llm.generate(
+        [[5]] * 2, [SamplingParams(max_tokens=2, logits_processors=["late"]), SamplingParams(max_tokens=2)], use_tqdm=False
+    )
+    assert failed.outputs[0].finish_reason == "error"
+    assert str(failed.outputs[0].error).startswith("logits processor 'late' cannot be made: ")
+    assert "\n" not in str(failed.outputs[0].error)
+    assert served.outputs[0].finish_reason in ("length", "stop")
+    with pytest.raises(PluginError, match="^logits_processors: the maker of 'early' cannot be made: "):
+        llm.generate([[5]], SamplingParams(logits_processors=["early"]), use_tqdm=False)

@@ -131,7 +131,7 @@ def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
     """Try what a plugin brings beside backends."""
     for name in brought.layouts:
         with trial.step(f"load_writer() of layout {name}"):
-            registry.layout(name).load_writer(torch.device("cpu"))
+            registry.layout(name).writer(torch.device("cpu"))
     for name in brought.proposers:
         with trial.step(f"proposer {name}"):
             tokens = [1, 2, 3, 1, 2, 3, 1, 2]

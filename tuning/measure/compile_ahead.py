@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import torch
 
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -53,7 +53,7 @@ def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> No
         if not bench.registry.supports(name, bench.spec, *pair, CORE_PHASE[point.phase]):
             continue
         with suppress(Exception):
-            made = made if made is not None else bench.registry.backend(name)(bench.spec, *pair, {})
+            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, *pair)
             if not _launches_nothing(made, point, bench, pair):
                 return
 
@@ -66,7 +66,7 @@ def _launches_nothing(backend: AttentionBackend, point: Point, bench: Bench, pai
         plan = backend.plan_for_capture(worst_case(case.metadata, max(bench.graph_len, point.kv_len)))
     else:
         plan = backend.plan(case.metadata)
-    writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).load_writer(bench.spec.device)
+    writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).writer(bench.spec.device)
     run_layer(backend, case, plan, out, writer)
     return bool(out[:1].isnan().all())
 

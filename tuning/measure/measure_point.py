@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -216,14 +216,14 @@ def _prepare(
     bench.tell(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
-        backend = bench.registry.backend(name)(bench.spec, *pair, {})
+        backend = make_backend(bench.registry.backend(name), bench.spec, *pair)
         graph = captures(backend, case)
 
         def distance(out: Tensor) -> float:
             return relative_error(out, expected, case)
 
         # A dense prefill need not have a cache, and takes as long to write into any layout; all others pay for theirs.
-        writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).load_writer(bench.spec.device)
+        writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).writer(bench.spec.device)
         contender = (
             graph_contender(backend, case, distance, bench.graph_len, writer)
             if graph

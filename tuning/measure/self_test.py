@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, known_cause
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
@@ -176,9 +176,9 @@ def _tries(
     registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps
 ) -> Iterator[tuple[AttentionBackend, Case, Numbers]]:
     """One instance, with the inputs of each step."""
-    writer = registry.layout(pair[0].name).load_writer(spec.device)
+    writer = registry.layout(pair[0].name).writer(spec.device)
     lens = parse_case(steps.case, steps.decode_query_len)
-    backend = registry.backend(name)(spec, *pair, {})
+    backend = make_backend(registry.backend(name), spec, *pair)
     for number, scores in enumerate(steps.scores):
         numbers = Numbers(spec, scores, torch.Generator())
         numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, PluginError, made_by
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.state.step import Sampled, StartedRow
 from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
@@ -105,10 +105,7 @@ class HostRows:
         if name not in self._infos:
             known = ", ".join(self._infos) or "none"
             raise ConfigError("logits_processors", f"a function, or a name that a plugin registered ({known})", repr(name))
-        try:
-            return self._infos[name].load()
-        except (Exception, SystemExit) as error:
-            raise ConfigError("logits_processors", f"{name!r} to load", f"{type(error).__name__}: {error}") from error
+        return made_by(f"logits_processors: the maker of {name!r}", self._infos[name].load, "__call__")
 
     def start(self, started: StartedRow, wanted: bool) -> None:
         """A sequence begins in a row. wanted: it has a grammar or logits processors."""
@@ -125,11 +122,15 @@ class HostRows:
                 if each == ENGINE_PROCESSORS:
                     row.batched = True
                     continue
-                function = self._makers[each](params.extra_args or {}) if isinstance(each, str) else each
+                function = self._made(each, params) if isinstance(each, str) else each
                 row.processors.append(_with_prompt(function))
-        except (Exception, SystemExit) as error:  # a plugin's own code may raise what it likes
-            row.error = str(error) if isinstance(error, GrammarError) else _named(error)
+        except (Exception, SystemExit) as error:  # a function's signature may be a property that raises what it likes
+            row.error = str(error) if isinstance(error, (GrammarError, PluginError)) else _named(error)
         row.take(started.token_ids[started.num_prompt_tokens :])
+
+    def _made(self, name: str, params: SamplingParams) -> Callable[..., Any]:
+        """Make the processor of one completion; raises as `made_by`."""
+        return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
 
     def refuse(self, started: StartedRow, why: str) -> None:
         """A sequence begins in a row, and is to end with its first token, for this reason."""

@@ -113,7 +113,7 @@ class LocalExecutor:
         self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
         """Copies pages and states to memory beyond the device's."""
         _check_caches(self.selector, layers.cached, self.caches)
-        writers = {layout.name: source.layout(layout.name).load_writer(self._device) for layout in layouts}
+        writers = {layout.name: source.layout(layout.name).writer(self._device) for layout in layouts}
         self.attention = PagedAttention(
             layers,
             self.caches,

@@ -15,6 +15,9 @@ from starlette.responses import Response
 from headway.server.errors import ApiError
 from headway.server.routing import DirectMiddleware, Endpoint
 
+_LONGEST_ID: Final = 512
+"""Characters of a custom_id, which results and errors repeat."""
+
 
 class RawLine(NamedTuple):
     """A line of a file that is not empty."""
@@ -77,6 +80,9 @@ def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
     custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise LineError("missing_custom_id", f"{place}: custom_id: needs a text, got {str(custom_id)[:60]!r}")
+    if len(custom_id) > _LONGEST_ID:
+        got = f"{len(custom_id)}: {custom_id[:60]!r}..."
+        raise LineError("invalid_custom_id", f"{place}: custom_id: needs at most {_LONGEST_ID} characters, got {got}")
     if found.get("method", "POST") != "POST":
         raise LineError("invalid_method", f"{place}: method: needs POST, got {str(found['method'])[:60]!r}", custom_id)
     if url not in urls:

@@ -120,7 +120,7 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(served: Running, ad
     [
         ("load", {"lora_name": "a0", "lora_path": "x"}, 400, "lora_name: the adapter 'a0' has been loaded already; unload it"),
         ("load", {"lora_name": "tiny", "lora_path": "x"}, 400, "a name of its own, got 'tiny', which is the model's"),
-        ("load", {"lora_name": "", "lora_path": "x"}, 400, "a name of its own, got an empty one"),
+        ("load", {"lora_name": "", "lora_path": "x"}, 400, "lora_name: needs a text that is not empty, got ''"),
         ("load", {"lora_name": "b"}, 400, "lora_path: field required"),
         ("load", {"lora_name": "b", "lora_path": ""}, 400, "lora_path: needs the adapter's folder, got none"),
         ("load", {"lora_name": "b", "lora_path": "/nowhere/at/all"}, 400, "adapter b: needs a folder that peft has written"),
@@ -178,3 +178,28 @@ def test_generate_writes_with_an_adapter(base: Path, adapters: list[LoRARequest]
     refused = headway("generate", "--model", str(base), "--no-autotune", "--lora", "/nowhere/at/all", PROMPT)
     assert refused.code == 2
     assert "needs a folder that peft has written" in refused.err
+
+
+@pytest.mark.parametrize("name", ["y" * 70_000, "y" * 257, "a\nb", "a\u202eb", "a\x00", " ", "", " a"])
+def test_names_that_cannot_be_shown_are_refused_in_a_short_error(served: Running, adapters: list[LoRARequest], name: str) -> None:
+    answer = httpx.post(
+        f"{served.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": adapters[0].lora_path}, timeout=30
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
+    assert len(answer.text) < 300
+    assert answer.json()["error"]["message"].isprintable()
+    with pytest.raises(ConfigError, match="^--served-model-name: needs"):
+        ServerOptions(served_model_names=(name,))
+
+
+def test_the_error_for_an_unknown_model_stays_short(served: Running) -> None:
+    given = {f"{number}{'n' * 250}": LoRARequest(f"{number}{'n' * 250}", number, "/x") for number in range(10, 60)}
+    served.service.adapters.update(given)
+    try:
+        answer = httpx.post(f"{served.url}/v1/completions", json={**BODY, "model": "m" * 70_000}, timeout=30)
+    finally:
+        for name in given:
+            del served.service.adapters[name]
+    assert answer.status_code == 404
+    assert "42 more, not 'mmm" in answer.json()["error"]["message"]
+    assert len(answer.text) < 1_000

@@ -212,7 +212,25 @@ def test_probes_may_ask_for_the_head_alone_and_other_methods_hear_which_there_ar
         assert (answer.status_code, answer.content) == (200, b"")
     refused = http.get(TEXT)
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
-    assert refused.json()["error"]["message"] == "Method Not Allowed"
+    assert refused.json()["error"]["message"] == f"'{TEXT}': needs POST, got 'GET'"
+    refused = http.put("/health")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/V1/Models", "/v1/models"),
+        ("/v1/v1/completions", "/v1/completions"),
+    ],
+)
+def test_an_unknown_path_names_itself_and_the_nearest(http: httpx.Client, path: str, near: str) -> None:
+    for answer in (http.get(path), http.post(path, json={})):
+        assert told(answer, 404)["message"] == f"'{path}': this server has no such path; the nearest is {near}"
+    assert len(told(http.get("/v1/" + "x" * 9_000), 404)["message"]) < 300
+    assert told(http.get("/%0a%E2%80%AE"), 404)["message"].isprintable()
 
 
 def test_what_is_not_http_is_refused(served: Running, http: httpx.Client) -> None:

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 from openai import OpenAI
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headway import LLM, SamplingParams
 from headway.server.options import ServerOptions
@@ -219,3 +219,42 @@ def test_continuous_usage_is_in_every_chunk(served: Running, client: OpenAI) -> 
     counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked) if chunk.usage]
     assert counts == sorted(counts)
     assert counts[-1] == 5
+
+
+def test_several_conversations_are_answered_as_each_is_by_itself(served: Running, http: httpx.Client) -> None:
+    conversations = [ASK, [{"role": "user", "content": "a lazy dog"}], ASK * 2]
+    common = {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    answer = http.post("/v1/chat/completions/batch", json={**common, "messages": conversations, "model": "small"}).json()
+    singles = [http.post("/v1/chat/completions", json={**common, "messages": each}).json() for each in conversations]
+    assert ChatCompletion.model_validate(answer).model == "small"
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
+    for mine, single in zip(answer["choices"], singles, strict=True):
+        (own,) = single["choices"]
+        assert (mine["message"], mine["token_ids"]) == (own["message"], own["token_ids"])
+        assert mine["prompt_token_ids"] == single["prompt_token_ids"]
+    assert answer["usage"]["total_tokens"] == sum(each["usage"]["total_tokens"] for each in singles)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stream": True}, "stream: needs false"),
+        ({"n": 2}, "n: needs 1"),
+        ({"use_beam_search": True}, "use_beam_search: needs false"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: needs none"),
+        ({"messages": []}, "messages: list should have at least 1 item"),
+        ({"messages": ASK}, "messages.0: input should be a valid array"),
+        ({"messages": [ASK, []]}, "messages.1: needs at least one message"),
+        ({"messages": [ASK, ASK * 500]}, "messages.1: needs at most"),
+        ({"messages": [ASK], "top_logprobs": 2}, "top_logprobs: needs logprobs=true"),
+    ],
+)
+def test_what_several_conversations_cannot_have_is_refused(http: httpx.Client, fields: dict[str, object], words: str) -> None:
+    refused = http.post("/v1/chat/completions/batch", json={"messages": [ASK], "max_tokens": 2, **fields})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(words)
+
+
+def test_a_message_without_reasoning_says_so(served: Running, client: OpenAI) -> None:
+    message = client.chat.completions.create(model="tiny", messages=ASK, max_completion_tokens=2).choices[0].message
+    assert (message.reasoning, message.reasoning_content) == (None, None)  # type: ignore[attr-defined]

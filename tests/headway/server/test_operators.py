@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from headway import LLM
+from headway.hosting.live_model import Worker
 from headway.server.options import ServerOptions
 from server_thread import Running, running
 
@@ -86,7 +87,36 @@ def test_a_sleeping_server_refuses_until_it_is_woken(own: Running, llm: LLM) -> 
         assert http.post("/wake_up").status_code == 200
         assert http.post(PATH, json={**BODY, "max_tokens": 4}).json()["choices"][0]["text"] == text
         assert http.post("/collective_rpc", json={"method": "reload_weights"}).json() == {"results": [None]}
-        assert http.post("/collective_rpc", json={"method": "__init__"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"method": "__init__"}, "method: needs a public name, got '__init__'"),
+        ({"method": "frob" * 1000}, "method: needs faulty, get_model, reload_weights, sleep, update_config, wake_up"),
+        ({"method": "device"}, "method: needs faulty, get_model"),
+        ({"method": "sleep", "args": [1, 2]}, "args and kwargs: needs those of sleep(level), got sleep(1, 2)"),
+        ({"method": "sleep", "args": [[1]]}, "level of sleep: needs 1"),
+        ({"method": "wake_up", "args": [5]}, "tags of wake_up: needs a list of weights and kv_cache, got 5"),
+        ({"method": "update_config"}, "args and kwargs: needs those of update_config(overrides), got update_config()"),
+        ({"method": "update_config", "args": ["x"]}, "overrides of update_config: needs load_config"),
+        ({"method": "reload_weights", "kwargs": {"x": 1}}, "args and kwargs: needs those of reload_weights(), got"),
+        ({"method": "faulty"}, "method: faulty failed: KeyError: 'of its own'"),
+    ],
+)
+def test_calls_of_the_worker_that_cannot_work_are_refused_in_one_line(
+    own: Running, body: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(worker: Worker) -> None:
+        raise KeyError("of its own")
+
+    monkeypatch.setattr(Worker, "faulty", faulty, raising=False)
+    answer = httpx.post(f"{own.url}/collective_rpc", json=body, timeout=30)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    message = answer.json()["error"]["message"]
+    assert message.startswith(words)
+    assert len(message) < 500
+    assert "\n" not in message
 
 
 def test_the_prefix_cache_is_emptied(own: Running) -> None:

@@ -32,12 +32,17 @@ def ask(tokens: int, stream: bool = True, **more: object) -> bytes:
     return raw("POST", TEXT, json.dumps(body).encode())
 
 
-def answers_to(served: Running, *parts: bytes, pause: float = 0.0) -> list[tuple[int, bytes]]:
-    """The statuses and bodies of all answers of a connection on which these bytes are sent, until the server closes it."""
+def answers_to(served: Running, *parts: bytes, pause: float = 0.0, sends_on: bool = True) -> list[tuple[int, bytes]]:
+    """The statuses and bodies of all answers of a connection on which these bytes are sent, until the server closes it.
+
+    sends_on: False: the client closes its sending side behind them.
+    """
     with served.connect() as sock:
         for part in parts:
             sock.sendall(part)
             time.sleep(pause)
+        if not sends_on:
+            sock.shutdown(socket.SHUT_WR)
         received = b"".join(iter(lambda: sock.recv(65536), b""))
     return list(parsed(received))
 
@@ -173,3 +178,46 @@ def test_all_requests_of_a_connection_end_with_it(llm: LLM, monkeypatch: pytest.
                 time.sleep(0.002)
         served.wait_idle()
         assert llm.engine.stats.num_output_tokens - before < 150
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_sends_no_more_gets_its_answers(served: Running, stream: bool) -> None:
+    """As `nc -N` does, and shutdown(SHUT_WR)."""
+    whole = ask(40, stream=stream, return_token_ids=True)
+    for sent in ([whole], [whole.replace(b"HTTP/1.1", b"HTTP/1.0")], [ask(5), raw("GET", "/version"), whole]):
+        found = answers_to(served, *sent, sends_on=False)
+        assert [status for status, _ in found] == [200] * len(sent)
+        assert (tokens_of(found[-1][1]) if stream else json.loads(found[-1][1])["usage"]["completion_tokens"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        ([ask(3)[:-1]], [400]),
+        ([raw("GET", "/version"), ask(3)[:-1]], [200, 400]),
+        ([ask(50), ask(3)[:-1]], [200, 400]),
+        ([ask(50), ask(3)[:30]], [200]),
+        ([ask(3)[:30]], []),
+        ([b""], []),
+        ([ask(50), GARBAGE], [200, 400]),
+        ([raw("GET", "/nosuch"), raw("POST", TEXT, b"{")], [404, 400]),
+    ],
+)
+def test_what_breaks_off_is_no_request(served: Running, sent: list[bytes], statuses: list[int]) -> None:
+    assert [status for status, _ in answers_to(served, *sent, sends_on=False)] == statuses
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("waits", [0.0, 0.1])
+def test_a_client_that_leaves_after_its_request_ends_it(
+    served: Running, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool, waits: float
+) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.03), step())[1])
+    with served.connect() as sock:
+        sock.sendall(ask(240, stream=stream))
+        sock.shutdown(socket.SHUT_WR)
+        time.sleep(waits)
+    began = time.monotonic()
+    served.wait_idle()
+    assert time.monotonic() - began < 4, "240 steps take more than seven seconds"

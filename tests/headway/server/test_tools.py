@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from headway import LLM
-from headway.contract import ConfigError
+from headway.contract import ChatContext, ChatParserInfo, ConfigError
 from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
 from server_thread import running
@@ -212,7 +212,7 @@ def test_parsers_and_the_template_may_be_given(llm: LLM) -> None:
         answer = httpx.post(f"{found.url}/v1/chat/completions", json={**body, "return_token_ids": True}).json()["choices"][0]
         assert llm.tokenizer.decode(answer["token_ids"]).startswith('{"name": "find", "parameters": {')
         assert answer["message"]["tool_calls"][0]["function"]["name"] == "find"
-        assert "reasoning" not in answer["message"]
+        assert (answer["message"]["reasoning"], answer["message"]["reasoning_content"]) == (None, None)
         asked = [{"role": "developer", "content": "a"}, {"role": "assistant", "content": None}]
         tokens = httpx.post(f"{found.url}/tokenize", json={"messages": asked}).json()["tokens"]
         assert llm.tokenizer.decode(tokens) == "tools system says aassistant says "
@@ -234,3 +234,20 @@ def test_a_schema_forbids_what_it_does_not_name(client: OpenAI) -> None:
     answer = client.chat.completions.create(**asked, response_format=form).choices[0]
     assert answer.finish_reason == "stop"
     assert list(json.loads(answer.message.content or "")) == ["word"]
+
+
+@pytest.mark.parametrize("made", [None, SystemExit(3), BaseException("odd"), 7])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parser_that_cannot_be_made_is_named(llm: LLM, made: object, stream: bool) -> None:
+    def make(context: ChatContext) -> Any:
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+    options = ServerOptions(chat_parsers=[ChatParserInfo("mine", "fails", "reasoning", make)], reasoning_parser="mine")
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": stream}
+    with running(llm, options) as served:
+        answers = [httpx.post(f"{served.url}{path}", json=body) for path in ("/v1/chat/completions", "/v1/messages")]
+    for answer in answers:
+        assert answer.status_code == 500
+        assert "parser of reasoning mine cannot be made: " in answer.json()["error"]["message"]

@@ -67,6 +67,10 @@ def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
     own, exact = logits_of(named.decoder, tokens), logits_of(expanded.decoder, tokens)
     assert float((own - exact).norm() / exact.norm()) < 1e-5
     kept = [linear.reads_quantized and linear.in_features == 512 for linear, _ in named.decoder.products]
+    assert named.rounding == ""
+    by_itself = load_model(str(tmp_path), "auto", skip_tokenizer_init=True)
+    assert by_itself.rounding.startswith(f".gguf blocks: activations rounded to {found.x_bits} bits" if found.x_bits else "")
+    assert bool(by_itself.rounding) == bool(found.x_bits)
     assert found.x_bits or any(kept), "where nothing would be rounded the blocks stay as they are"
 
 
