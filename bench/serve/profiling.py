@@ -9,6 +9,7 @@ from rich.table import Table
 
 from headway.bench.serve.client import RequestSender
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_model
 from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
@@ -32,7 +33,7 @@ async def end(client: RequestSender) -> StepsProfile | None:
     if answer.error:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
     try:
-        return StepsProfile.model_validate_json(answer.text)
+        return parse_model(answer.text, StepsProfile)
     except ValidationError:
         return None
 

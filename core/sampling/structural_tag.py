@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from headway.core.system.json_text import parse_json
+
 _TEXT: Final = r"/(.|\n)+/"
 _LAZY: Final = r"/(.|\n)*/"
 
@@ -115,7 +117,8 @@ class _TagGrammar:
     def _write_grammar(self, form: Mapping[str, Any]) -> str:
         from llguidance import grammar_from
 
-        return self._other(json.loads(_as_grammars(grammar_from("grammar", _field(form, "grammar", str))))["grammars"][0])
+        grammars = _as_grammars(grammar_from("grammar", _field(form, "grammar", str)))
+        return self._other(parse_json(grammars, "grammar")["grammars"][0])
 
     def _other(self, grammar: Mapping[str, Any]) -> str:
         name = f"g{len(self._others)}"

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text, write_whole
+from headway.core.system.json_text import parse_model
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -43,7 +44,7 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
     """
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
-        return kind.model_validate_json(read_text(path))
+        return parse_model(read_text(path), kind, any_number=True)
     except UnicodeDecodeError as error:
         raise ConfigError("result file", need, str(path), "it is not UTF-8 text") from error
     except OSError as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 Messages = Sequence[Mapping[str, Any]]
@@ -74,7 +75,7 @@ def _call(call: Any, as_text: bool) -> Any:
     read = given
     if isinstance(given, str):
         try:
-            read = json.loads(given or "{}")
+            read = parse_json(given or "{}", "messages", any_number=True)
         except ValueError:
             raise ConfigError("messages", "tool calls whose arguments are JSON", repr(given[:60])) from None
     if not isinstance(read, Mapping):

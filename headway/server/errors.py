@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.system.json_text import JsonError
 from headway.hosting.host import EngineDeadError
 
 _TYPES = {
@@ -93,7 +94,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     if isinstance(error, ConfigError):
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
-        field = error.reason.what.partition(" ")[0]  # "prompt 3" is a place in a field
+        what = error.reason.what  # "prompt 3" is a place in a field
+        field = what.partition(": ")[0] if isinstance(error, JsonError) else what.partition(" ")[0]
         return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))

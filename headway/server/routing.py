@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
-import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from headway.core.system.json_text import JsonError, parse_json, parse_model
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
@@ -93,8 +93,9 @@ async def read_body(request: Request, kind: type[Body], options: ServerOptions) 
     """Read the body as an object of `kind`; raises as `read_text`.
 
     :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
+    :raises JsonError: a number that cannot be written again.
     """
-    return kind.model_validate_json(await read_text(request, options))
+    return parse_model(await read_text(request, options), kind)
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
@@ -127,11 +128,9 @@ def fields_of(text: bytes) -> dict[str, Any]:
     :raises ApiError: it is no JSON object.
     """
     try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body: needs JSON, got {error}") from error
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body: needs a JSON object, got {type(found).__name__}")
+        found: dict[str, Any] = parse_json(text, "the body", dict, any_number=True)
+    except JsonError as error:
+        raise ApiError(400, str(error)) from error
     return found
 
 

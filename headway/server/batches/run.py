@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -12,8 +13,12 @@ from headway.hosting.host import EngineDeadError
 from headway.server.batches.journal import Journal
 from headway.server.batches.lines import LineAnswers, LineError, RawLine, lines_of, parse_line
 
+log = logging.getLogger("headway")
+
 _AGAIN: Final = frozenset((429, 503))
 """Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
+_LONGEST_END: Final = 10.0
+"""Seconds that the requests of a batch that ends may take to notice."""
 _PAUSE: Final = 0.5
 """Seconds after which such a request is made again."""
 
@@ -49,7 +54,9 @@ class BatchRun:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            _, late = await asyncio.wait(tasks, timeout=_LONGEST_END)
+            if late:
+                log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
 
     async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
         """Answer one line after the other, of those that nobody else has taken."""
@@ -65,6 +72,8 @@ class BatchRun:
                 said = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
                 raise LineError("duplicate_custom_id", said, line.custom_id)
         except LineError as error:
+            if error.custom_id is not None:
+                self._ids.add(error.custom_id)
             if raw.number not in self.journal:
                 told = {"code": error.code, "message": str(error)}
                 self.journal.add(raw.number, error.custom_id, None, told)
