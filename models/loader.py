@@ -357,11 +357,9 @@ def _eos(folder: Path, config: Any) -> frozenset[int]:
     path = folder / "generation_config.json"
     if path.is_file():
         try:
-            read = parse_json(read_text(path), path.name, any_number=True)
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"model {folder}: generation_config.json is not JSON ({error})") from error
-        if not isinstance(read, dict):
-            raise ModelError(f"model {folder}: generation_config.json needs an object, got {type(read).__name__}")
+            read = parse_json(read_text(path), path.name, dict, any_number=True)
+        except ValueError as error:
+            raise ModelError(f"model {folder}: {error}") from error
         ids = read.get("eos_token_id", ids)
     listed: list[Any] = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in listed):
