@@ -20,7 +20,6 @@ from headway.core.system.text import shown
 from headway.server.errors import ApiError, api_error
 from headway.server.routing import DirectMiddleware, Endpoint
 
-
 log = logging.getLogger("headway")
 
 

@@ -17,7 +17,7 @@ log = logging.getLogger("headway")
 
 _AGAIN: Final = frozenset((429, 503))
 """Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
-_LONGEST_END: Final = 10.0
+LONGEST_END: Final = 10.0
 """Seconds that the requests of a batch that ends may take to notice."""
 _PAUSE: Final = 0.5
 """Seconds after which such a request is made again."""
@@ -50,11 +50,15 @@ class BatchRun:
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
-            await asyncio.gather(*tasks)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            _, late = await asyncio.wait(tasks, timeout=_LONGEST_END)
+            done, late = await asyncio.wait(tasks, timeout=LONGEST_END)
+            for task in done:  # the first fault is enough
+                _ = task.cancelled() or task.exception()
             if late:
                 log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
 

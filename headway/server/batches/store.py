@@ -123,9 +123,9 @@ class Records:
             found = parse_model(read_text(path), self._shape)
             if found.id != path.stem:
                 raise ConfigError("id", f"the file's name, {path.stem}", shown(found.id))
-        except FileNotFoundError:
-            return None
         except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not path.is_symlink():  # removed meanwhile
+                return None
             if path.name not in self._damaged:
                 self._damaged.add(path.name)
                 log.warning("%s is left out: %s", harmless(str(path)), harmless(str(api_error(error))))

@@ -32,8 +32,8 @@ class BatchWorker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}
         """The objects of batches that go on, as they are now, and the run of the one whose turn it is."""
-        self._finishing: set[str] = set()
-        """Batches whose answers are being turned into files."""
+        self._answering: set[str] = set()
+        """Batches that wait for their turn or are answered, whose tasks a cancellation ends; files are written to the end."""
         self._unsaved: dict[str, dict[str, Any]] = {}
         """The objects of batches that have ended while the disk could not be written."""
 
@@ -52,7 +52,7 @@ class BatchWorker:
     def _forget(self, batch_id: str, _: object) -> None:
         self._tasks.pop(batch_id, None)
         self._running.pop(batch_id, None)
-        self._finishing.discard(batch_id)
+        self._answering.discard(batch_id)
 
     def now(self, batch_id: str) -> dict[str, Any]:
         """A batch with its counts at this moment.
@@ -93,7 +93,7 @@ class BatchWorker:
                 self._batches.move(record, "cancelling")
             except OSError as error:  # it ends all the same
                 log.error("batch %s: that it is cancelled cannot be written: %s", batch_id, error)
-            if batch_id not in self._finishing:
+            if batch_id in self._answering:
                 self._tasks[batch_id].cancel()
         return self.now(batch_id)
 
@@ -107,14 +107,15 @@ class BatchWorker:
     async def _process(self, record: dict[str, Any]) -> None:
         """Run a batch to its end, which whatever is raised on the way is too."""
         try:
-            try:
-                async with self._turn:
-                    if record["status"] != "cancelling":
+            if record["status"] != "cancelling":
+                self._answering.add(record["id"])
+                try:
+                    async with self._turn:
                         await self._answer(record)
-            except asyncio.CancelledError:
-                if record["status"] != "cancelling":  # the server ends
-                    raise
-            self._finishing.add(record["id"])
+                except asyncio.CancelledError:
+                    if record["status"] != "cancelling":  # the server ends
+                        raise
+                self._answering.discard(record["id"])
             await self._finish(record)
         except EngineDeadError:  # so does the server
             return

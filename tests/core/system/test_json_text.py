@@ -50,7 +50,13 @@ def test_what_cannot_be_read_is_named_with_its_place(text: str | bytes, said: st
 
 
 def test_what_json_allows_is_read() -> None:
-    limits = {"least": -(2**63), "most": 2**64 - 1, "float": 1.7e308, "ids": list(range(100)), "mixed": [*range(30), 2**64 - 1, None]}
+    limits = {
+        "least": -(2**63),
+        "most": 2**64 - 1,
+        "float": 1.7e308,
+        "ids": list(range(100)),
+        "mixed": [*range(30), 2**64 - 1, None],
+    }
     for text in (json.dumps(limits), json.dumps(limits).encode(), b"\xef\xbb\xbf" + json.dumps(limits).encode(), "\ufeff{}"):
         assert parse_json(text, "text") in (limits, {})
     assert parse_json('{"a": 1, "a": 2}\r\n', "text") == {"a": 2}
