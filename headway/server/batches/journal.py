@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import write_whole
-from headway.core.system.json_text import parse_model
+from headway.core.system.json_text import parse_json
 from headway.server.errors import api_error
 
 log = logging.getLogger("headway")
@@ -93,7 +93,7 @@ class Journal:
                     break
                 num_lines += 1
                 try:
-                    found = parse_model(line, BatchAnswer, any_number=True)
+                    found = BatchAnswer.model_validate(parse_json(line, f"line {num_lines}", dict, any_number=True))
                 except ValueError as error:
                     log.warning("%s: line %d is left out, and answered again: %s", self.path, num_lines, api_error(error))
                 else:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import make_private, read_text, write_whole
-from headway.core.system.json_text import parse_model
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import harmless, shown
 from headway.server.errors import ApiError, api_error
 
@@ -120,7 +120,7 @@ class Records:
     def _read(self, path: Path) -> dict[str, Any] | None:
         """Read an object; None if there is none (any more) that can be used."""
         try:
-            found = parse_model(read_text(path), self._shape)
+            found = self._shape.model_validate(parse_json(read_text(path), "the record", dict))
             if found.id != path.stem:
                 raise ConfigError("id", f"the file's name, {path.stem}", shown(found.id))
         except (OSError, ValueError) as error:

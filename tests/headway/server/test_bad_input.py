@@ -154,7 +154,8 @@ def test_numbers_that_cannot_be_written_again_are_refused_by_their_paths(
 ) -> None:
     for path, fields, param in VAST.values():
         error = told(http.post(path, content=f"{{{fields}}}".replace("NUMBER", number), headers=JSON), 400)
-        assert (error["param"], "64 bits" in error["message"]) == (param, True), (path, fields, error)
+        said = any(word in error["message"] for word in ("64 bits", "finite number"))  # pydantic's, where a field is typed
+        assert (error["param"], said) == (param, True), (path, fields, error)
     for fields in ('"metadata": {"a": NUMBER}', '"tools": [{"name": "f", "input_schema": {"a": NUMBER}}], "stream": true'):
         body = f'{{"model": "tiny", "max_tokens": 3, "messages": [], {fields}}}'.replace("NUMBER", number)
         answer = http.post("/v1/messages", content=body, headers=JSON)
