@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +33,7 @@ async def end(client: RequestSender) -> StepsProfile | None:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
     try:
         return parse_model(answer.text, StepsProfile)
-    except ValidationError:
+    except ValueError:  # pydantic's is one
         return None
 
 

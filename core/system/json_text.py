@@ -27,6 +27,10 @@ _NAMES: Final = {dict: "object", list: "array", str: "string", bool: "boolean", 
 """Type in Python -> its name in JSON."""
 
 
+BODY: Final = "the body"
+"""What errors call a text that is a request's body."""
+
+
 class JsonError(ConfigError):
     """A text that is not JSON, or JSON of another kind than is needed."""
 
@@ -49,24 +53,21 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
         where = f"line {place.replace(' column', ', column')}: " if place else ""
         if what.startswith("recursion"):
             what = f"more than {_LEVELS} levels of objects and arrays"
-        raise JsonError(source, needed, f"a text that is not JSON ({where}{what})") from None
+        raise JsonError(source or BODY, needed, f"a text that is not JSON ({where}{what})") from None
     if kind is not None and not isinstance(found, kind):
-        raise JsonError(source, needed, "null" if found is None else f"a JSON {_NAMES[type(found)]}: {shown(found, 60)}")
+        raise JsonError(source or BODY, needed, "null" if found is None else f"a JSON {_NAMES[type(found)]}: {shown(found, 60)}")
     if not any_number:
-        _check_numbers(found, f"{source}: ")
+        _check_numbers(found, f"{source}: " if source else "")
     return found
 
 
-def parse_model(text: str | bytes, kind: type[Model], *, any_number: bool = False) -> Model:
-    """Read JSON, within the limits of `parse_json`, as an object of a pydantic model.
+def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_number: bool = False) -> Model:
+    """Read JSON as an object of a pydantic model. source: see `parse_json`; empty for a request's body.
 
-    :raises pydantic.ValidationError: not JSON, or a field has another type.
-    :raises JsonError: a number that JSON's other readers lose; with its path alone.
+    :raises JsonError: see `parse_json`; what is wrong with a field of a body is named by its path alone.
+    :raises pydantic.ValidationError: a field has another type.
     """
-    found = kind.model_validate_json(_utf8(text))
-    if not any_number:
-        _check_numbers(found, "")
-    return found
+    return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
 
 
 def _utf8(text: str | bytes) -> bytes:
@@ -93,13 +94,10 @@ def _all_fit(value: object) -> bool:
         kind = type(each)
         if kind is dict:
             values: Iterable[Any] = each.values()
-        elif kind is list:
+        else:
             if len(each) > _LONG_LIST and type(each[0]) is int and _are_small(each):
                 continue
             values = each
-        else:  # a pydantic model
-            fields, more = vars(each), each.__pydantic_extra__ or {}
-            values = [fields[name] if name in fields else more[name] for name in each.model_fields_set]
         for item in values:
             kind = type(item)
             if kind is str:
@@ -109,11 +107,8 @@ def _all_fit(value: object) -> bool:
             elif kind is int:
                 if not least <= item <= most:
                     return False
-            elif kind is float:
-                if not -infinity < item < infinity:
-                    return False
-            elif item is not None and kind is not bool:
-                add(item)
+            elif kind is float and not -infinity < item < infinity:
+                return False
     return True
 
 
@@ -135,15 +130,10 @@ def _unfit(value: Any, path: str) -> Iterator[tuple[str, float]]:
         if not _fits(value):
             yield path, value
         return
+    parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, list):
-        parts: Iterable[tuple[Any, Any]] = enumerate(value)
+        parts = enumerate(value)
     elif isinstance(value, dict):
         parts = value.items()
-    elif value is None or isinstance(value, str):
-        return
-    else:
-        fields = type(value).model_fields
-        own = {fields[name].alias or name: item for name, item in vars(value).items()}
-        parts = {**own, **(value.__pydantic_extra__ or {})}.items()
     for name, item in parts:
         yield from _unfit(item, f"{path}.{name}" if path else str(name))

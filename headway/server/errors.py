@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
-from headway.core.system.json_text import JsonError
+from headway.core.system.json_text import BODY, JsonError
 from headway.hosting.host import EngineDeadError
 
 _TYPES = {
@@ -42,6 +42,13 @@ _ANTHROPIC_TYPES = {
 
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
 """Parts of pydantic's error locations that name a type, not a field."""
+
+_NEEDS = {
+    "model_type": "input should be an object",
+    "dict_type": "input should be an object",
+    "list_type": "input should be an array",
+}
+"""Type of pydantic's error -> its text in JSON's words."""
 
 
 class ApiError(Exception):
@@ -96,6 +103,7 @@ def api_error(error: BaseException) -> ApiError:
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
         what = error.reason.what  # "prompt 3" is a place in a field
         field = what.partition(": ")[0] if isinstance(error, JsonError) else what.partition(" ")[0]
+        field = None if what == BODY else field
         return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))
@@ -108,11 +116,9 @@ def _invalid(error: ValidationError) -> ApiError:
     """The error for a body's first fault, with the number of faults."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part))
     more = f" ({len(faults)} faults)" if len(faults) > 1 else ""
     got = repr(first["input"])
     shown = got if len(got) <= 60 else f"{got[:60]}..."
-    need = first["msg"][:1].lower() + first["msg"][1:]
+    need = _NEEDS.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
     return ApiError(400, f"{place or 'the body'}: {need}, got {shown}{more}", place or None)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from headway.core.system.json_text import JsonError, parse_json, parse_model
+from headway.core.system.json_text import parse_json, parse_model
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
@@ -92,8 +92,8 @@ def add_probes(app: FastAPI, health: Callable[..., Awaitable[Response]]) -> None
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
     """Read the body as an object of `kind`; raises as `read_text`.
 
-    :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
-    :raises JsonError: a number that cannot be written again.
+    :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
+    :raises pydantic.ValidationError: a field has a wrong type.
     """
     return parse_model(await read_text(request, options), kind)
 
@@ -125,12 +125,9 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 def fields_of(text: bytes) -> dict[str, Any]:
     """The fields of a body.
 
-    :raises ApiError: it is no JSON object.
+    :raises JsonError: it is no JSON object.
     """
-    try:
-        found: dict[str, Any] = parse_json(text, "the body", dict, any_number=True)
-    except JsonError as error:
-        raise ApiError(400, str(error)) from error
+    found: dict[str, Any] = parse_json(text, "", dict)
     return found
 
 

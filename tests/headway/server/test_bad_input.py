@@ -154,9 +154,8 @@ def test_numbers_that_cannot_be_written_again_are_refused_by_their_paths(
 ) -> None:
     for path, fields, param in VAST.values():
         error = told(http.post(path, content=f"{{{fields}}}".replace("NUMBER", number), headers=JSON), 400)
-        said = any(word in error["message"] for word in ("64 bits", "finite number"))  # pydantic's, where a field is typed
-        assert (error["param"], said) == (param, True), (path, fields, error)
-    for fields in ('"metadata": {"a": NUMBER}', '"tools": [{"name": "f", "input_schema": {"a": NUMBER}}], "stream": true'):
+        assert (error["param"], "64 bits" in error["message"]) == (param, True), (path, fields, error)
+    for fields in ('"metadata": {"a": NUMBER}', '"messages": [{"role": "user", "content": "a", "x": NUMBER}], "stream": true'):
         body = f'{{"model": "tiny", "max_tokens": 3, "messages": [], {fields}}}'.replace("NUMBER", number)
         answer = http.post("/v1/messages", content=body, headers=JSON)
         assert (answer.status_code, "64 bits" in answer.json()["error"]["message"]) == (400, True)
@@ -237,7 +236,7 @@ def test_a_schema_that_is_too_deep_is_answered_400(served: Running, http: httpx.
         schema = {"items": schema}
     wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
     error = told(http.post(TEXT, json={"prompt": "a", "response_format": wanted}), 400)
-    assert "structured_outputs.json: needs at most 120 levels" in error["message"] or "recursion" in error["message"]
+    assert "structured_outputs.json: needs at most 120 levels" in error["message"] or "more than 200 levels" in error["message"]
 
 
 def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client) -> None:
