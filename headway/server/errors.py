@@ -103,8 +103,7 @@ def api_error(error: BaseException) -> ApiError:
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
         what = error.reason.what  # "prompt 3" is a place in a field
         field = what.partition(": ")[0] if isinstance(error, JsonError) else what.partition(" ")[0]
-        field = None if what == BODY else field
-        return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
+        return ApiError(400, str(error), None if what == BODY else field, "context_length_exceeded" if too_long else None)
     if isinstance(error, HeadwayError):
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
