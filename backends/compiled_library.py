@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from headway.core.system.child import Child, ChildDied, python_command
-from headway.core.system.files import write_whole
+from headway.core.system.files import read_text, write_whole
 from headway.core.system.folders import cache_folder
+from headway.core.system.json_text import parse_json
 
 log = logging.getLogger("headway")
 SECONDS = 120
@@ -94,7 +95,7 @@ class LibrarySearch:
 
     def _read(self) -> dict[str, str]:
         try:
-            known = json.loads(self._answers.read_text())
+            known = parse_json(read_text(self._answers), self._answers.name)
         except (OSError, ValueError):
             return {}
         return known if isinstance(known, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
 
@@ -205,7 +205,7 @@ def _is_factor(value: object) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        read = json.loads(read_text(path))
+        read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error
     if not isinstance(read, dict):

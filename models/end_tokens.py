@@ -11,6 +11,7 @@ from typing import Any
 from headway.core.chat.template import token_after_answer
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 _KEY = "eos_token_id"
@@ -96,9 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        read = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"model {path.parent}: {path.name} is not JSON ({error})") from error
-    if not isinstance(read, dict):
-        raise ModelError(f"model {path.parent}: {path.name} needs an object, got {type(read).__name__}")
+        return parse_json(read_text(path), path.name, dict, any_number=True)
+    except ValueError as error:
+        raise ModelError(f"model {path.parent}: {error}") from error
     return read

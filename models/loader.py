@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.text import shown
 from headway.models.checkpoint import check_folder, unknown
@@ -317,7 +317,8 @@ def _naming_config(folder: Path) -> Any:
     from transformers import PreTrainedConfig
 
     try:
-        stated, tokenizer = (json.loads(read_text(folder / name)) for name in ("config.json", "tokenizer_config.json"))
+        names = ("config.json", "tokenizer_config.json")
+        stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
     except (OSError, ValueError):
         return None  # whatever is wrong is said by transformers
     if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:

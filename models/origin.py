@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text, write_whole
 from headway.core.system.folders import cache_folder
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 
@@ -31,7 +32,7 @@ class ModelOrigin(NamedTuple):
         """
         if not self.hf_overrides or not (folder / "config.json").is_file():
             return folder
-        stated = json.loads(read_text(folder / "config.json"))
+        stated = parse_json(read_text(folder / "config.json"), "config.json", dict, any_number=True)
         inner = self.hf_overrides.get("text_config")
         merged = {**stated, **self.hf_overrides}
         if isinstance(inner, Mapping):

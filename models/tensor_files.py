@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.models.axes import Axis, whole_sizes
 
@@ -181,7 +181,7 @@ def _files(folder: Path) -> list[Path]:
         if not index.is_file():
             raise ModelError(f"weights: {index} cannot be read: it is no file")
         try:
-            listed = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+            listed = sorted(set(parse_json(read_text(index), index.name, dict, any_number=True)["weight_map"].values()))
             outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.plan.simulation import SimulatedRequest
 
@@ -65,7 +65,7 @@ class Demand:
         found = []
         for number, line in enumerate(lines, start=1):
             try:
-                read = json.loads(line)
+                read = parse_json(line, "--arrivals", dict)
                 request = SimulatedRequest(float(read["arrival"]), int(read["input_len"]), int(read["output_len"]))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ConfigError("--arrivals", need, f"{path}, line {number}: {shown(line)}") from error

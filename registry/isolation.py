@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from headway.core.contract.backend import API_VERSION
-from headway.core.system.files import write_whole
+from headway.core.system.files import read_text, write_whole
 from headway.core.system.folders import cache_folder
+from headway.core.system.json_text import parse_json
 from headway.registry.plugin_sources import PluginSource
 
 TRUST = "HEADWAY_TRUST_PLUGINS"
@@ -48,7 +49,7 @@ class Verdict:
     def read(cls, path: Path) -> Verdict | None:
         """Read a remembered verdict; None where there is none that can be read."""
         try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+            return cls.of(parse_json(read_text(path), path.name, dict))
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -6,7 +6,6 @@ Each answer is one line of JSON. What the subject prints goes to the error strea
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import HeadwayError
-from headway.core.system.child import open_replies, reply
+from headway.core.system.child import message_of, open_replies, reply
 from headway.testing.kit import Kit, list_cells, make_kit, run_cell
 from headway.testing.sanitizer import OUT_OF_BOUNDS
 from headway.testing.state_kit import StateKit
@@ -27,7 +26,7 @@ def main(target: str, device: str, threads: int, model: str, plugins: Sequence[s
     torch.set_num_threads(threads)
     kit: Kit | StateKit | None = None
     for line in sys.stdin:
-        request = json.loads(line)
+        request = message_of(line)
         try:
             if kit is None:
                 kit = make_kit(target, device, plugins, model)

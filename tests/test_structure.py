@@ -252,3 +252,34 @@ def test_tests_reach_no_private_name_of_ours() -> None:
         str(path.relative_to(ROOT)): names for path, nodes in files.items() if (names := reached(nodes) & ours - own_names(nodes))
     }
     assert not found
+
+
+READERS_OF_JSON = {
+    "core.system.json_text": "the one reader of what others wrote",
+    "core.system.child": "messages between this process and its own children, whose names of files need not be UTF-8",
+    "core.sampling.guidance_notation": "finds where a schema ends in a Lark grammar",
+    "tuning.table.files": "finds the line of a value in a text that has been read",
+}
+
+
+def calls_of_json_readers(path: Path) -> list[str]:
+    """The calls in a file that read JSON by another function than `parse_json` and `parse_model`."""
+    methods = {"model_validate_json", "validate_json", "raw_decode", "from_json"}
+    found = []
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom) and node.module in ("json", "orjson", "pydantic_core"):
+            found += [alias.name for alias in node.names if alias.name in ("load", "loads", "from_json", "JSONDecoder")]
+        elif isinstance(node, ast.Attribute):
+            of_module = isinstance(node.value, ast.Name) and node.value.id in ("json", "orjson", "pydantic_core")
+            if node.attr in methods or (of_module and node.attr in ("load", "loads", "JSONDecoder")):
+                found.append(node.attr)
+    return found
+
+
+def test_json_is_read_by_one_function() -> None:
+    """Its limits (depth, numbers, surrogates, marks) and the form of its errors hold for every file, request and option.
+
+    bench/studies is not installed, and reads what its own runs have written.
+    """
+    found = {module: calls for module, path in SOURCES.items() if (calls := calls_of_json_readers(path))}
+    assert {module for module in found if room_of(module) != "bench.studies"} == READERS_OF_JSON.keys()

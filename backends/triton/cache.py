@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from headway.core.system.files import write_whole
+from headway.core.system.files import read_text, write_whole
 from headway.core.system.folders import kernel_folders, warn_unwritable
+from headway.core.system.json_text import parse_json
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -58,10 +59,10 @@ class KernelCache(FileCacheManager):  # type: ignore[misc]
         if listed is None:
             return None
         try:
-            digests: dict[str, str] = json.loads(Path(listed).read_text())["digests"]
+            digests: dict[str, str] = parse_json(read_text(Path(listed)), listed, dict)["digests"]
             paths = {name: Path(listed).with_name(name) for name in digests}
             whole = all(_digest(path.read_bytes()) == digests[name] for name, path in paths.items())
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         return {name: str(path) for name, path in paths.items()} if whole else None
 

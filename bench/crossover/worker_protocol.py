@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from headway.core.system.child import Child, ChildDied, die_with_parent, open_replies, reply
+from headway.core.system.child import Child, ChildDied, die_with_parent, message_of, open_replies, reply
 
 COMPILING_SECONDS = 60.0
 """How much longer than the limit the short pass before the timed ones may take: libraries may compile for each new shape then."""
@@ -45,4 +44,4 @@ def receive_request() -> tuple[dict[str, Any], Tell]:
     def tell(event: str, **found: object) -> None:
         reply(stream, {"event": event, **found})
 
-    return json.loads(sys.stdin.readline()), tell
+    return message_of(sys.stdin.readline()), tell

@@ -16,6 +16,7 @@ import httptools
 import orjson
 
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_json
 from headway.machine.interrupts import handle_sigint, interrupt_command
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class Client:
         """
         answer = await self.ask("/v1/models")
         try:
-            return str(orjson.loads(answer.text)["data"][0]["id"])
+            return str(parse_json(answer.text, "/v1/models")["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
             got = answer.error or f"status {answer.status}"
             raise ConfigError("--url", "a server with /v1/models", got, "start one with headway serve") from None
@@ -174,7 +175,7 @@ def understood(reader: Any) -> ServerAnswer:
         *events, rest = (rest + part).split(b"\n\n")
         for each in events:
             if each.startswith(b"data: {"):
-                _take(answer, orjson.loads(each[6:]), at, texts)
+                _take(answer, parse_json(each[6:], "stream", any_number=True), at, texts)
     answer.text = "".join(texts)
     answer.output_tokens = answer.output_tokens or len(answer.token_times)
     if not answer.token_times and not answer.error:
@@ -185,7 +186,7 @@ def understood(reader: Any) -> ServerAnswer:
 def _message(text: str) -> str:
     """What an error in OpenAI's shape says; else all of it."""
     try:
-        return str(orjson.loads(text)["error"]["message"])
+        return str(parse_json(text, "answer")["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text
 

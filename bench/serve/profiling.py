@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from headway.bench.serve.client import RequestSender
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_model
 from headway.hosting.profiling import ProfileRequest, StepsProfile
 
 
@@ -32,8 +32,8 @@ async def end(client: RequestSender) -> StepsProfile | None:
     if answer.error:
         raise ConfigError("--profile", "a server that answers /stop_profile", answer.error)
     try:
-        return StepsProfile.model_validate_json(answer.text)
-    except ValidationError:
+        return parse_model(answer.text, StepsProfile)
+    except ValueError:  # pydantic's is one
         return None
 
 

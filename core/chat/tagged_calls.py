@@ -10,6 +10,7 @@ from typing import Any
 from headway.core.chat.json_calls import as_json
 from headway.core.chat.text_source import PieceWriter, TextSource, Waiting
 from headway.core.contract.chat_parsers import ChatContext
+from headway.core.system.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class TaggedCalls:
 def _value_of(text: str) -> str:
     """A value as JSON: the text itself where it is JSON, else as a string."""
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return json.dumps(parse_json(text, "value", any_number=True), ensure_ascii=False, allow_nan=False)
     except ValueError:
         words = {"True": "true", "False": "false", "None": "null"}
         return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)

@@ -6,15 +6,17 @@ that it writes are the same however the text was split.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Final
 
 from headway.core.contract.chat_parsers import ChatPiece, call_id
+from headway.core.system.json_text import parse_json
 
 Waiting = Generator[None, None, None]
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in range(32)}
+"""Control characters as JSON has them, which models write as they are."""
 _SPACE: Final = re.compile(r"\s*")
 _SCALAR: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = re.compile(r'[^"\\]*')
@@ -226,10 +228,10 @@ class TextSource:
 def loaded_text(text: str) -> str | None:
     """The text that a JSON string stands for; None: it is no JSON string."""
     try:
-        read = json.loads(text, strict=False)
+        read: str = parse_json(text.translate(_ESCAPES), "string", str)
     except ValueError:
         return None
-    return read if isinstance(read, str) else None
+    return read
 
 
 @lru_cache(maxsize=256)

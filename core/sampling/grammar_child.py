@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import sys
@@ -17,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headway.core.sampling.grammar_text import brief_reason, grammar_text
 from headway.core.sampling.structured import StructuredOutputsParams
-from headway.core.system.child import die_with_parent, open_replies, reply
+from headway.core.system.child import die_with_parent, message_of, open_replies, reply
 from headway.core.system.threads import stack_size
 
 _ENGINE_STACK = 2**20
@@ -28,14 +27,14 @@ def main() -> None:
     """Answer requests until the parent leaves: the tokenizer first, and then one form after the other."""
     replies = open_replies()
     die_with_parent()
-    start = json.loads(sys.stdin.readline())
+    start = message_of(sys.stdin.readline())
     tokenizer = LLTokenizer(start["tokenizer"], n_vocab=start["vocab_size"], eos_token=start["eos_token_ids"])
     _limit(resource.RLIMIT_AS, _occupied() + start["memory"])
     reply(replies, {"ready": True})
     for line in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + start["seconds"])
-        reply(replies, _try(json.loads(line), tokenizer, start["stack"]))
+        reply(replies, _try(message_of(line), tokenizer, start["stack"]))
 
 
 def _try(fields: dict[str, Any], tokenizer: LLTokenizer, stack: int) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Mapping
 from threading import Lock
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 from headway.core.sampling.grammar_text import GrammarError
 from headway.core.sampling.structured import StructuredOutputsParams
-from headway.core.system.child import Child, ChildDied, python_command
+from headway.core.system.child import Child, ChildDied, message_of, python_command
 
 TRIAL_SECONDS: Final = 10
 """Seconds of processor time that a form may take; a schema of 500 KB takes one or two."""
@@ -46,7 +45,7 @@ class GrammarTrial:
             self._trying = form
         try:
             child = self._started()
-            fields = dict(zip(form.__dataclass_fields__, json.loads(form.key), strict=True))
+            fields = dict(zip(form.__dataclass_fields__, message_of(form.key), strict=True))
             answer = child.ask(fields, _LONGEST_TRIAL)
         except ChildDied as died:
             with self._guard:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from headway.core.sampling.ecma_regex import rust_regex
+from headway.core.system.json_text import parse_json
 
 _SCHEMAS: Final = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose value is an object of schemas."""
@@ -73,14 +74,16 @@ def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
         at = found.end()
         if found["json"] is not None:
             try:
-                schema, at = json.JSONDecoder().raw_decode(grammar, at)
-                parts.append(f"%json {guidance_json(schema, options)}")
-            except json.JSONDecodeError:  # llguidance says what is wrong with it
+                _, end = json.JSONDecoder().raw_decode(grammar, at)
+            except (ValueError, RecursionError):  # llguidance says what is wrong with it
                 parts.append(found[0])
+            else:
+                schema, at = parse_json(grammar[at:end], "%json"), end
+                parts.append(f"%json {guidance_json(schema, options)}")
         elif found["regex"] is not None:
             parts.append(lark_regex(found["regex"], found["flags"]))
         elif found["ignore_case"]:
-            parts.append(lark_regex(re.escape(json.loads(found["text"])), "i") if found["text"] != '""' else '""')
+            parts.append(lark_regex(re.escape(parse_json(found["text"], "grammar")), "i") if found["text"] != '""' else '""')
         else:
             parts.append(found[0])
     return "".join([*parts, grammar[at:]])

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError, knows_its_fields, refuse_unknown
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -70,8 +71,8 @@ class StructuredOutputsParams:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             raise ConfigError("structured_outputs", f"exactly one of {', '.join(_KINDS)}", ", ".join(given) or "none of them")
-        self._read("json", "a JSON schema")
-        self._read("structural_tag", "a structural tag")
+        self._read("json")
+        self._read("structural_tag")
         if self.structural_tag is not None and not isinstance(self.structural_tag, Mapping):
             self._refuse("structural_tag", "a structural tag, as a dict or a text")
         if self.json is not None and not isinstance(self.json, (Mapping, bool)):
@@ -97,16 +98,11 @@ class StructuredOutputsParams:
             self._refuse("whitespace_pattern", "none with disable_any_whitespace")
         self._check_size(given[0])
 
-    def _read(self, field: str, need: str) -> None:
+    def _read(self, field: str) -> None:
         """Read a field that was given as a text of JSON."""
         given = getattr(self, field)
         if isinstance(given, str):
-            try:
-                parsed = json.loads(given)
-            except (ValueError, RecursionError) as error:
-                why = "it is nested too deep" if isinstance(error, RecursionError) else error
-                raise ConfigError(f"structured_outputs.{field}", need, f"a text that is not JSON ({why})") from None
-            object.__setattr__(self, field, parsed)
+            object.__setattr__(self, field, parse_json(given, f"structured_outputs.{field}"))
 
     def _check_size(self, kind: str) -> None:
         """Check that the form can be handed to another process and to llguidance, whose reader of JSON calls itself."""

@@ -119,7 +119,7 @@ class Child:
                 self.stop()
                 raise ChildDied(f"no answer within {timeout:.3g} s", stderr, timed_out=True) from None
             with contextlib.suppress(ValueError):
-                read = json.loads(line)
+                read = message_of(line)
                 if isinstance(read, dict):
                     return read
 
@@ -174,6 +174,17 @@ def open_replies() -> TextIO:
 def reply(stream: TextIO, message: Mapping[str, Any]) -> None:
     """Send one answer, from within the child."""
     print(json.dumps(message), file=stream, flush=True)
+
+
+def message_of(line: str | bytes) -> Any:
+    """Return the message in a line that a process of ours has written; its names of files need not be UTF-8.
+
+    :raises ValueError: what else the process has printed.
+    """
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("a message that is nested too deep") from None
 
 
 def die_with_parent() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text, write_whole
+from headway.core.system.json_text import JsonError, parse_model
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -43,11 +44,13 @@ def read_json(path: Path, kind: type[Model], schema: str, written_by: str = "") 
     """
     need = f"a file that {written_by} wrote" if written_by else f"a JSON file of schema {schema}"
     try:
-        return kind.model_validate_json(read_text(path))
+        return parse_model(read_text(path), kind, str(path), any_number=True)
     except UnicodeDecodeError as error:
         raise ConfigError("result file", need, str(path), "it is not UTF-8 text") from error
     except OSError as error:
         raise ConfigError("result file", need, str(path), error.strerror or str(error)) from error
+    except JsonError as error:
+        raise ConfigError(f"result file {path}", need, error.reason.got) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "the file"

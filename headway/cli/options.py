@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def adapters_of(texts: Sequence[str], enabled: bool) -> list[LoRARequest]:
         given: Any = {"name": name, "path": path}
         if text.lstrip().startswith("{"):
             try:
-                given = json.loads(text)
+                given = parse_json(text, "--lora-modules")
             except ValueError as error:
                 raise ConfigError("--lora-modules", "NAME=FOLDER or a JSON object", f"{shown(text)} ({error})") from None
         elif not (name and equals and path):

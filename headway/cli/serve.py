@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
 from headway.cli.options import AdapterModules, adapters_of, on_command_line
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_json
 from headway.engine_args import EngineArgs, help_texts
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def _origins(given: Sequence[str]) -> tuple[str, ...]:
     found: list[str] = []
     for text in given:
         try:
-            parts = json.loads(text) if text.startswith("[") else [text]
+            parts = parse_json(text, "--allowed-origins") if text.startswith("[") else [text]
         except ValueError:
             parts = [None]
         if not all(isinstance(part, str) for part in parts):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from headway.core.chat.template import is_control
 from headway.core.contract.errors import ConfigError
+from headway.core.system.json_text import parse_json
 from headway.requests.prompts import Message
 
 _TRUSTED: Final = frozenset(("system", "developer", "assistant"))
@@ -37,7 +38,7 @@ class ControlTokens:
         template = str(getattr(tokenizer, "chat_template", None) or "")
         if not hasattr(backend, "to_str"):
             raise _unable(f"a {type(tokenizer).__name__}")
-        described = json.loads(backend.to_str())
+        described = parse_json(backend.to_str(), "tokenizer", any_number=True)
         ids = {
             each["content"]: each["id"]
             for each in described["added_tokens"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headway.core.contract.errors import PromptError
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 Messages = Sequence[Mapping[str, Any]]
@@ -128,8 +129,8 @@ def call_arguments(given: Any, place: str) -> Mapping[str, Any]:
     read = given
     if isinstance(given, str):
         try:
-            read = json.loads(given or "{}")
-        except (ValueError, RecursionError):
+            read = parse_json(given or "{}", place, any_number=True)
+        except ValueError:
             raise PromptError(place, "arguments that are JSON", shown(given, 60)) from None
     if not isinstance(read, Mapping):
         raise PromptError(place, "arguments that are a JSON object", shown(given, 60))

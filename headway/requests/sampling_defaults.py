@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 
 _DEFAULTS: Final = {
     "temperature": "temperature",
@@ -29,7 +29,7 @@ def default_params(folder: Path) -> SamplingParams:
     :raises ConfigError: a value that is not allowed, with the file's name.
     """
     path = folder / "generation_config.json"
-    read = json.loads(read_text(path)) if path.is_file() else {}
+    read = parse_json(read_text(path), str(path), dict, any_number=True) if path.is_file() else {}
     try:
         return SamplingParams(**{ours: read[name] for name, ours in _DEFAULTS.items() if read.get(name) is not None})
     except ConfigError as error:

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError, PluginError
+from headway.core.system.json_text import BODY, JsonError
 from headway.core.system.text import cut, harmless
 from headway.hosting.host import EngineDeadError
 
@@ -42,6 +43,13 @@ _ANTHROPIC_TYPES = {
 
 _KINDS = re.compile(r"str|bool|(list\[|dict\[|function-|\[key\]).*", re.DOTALL)
 """Parts of pydantic's error locations that name a type, not a field."""
+
+_NEEDS = {
+    "model_type": "input should be an object",
+    "dict_type": "input should be an object",
+    "list_type": "input should be an array",
+}
+"""Type of pydantic's error -> its text in JSON's words."""
 
 
 _LONGEST_MESSAGE = 1000
@@ -99,8 +107,9 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     if isinstance(error, ConfigError):
         too_long = error.reason.got.endswith("tokens") and error.reason.need.startswith("at most")
-        field = error.reason.what.partition(" ")[0]  # "prompt 3" is a place in a field
-        return ApiError(400, str(error), field, "context_length_exceeded" if too_long else None)
+        what = error.reason.what  # "prompt 3" is a place in a field
+        field = what.partition(": ")[0] if isinstance(error, JsonError) else what.partition(" ")[0]
+        return ApiError(400, str(error), None if what == BODY else field, "context_length_exceeded" if too_long else None)
     if isinstance(error, PluginError):  # no fault of the caller's
         return ApiError(500, str(error))
     if isinstance(error, HeadwayError):
@@ -114,11 +123,9 @@ def _invalid(error: ValidationError) -> ApiError:
     """The error for a body's first fault, with the number of faults."""
     faults = error.errors(include_url=False, include_context=False)
     first = faults[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     place = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or not _KINDS.fullmatch(part))
     more = f" ({len(faults)} faults)" if len(faults) > 1 else ""
     got = repr(first["input"])
     shown = got if len(got) <= 60 else f"{got[:60]}..."
-    need = first["msg"][:1].lower() + first["msg"][1:]
+    need = _NEEDS.get(first["type"]) or first["msg"][:1].lower() + first["msg"][1:]
     return ApiError(400, f"{place or 'the body'}: {need}, got {shown}{more}", place or None)

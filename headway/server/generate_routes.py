@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from headway.core.sampling.params import SamplingParams
+from headway.core.system.json_text import parse_model
 from headway.server.errors import ApiError
 from headway.server.generate_answers import DemoAnswer, NativeAnswer, TokensAnswer
 from headway.server.generate_requests import DemoRequest, NativeRequest, TokensRequest
@@ -67,10 +68,10 @@ class GenerateRoutes:
         self._service.check_room()
         text, name = await read_text(request, self._service.options), self._service.names[0]
         if "prompt" in fields_of(text):
-            demo = DemoRequest.model_validate_json(text)
+            demo = parse_model(text, DemoRequest)
             body = demo.as_completion()
             return Reply(self._service, DemoAnswer(body, name), partial(self._prepare, body))
-        asked = NativeRequest.model_validate_json(text)
+        asked = parse_model(text, NativeRequest)
         for each in [asked.rid] if isinstance(asked.rid, str) else asked.rid or ():
             check_id("rid", each, "rid")
         body = asked.as_completion()

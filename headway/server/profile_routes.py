@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.core.system.json_text import parse_model
 from headway.hosting.profiling import ProfileRequest, start_profile, stop_profile, write_trace
 from headway.server.errors import ApiError
 from headway.server.routing import endpoint, read_text
@@ -35,7 +36,7 @@ class ProfileRoutes:
     async def start(self, request: Request) -> Response:
         """Start a profile. The body may be empty."""
         folder = self._folder()
-        asked = ProfileRequest.model_validate_json(await read_text(request, self._service.options) or b"{}")
+        asked = parse_model(await read_text(request, self._service.options) or b"{}", ProfileRequest)
         async with self._turn:
             if self._profiling:
                 raise ApiError(409, "a profile is being taken already; /stop_profile ends it")

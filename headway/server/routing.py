@@ -10,13 +10,13 @@ from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 from weakref import WeakMethod
 
-import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from headway.core.system.json_text import parse_json, parse_model
 from headway.core.system.text import shown
 from headway.server.errors import ApiError
 from headway.server.middleware import PROBES
@@ -97,9 +97,10 @@ def add_probes(app: FastAPI, health: Callable[..., Awaitable[Response]]) -> None
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
     """Read the body as an object of `kind`; raises as `read_text`.
 
-    :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
+    :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
+    :raises pydantic.ValidationError: a field has a wrong type.
     """
-    return kind.model_validate_json(await read_text(request, options))
+    return parse_model(await read_text(request, options), kind)
 
 
 async def read_text(request: Request, options: ServerOptions) -> bytes:
@@ -129,14 +130,9 @@ async def read_text(request: Request, options: ServerOptions) -> bytes:
 def fields_of(text: bytes) -> dict[str, Any]:
     """The fields of a body.
 
-    :raises ApiError: it is no JSON object.
+    :raises JsonError: it is no JSON object.
     """
-    try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body: needs JSON, got {error}") from error
-    if not isinstance(found, dict):
-        raise ApiError(400, f"the body: needs a JSON object, got {type(found).__name__}")
+    found: dict[str, Any] = parse_json(text, "", dict)
     return found
 
 

@@ -95,7 +95,8 @@ class Service(Admission):
         """Read the body of a request for the model.
 
         :raises ApiError: the body is too large, too slow, or incomplete, or names another model.
-        :raises pydantic.ValidationError: the body is not JSON, or a field has a wrong type.
+        :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
+        :raises pydantic.ValidationError: a field has a wrong type.
         """
         body = await read_body(request, kind, self.options)
         self.check_model(body.model)  # type: ignore[attr-defined]

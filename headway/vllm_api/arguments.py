@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from types import NoneType, UnionType
 from typing import Any, Final, NamedTuple, Union, get_args, get_origin
+
+from headway.core.system.json_text import parse_json
 
 _SHORT: Final = {"tensor_parallel_size": ("-tp",), "quantization": ("-q",)}
 """Option -> flags of one letter or two that vLLM has for it."""
@@ -77,6 +78,6 @@ def _reading(flag: Flag) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """A flag's value: JSON where the text is any, such as true, 16 or {"method": "ngram"}, else the text."""
     try:
-        return json.loads(text)
+        return parse_json(text, "option")
     except ValueError:
         return {"True": True, "False": False, "None": None}.get(text, text)

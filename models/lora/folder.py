@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 CONFIG: Final = "adapter_config.json"
@@ -145,7 +145,7 @@ def _config(name: str, folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise ConfigError(name, f"a folder with {CONFIG}", f"{folder}, which has none")
     try:
-        config = json.loads(read_text(path))
+        config = parse_json(read_text(path), CONFIG, any_number=True)
     except (OSError, ValueError) as error:
         raise ConfigError(name, f"a JSON object in {CONFIG}", str(error)) from None
     if not isinstance(config, dict):

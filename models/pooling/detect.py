@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 
 PoolingTask = Literal["embed", "score", "reward"]
 """embed: a text to a vector; score: a query and a document to a number; reward: each token to a number, or to those of labels."""
@@ -49,7 +49,7 @@ def pooling_task(folder: Path, runner: str = "auto", task: str = "auto") -> Pool
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one where there is none that can be read: whoever needs the file says so later."""
     try:
-        read = json.loads(read_text(path))
+        read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}

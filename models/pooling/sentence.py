@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 
 PoolingType = Literal["cls", "mean", "last"]
@@ -120,7 +120,7 @@ def _inside(folder: Path, path: object) -> Path:
 
 def _read(path: Path, kind: type) -> Any:
     try:
-        read = json.loads(read_text(path))
+        read = parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be used: it is not a valid JSON file ({error})") from error
     if not isinstance(read, kind):

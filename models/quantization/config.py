@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.models.quantization.eight_bits import Float8Format, Int8Format
 from headway.models.quantization.float4 import ExpertsMxfp4, Nvfp4
@@ -299,6 +300,6 @@ def _matches(target: str, module: str) -> bool:
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(read_text(path))
+        return parse_json(read_text(path), path.name, any_number=True)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error

@@ -370,7 +370,10 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         lambda folder: (folder / "chat_template.jinja").write_bytes(b"caf\xe9"),
         ("the chat template chat_template.jinja cannot be read", "UnicodeDecodeError"),
     ),
-    "broken generation config": (write("generation_config.json", "{"), ("generation_config.json is not JSON",)),
+    "broken generation config": (
+        write("generation_config.json", "{"),
+        ("generation_config.json: needs a JSON object, got a text that is not JSON",),
+    ),
     "generation config of another kind": (write("generation_config.json", "[]"), ("generation_config.json",)),
     "end of text by name": (
         write("generation_config.json", '{"eos_token_id": "<eos>"}'),

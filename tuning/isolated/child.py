@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import faulthandler
-import json
 import os
 import pickle
 import resource
@@ -27,7 +26,7 @@ import torch
 
 from headway.backends.compile_ahead import compile_ahead
 from headway.core.contract.errors import HeadwayError
-from headway.core.system.child import die_with_parent, how_it_ended, open_replies, reply
+from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
 from headway.registry import create_registry
 from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict
@@ -66,7 +65,7 @@ class _Said:
                 *lines, self.rest = (self.rest + chunk).split(b"\n")
                 for line in lines:
                     with suppress(ValueError, AttributeError, TypeError):  # of a plugin that writes into a pipe not its own
-                        message = json.loads(line)
+                        message = message_of(line)
                         self.stage = str(message.get("stage", self.stage))
                         if "verdict" in message:
                             self.verdict = Verdict.of({**asdict(Verdict()), **message["verdict"]})
@@ -179,7 +178,7 @@ def main() -> None:
     """Answer one request, {"try": [...]} or {"measure": ...}."""
     die_with_parent()
     replies = open_replies()
-    request = json.loads(sys.stdin.readline())
+    request = message_of(sys.stdin.readline())
     if "measure" in request:
         _measure(request["measure"], replies)
     else:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.folders import cache_folder
+from headway.core.system.json_text import JsonError, parse_json
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 from headway.tuning.table.state_schema import StateSpecRecord, StateTable
@@ -49,11 +50,10 @@ def _read(path: Path, kind: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise TableError(what, need, "a file that is no text") from error
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        hint = "the file ends too early: a copy that was cut short?" if _is_cut(text, error) else ""
-        raise TableError(what, need, line, hint) from error
+        data = parse_json(text, str(path), any_number=True)
+    except JsonError as error:
+        hint = "the file ends too early: a copy that was cut short?" if "EOF" in error.reason.got else ""
+        raise TableError(what, need, error.reason.got, hint) from error
     found = data.get("schema") if isinstance(data, dict) else None
     if found != schema:
         raise TableError(what, need, *_other_schema(found, text, schema))
@@ -67,10 +67,6 @@ def _read(path: Path, kind: type[T]) -> T:
         more = f"; {error.error_count() - 1} more" if error.error_count() > 1 else ""
         where = f"{'.'.join(place)}: " if place else ""
         raise TableError(what, need, f"line {line_of(text, place)}: {where}{first['msg']}{more}") from error
-
-
-def _is_cut(text: str, error: Exception) -> bool:
-    return isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()) - 1
 
 
 def _other_schema(found: object, text: str, schema: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import orjson
 
 from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.system.json_text import parse_json
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatText, ToolCall
 from headway.server.answers import num_written
@@ -121,7 +122,7 @@ def _text_block(kind: str, text: str) -> dict[str, Any]:
 def _call_block(call: ToolCall) -> dict[str, Any]:
     """A block of a call. Arguments that are no JSON, for the answer was cut short, are an empty object."""
     try:
-        given = orjson.loads(call.arguments)
+        given = parse_json(call.arguments, "arguments")
     except ValueError:
         given = {}
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}

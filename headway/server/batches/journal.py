@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import orjson
+from pydantic import BaseModel, Field
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import write_whole
+from headway.core.system.json_text import parse_json
+from headway.server.errors import api_error
+
+log = logging.getLogger("headway")
 
 
 class Place(NamedTuple):
@@ -23,11 +29,30 @@ class Place(NamedTuple):
     failed: bool
 
 
+class BatchResponse(BaseModel):
+    """What the server has answered to a line."""
+
+    status_code: Annotated[int, Field(strict=True)]
+
+
+class BatchAnswer(BaseModel):
+    """A line of a journal and of a batch's output, as far as a journal reads it again."""
+
+    id: Annotated[str, Field(pattern=r"^batch_req_.*_\d{1,18}$")]
+    response: BatchResponse | None
+    error: dict[str, Any] | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is an error."""
+        return self.error is not None or self.response is None or self.response.status_code >= 400
+
+
 class Journal:
     """The answers of one batch by the numbers of their lines.
 
     An answer is `{"id", "custom_id", "response", "error"}`, as OpenAI writes it; the id ends with the batch's name and the line's
-    number. A line that a process was writing when it was killed is dropped, and answered again.
+    number. A line that a process was writing when it was killed is dropped, and answered again; so is one that was damaged.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -37,6 +62,7 @@ class Journal:
         :raises OSError: it cannot be opened.
         """
         self.path, self._name = path, name
+        self._start = f'{{"id":"batch_req_{name}_'.encode()
         self._places: dict[int, Place] = {}
         self.num_failed = 0
         """Lines whose answer is an error."""
@@ -57,27 +83,36 @@ class Journal:
 
     def _read(self) -> int:
         """Read what there is; returns where the last whole line ends."""
-        end = 0
+        end = num_lines = 0
         with self.path.open("rb") as file:
             for line in file:
+                if not line.endswith(b"\n"):  # the last piece of a write that was cut short
+                    is_own = bool(self._places) or line.startswith(self._start[: len(line)])
+                    if not is_own:
+                        raise self._foreign("a text that is no answer")
+                    break
+                num_lines += 1
                 try:
-                    found = orjson.loads(line) if line.endswith(b"\n") else None
-                except ValueError:  # the last piece of a write that was cut short
-                    break
-                if found is None:
-                    break
-                name, _, number = str(found["id"]).removeprefix("batch_req_").rpartition("_")
-                if name != self._name or not number.isdigit():
-                    need, got = "the answers to this file", "answers to another, or to what it once held"
-                    raise ConfigError(str(self.path), need, got, "name another output, or remove it to begin anew")
-                self._note(int(number), end, end + len(line), found)
+                    found = BatchAnswer.model_validate(parse_json(line, f"line {num_lines}", dict, any_number=True))
+                except ValueError as error:
+                    log.warning("%s: line %d is left out, and answered again: %s", self.path, num_lines, api_error(error))
+                else:
+                    name, _, number = found.id.removeprefix("batch_req_").rpartition("_")
+                    if name != self._name:
+                        raise self._foreign("answers to another, or to what it once held")
+                    self._note(int(number), end, end + len(line), found.failed)
                 end += len(line)
+        if num_lines and not self._places:
+            raise self._foreign("a text without any")
         return end
 
-    def _note(self, number: int, start: int, end: int, told: Mapping[str, Any]) -> None:
-        failed = told["error"] is not None or told["response"] is None or told["response"]["status_code"] >= 400
+    def _foreign(self, got: str) -> ConfigError:
+        return ConfigError(str(self.path), "the answers to this file", got, "name another output, or remove it to begin anew")
+
+    def _note(self, number: int, start: int, end: int, failed: bool) -> None:
+        old = self._places.get(number)
+        self.num_failed += failed - (old is not None and old.failed)
         self._places[number] = Place(start, end, failed)
-        self.num_failed += failed
 
     def __contains__(self, number: int) -> bool:
         return number in self._places
@@ -93,6 +128,7 @@ class Journal:
         :raises OSError: it cannot be written; nothing is left of it.
         """
         told = {"id": f"batch_req_{self._name}_{number}", "custom_id": custom_id, "response": response, "error": error}
+        failed = error is not None or response is None or response["status_code"] >= 400
         line = orjson.dumps(told) + b"\n"
         try:
             left = memoryview(line)
@@ -101,7 +137,7 @@ class Journal:
         except OSError:
             os.ftruncate(self._handle, self._end)
             raise
-        self._note(number, self._end, self._end + len(line), told)
+        self._note(number, self._end, self._end + len(line), failed)
         self._end += len(line)
 
     def write(self, path: Path, failed: bool | None = None) -> int:
@@ -125,6 +161,7 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)
+        self._handle = -1  # a late answer must not be written into another file of this number
 
     def __enter__(self) -> Self:
         return self

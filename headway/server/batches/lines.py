@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.server.errors import ApiError
+from headway.core.system.json_text import JsonError, parse_json
+from headway.core.system.system_errors import is_rust_panic
+from headway.core.system.text import shown
+from headway.server.errors import ApiError, api_error
 from headway.server.routing import DirectMiddleware, Endpoint
 
+log = logging.getLogger("headway")
 _LONGEST_ID: Final = 512
 """Characters of a custom_id, which results and errors repeat."""
 
@@ -55,6 +61,7 @@ def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
         number = 0
         while text := file.readline(most_bytes + 1):
             number += 1
+            text = text if number > 1 else text.removeprefix(codecs.BOM_UTF8)
             long = len(text) > most_bytes and not text.endswith(b"\n")
             while long and (rest := file.readline(most_bytes + 1)):  # the rest of the line, in pieces
                 if rest.endswith(b"\n"):
@@ -72,26 +79,24 @@ def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
     if line.text is None:
         raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
     try:
-        found = orjson.loads(line.text)
-    except ValueError as error:
-        raise LineError("invalid_json_line", f"{place}: needs a JSON object, got a text that is none ({error})") from None
-    if not isinstance(found, dict):
-        raise LineError("invalid_json_line", f"{place}: needs a JSON object, got a {type(found).__name__}")
+        found = parse_json(line.text, place, dict, any_number=True)  # what reads the body refuses such a number by its path
+    except JsonError as error:
+        raise LineError("invalid_json_line", str(error)) from None
     custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise LineError("missing_custom_id", f"{place}: custom_id: needs a text, got {str(custom_id)[:60]!r}")
+        raise LineError("missing_custom_id", f"{place}: custom_id: needs a text, got {shown(custom_id, 60)}")
     if len(custom_id) > _LONGEST_ID:
         got = f"{len(custom_id)}: {custom_id[:60]!r}..."
         raise LineError("invalid_custom_id", f"{place}: custom_id: needs at most {_LONGEST_ID} characters, got {got}")
     if found.get("method", "POST") != "POST":
-        raise LineError("invalid_method", f"{place}: method: needs POST, got {str(found['method'])[:60]!r}", custom_id)
-    if url not in urls:
-        raise LineError("invalid_url", f"{place}: url: needs {' or '.join(urls)}, got {str(url)[:60]!r}", custom_id)
+        raise LineError("invalid_method", f"{place}: method: needs POST, got {shown(found['method'], 60)}", custom_id)
+    if not isinstance(url, str) or url not in urls:
+        raise LineError("invalid_url", f"{place}: url: needs {' or '.join(urls)}, got {shown(url, 60)}", custom_id)
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"{place}: body: needs an object, got a {type(body).__name__}", custom_id)
     if body.get("stream"):
         raise LineError("invalid_body", f"{place}: body.stream: needs false, because a file holds whole answers", custom_id)
-    return BatchLine(custom_id, str(url), body)
+    return BatchLine(custom_id, url, body)
 
 
 class LineAnswers:
@@ -109,8 +114,18 @@ class LineAnswers:
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
 
     async def answer(self, line: BatchLine) -> tuple[int, Any]:
-        """The status and the body of the answer to a request."""
-        data, sent, status, parts = orjson.dumps(line.body), False, 500, []
+        """The status and the body of the answer to a request; those of an error where anything is raised on the way."""
+        try:
+            return await self._answer(line)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_rust_panic(error):
+                raise
+            log.error("a line of a batch has failed", exc_info=error)
+            refused = api_error(error)
+            return refused.status, refused.body
+
+    async def _answer(self, line: BatchLine) -> tuple[int, Any]:
+        data, sent, status, parts = json.dumps(line.body).encode(), False, 500, []
 
         async def receive() -> dict[str, Any]:
             nonlocal sent
@@ -127,7 +142,10 @@ class LineAnswers:
                 parts.append(message["body"])
 
         await self._app({**_SCOPE, "path": line.url, "headers": [(b"content-length", str(len(data)).encode())]}, receive, send)
-        return status, orjson.loads(b"".join(parts))
+        try:
+            return status, parse_json(b"".join(parts), line.url, any_number=True)
+        except JsonError as error:
+            raise ApiError(500, f"the answer cannot be kept in a file: {error}") from None
 
 
 _SCOPE: Final = {"type": "http", "method": "POST", "query_string": b""}

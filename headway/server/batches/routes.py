@@ -14,6 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
+from headway.core.system.text import harmless
 from headway.server.batches.lines import LineAnswers
 from headway.server.batches.store import BatchStore, FileStore, open_stores, page_of
 from headway.server.batches.worker import BatchWorker
@@ -90,9 +91,13 @@ class BatchRoutes:
                     raise ApiError(400, "file: needs a file in a form (multipart/form-data), got none", "file")
                 if purpose != "batch":
                     raise ApiError(400, f"purpose: needs batch, got {str(purpose)[:60]!r}", "purpose")
-                return _json(await _on_disk(partial(files.add, file.file, (file.filename or "file")[:255], purpose)))
+                return _json(await _on_disk(partial(files.add, file.file, harmless((file.filename or "file")[:255]), purpose)))
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
+        except OSError as error:  # the form's parts wait in files of their own
+            raise _full(error) from error
+        except UnicodeError as error:
+            raise ApiError(400, f"the form: needs text in a charset that there is, got {error}") from None
 
     async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
         """List the files, the newest first."""
@@ -106,7 +111,10 @@ class BatchRoutes:
     async def content(self, file_id: str) -> Response:
         """Tell a file's content."""
         self._files.get(file_id)
-        return FileResponse(self._files.content(file_id), media_type="application/jsonl")
+        path = self._files.content(file_id)
+        if not path.is_file():
+            raise ApiError(404, f"the content of {file_id} is not there any more")
+        return FileResponse(path, media_type="application/jsonl")
 
     async def delete(self, file_id: str) -> Response:
         """Remove a file."""
@@ -134,7 +142,7 @@ class BatchRoutes:
     async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
         """List the batches, the newest first."""
         page = page_of(await _on_disk(self._batches.all), after, limit)
-        return _json({**page, "data": [self._batch_worker.now(each["id"]) for each in page["data"]]})
+        return _json({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
 
     async def batch(self, batch_id: str) -> Response:
         """Tell how far a batch has come."""
@@ -192,7 +200,11 @@ async def _on_disk(work: Callable[[], T]) -> T:
     try:
         return await asyncio.to_thread(work)
     except OSError as error:
-        raise ApiError(507, f"the file cannot be stored: {error.strerror}", code="storage_failed") from error
+        raise _full(error) from error
+
+
+def _full(error: OSError) -> ApiError:
+    return ApiError(507, f"the file cannot be stored: {error.strerror or error}", code="storage_failed")
 
 
 def _json(data: object) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -12,8 +13,12 @@ from headway.hosting.host import EngineDeadError
 from headway.server.batches.journal import Journal
 from headway.server.batches.lines import LineAnswers, LineError, RawLine, lines_of, parse_line
 
+log = logging.getLogger("headway")
+
 _AGAIN: Final = frozenset((429, 503))
 """Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
+LONGEST_END: Final = 10.0
+"""Seconds that the requests of a batch that ends may take to notice."""
 _PAUSE: Final = 0.5
 """Seconds after which such a request is made again."""
 
@@ -45,11 +50,17 @@ class BatchRun:
         lines = lines_of(self._source, self._most_bytes)
         tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
         try:
-            await asyncio.gather(*tasks)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            done, late = await asyncio.wait(tasks, timeout=LONGEST_END)
+            for task in done:  # the first fault is enough
+                _ = task.cancelled() or task.exception()
+            if late:
+                log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
 
     async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
         """Answer one line after the other, of those that nobody else has taken."""
@@ -65,6 +76,8 @@ class BatchRun:
                 said = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
                 raise LineError("duplicate_custom_id", said, line.custom_id)
         except LineError as error:
+            if error.custom_id is not None:
+                self._ids.add(error.custom_id)
             if raw.number not in self.journal:
                 told = {"code": error.code, "message": str(error)}
                 self.journal.add(raw.number, error.custom_id, None, told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -10,32 +11,80 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, Literal
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.files import make_private, write_whole
-from headway.server.errors import ApiError
+from headway.core.system.files import make_private, read_text, write_whole
+from headway.core.system.json_text import parse_json
+from headway.core.system.text import harmless, shown
+from headway.server.errors import ApiError, api_error
 
+log = logging.getLogger("headway")
+
+FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]{32}$")]
+Time = Annotated[int, Field(ge=0)]
+"""Seconds since 1970."""
 _ID: Final = re.compile(r"(file|batch)-[0-9a-f]{32}")
 _UNFINISHED: Final = ".incomplete"
 OPEN: Final = frozenset(("validating", "in_progress", "finalizing", "cancelling"))
 """Statuses of batches that go on."""
 
 
+class StoredFile(BaseModel):
+    """The object of a file."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: FileId
+    object: Literal["file"]
+    bytes: Annotated[int, Field(ge=0)]
+    created_at: Time
+    filename: str
+    purpose: str
+    status: str
+
+
+class RequestCounts(BaseModel):
+    """Lines of a batch."""
+
+    total: Annotated[int, Field(ge=0)]
+    completed: Annotated[int, Field(ge=0)]
+    failed: Annotated[int, Field(ge=0)]
+
+
+class StoredBatch(BaseModel):
+    """The object of a batch."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: Annotated[str, Field(pattern=r"^batch-[0-9a-f]{32}$")]
+    object: Literal["batch"]
+    endpoint: str
+    input_file_id: FileId
+    completion_window: str
+    status: Literal["validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled"]
+    created_at: Time
+    output_file_id: FileId | None
+    error_file_id: FileId | None
+    errors: dict[str, Any] | None
+    request_counts: RequestCounts
+    metadata: dict[str, str]
+
+
 class Records:
-    """Objects of one kind, each in a file of its own under its id."""
+    """Objects of one kind, each in a file of its own under its id. A file that holds none is logged, and left out."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        """kind: "file" or "batch", with which ids begin.
-
-        :raises OSError: the folder cannot be made.
-        """
+    def __init__(self, folder: Path, shape: type[StoredFile | StoredBatch]) -> None:
+        """:raises OSError: the folder cannot be made."""
         make_private(folder)
-        self.folder, self._kind = folder, kind
+        self.folder, self._shape, self._kind = folder, shape, "file" if shape is StoredFile else "batch"
+        self._damaged: set[str] = set()
         for left in folder.glob(f"*{_UNFINISHED}"):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder, which is none of ours
+                left.unlink()
 
     def new_id(self) -> str:
         """An id that nobody guesses."""
@@ -53,20 +102,35 @@ class Records:
 
         :raises ApiError: there is none, or no longer.
         """
-        if _ID.fullmatch(record_id) and record_id.startswith(self._kind):
-            with suppress(FileNotFoundError):
-                found: dict[str, Any] = orjson.loads((self.folder / f"{record_id}.json").read_bytes())
-                return found
+        found = self._read(self.folder / f"{record_id}.json") if _ID.fullmatch(record_id) else None
+        if found is not None:
+            return found
         place = f"{param}: " if param else ""
         raise ApiError(400 if param else 404, f"{place}there is no {self._kind} {record_id[:80]!r} (any more)", param)
 
+    def has(self, record_id: str) -> bool:
+        """Return whether there is an object of an id."""
+        return (self.folder / f"{record_id}.json").is_file()
+
     def all(self) -> list[dict[str, Any]]:
         """All objects, the newest first."""
-        found = []
-        for path in self.folder.glob(f"{self._kind}-*.json"):
-            with suppress(FileNotFoundError):  # removed meanwhile
-                found.append(orjson.loads(path.read_bytes()))
-        return sorted(found, key=lambda each: (-each["created_at"], each["id"]))
+        read = map(self._read, self.folder.glob("*.json"))
+        return sorted((each for each in read if each is not None), key=lambda each: (-each["created_at"], each["id"]))
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """Read an object; None if there is none (any more) that can be used."""
+        try:
+            found = self._shape.model_validate(parse_json(read_text(path), "the record", dict))
+            if found.id != path.stem:
+                raise ConfigError("id", f"the file's name, {path.stem}", shown(found.id))
+        except (OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not path.is_symlink():  # removed meanwhile
+                return None
+            if path.name not in self._damaged:
+                self._damaged.add(path.name)
+                log.warning("%s is left out: %s", harmless(str(path)), harmless(str(api_error(error))))
+            return None
+        return found.model_dump()
 
     def remove(self, record_id: str) -> None:
         """Remove an object, and what belongs to it."""
@@ -78,7 +142,7 @@ class FileStore(Records):
     """Files that clients have sent, and those that batches have written."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "file")
+        super().__init__(folder, StoredFile)
 
     def content(self, file_id: str) -> Path:
         """Where a file's content lies."""
@@ -116,7 +180,7 @@ class BatchStore(Records):
     """Batches and their journals."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, "batch")
+        super().__init__(folder, StoredBatch)
 
     def journal(self, batch_id: str) -> Path:
         """Where a batch's answers are collected."""

@@ -79,7 +79,7 @@ class ResponsesRequest(Fields):
     store: bool | None = True
     """Whether the response can be asked for again, and continued by its id."""
     stream: bool | None = False
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(default=None, lt=2**63)  # which a text may say, too
     temperature: float | None = None
     top_p: float | None = None
     tools: list[ResponseTool] | None = None

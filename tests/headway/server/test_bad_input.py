@@ -112,6 +112,55 @@ def test_invalid_json_is_answered_with_the_place(served: Running, http: httpx.Cl
     assert told(http.post(TEXT, content=body, headers=JSON), 400)["type"] == "invalid_request_error"
 
 
+VAST: dict[str, tuple[str, str, str]] = {
+    "tokens at most": ("/v1/responses", '"input": "a", "max_output_tokens": NUMBER', "max_output_tokens"),
+    "a part of a message": (
+        CHAT,
+        '"messages": [{"role": "user", "content": [{"type": "text", "x": NUMBER}]}]',
+        "messages.0.content.0.x",
+    ),
+    "a tool": (
+        CHAT,
+        '"messages": [], "tools": [{"function": {"parameters": {"maximum": NUMBER}}}]',
+        "tools.0.function.parameters.maximum",
+    ),
+    "a variable of the template": (CHAT, '"messages": [], "chat_template_kwargs": {"a": NUMBER}', "chat_template_kwargs.a"),
+    "a schema": (
+        TEXT,
+        '"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": [NUMBER]}}}',
+        "response_format.json_schema.schema.const.0",
+    ),
+    "a schema as a text": (TEXT, '"prompt": "a", "guided_json": "{\\"const\\": NUMBER}"', "structured_outputs.json"),
+    "a field that is unknown": (TEXT, '"prompt": "a", "frobnicate": {"a": [NUMBER]}', "frobnicate.a.0"),
+    "metadata of a response": ("/v1/responses", '"input": "a", "metadata": {"a": NUMBER}', "metadata.a"),
+    "an item of a response": ("/v1/responses", '"input": [{"role": "user", "content": "a", "x": NUMBER}]', "input.0.x"),
+    "a schema of a response": (
+        "/v1/responses",
+        '"input": "a", "text": {"format": {"type": "json_schema", "schema": {"a": NUMBER}}}',
+        "text.format.schema.a",
+    ),
+    "a tool of a response": ("/v1/responses", '"input": "a", "tools": [{"type": "function", "x": NUMBER}]', "tools.0.x"),
+    "tokens": ("/tokenize", '"prompt": "a", "x": NUMBER', "x"),
+    "tokens to decode": ("/detokenize", '"tokens": [1], "x": NUMBER', "x"),
+    "SGLang's parameters": ("/generate", '"text": "a", "sampling_params": {"top_k": NUMBER}', "sampling_params.top_k"),
+    "vLLM's small server": ("/generate", '"prompt": "a", "top_k": NUMBER', "top_k"),
+    "whatever the body is for": ("/invocations", '"prompt": "a", "x": NUMBER', "x"),
+}
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 30, "-9223372036854775809", "1e999", "NaN", "-Infinity"])
+def test_numbers_that_cannot_be_written_again_are_refused_by_their_paths(
+    served: Running, http: httpx.Client, number: str
+) -> None:
+    for path, fields, param in VAST.values():
+        error = told(http.post(path, content=f"{{{fields}}}".replace("NUMBER", number), headers=JSON), 400)
+        assert (error["param"], "64 bits" in error["message"]) == (param, True), (path, fields, error)
+    for fields in ('"metadata": {"a": NUMBER}', '"messages": [{"role": "user", "content": "a", "x": NUMBER}], "stream": true'):
+        body = f'{{"model": "tiny", "max_tokens": 3, "messages": [], {fields}}}'.replace("NUMBER", number)
+        answer = http.post("/v1/messages", content=body, headers=JSON)
+        assert (answer.status_code, "64 bits" in answer.json()["error"]["message"]) == (400, True)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_parameters_that_leave_no_token_are_the_clients_fault(
     served: Running, http: httpx.Client, llm: LLM, stream: bool
@@ -187,7 +236,7 @@ def test_a_schema_that_is_too_deep_is_answered_400(served: Running, http: httpx.
         schema = {"items": schema}
     wanted = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
     error = told(http.post(TEXT, json={"prompt": "a", "response_format": wanted}), 400)
-    assert "structured_outputs.json: needs at most 120 levels" in error["message"] or "recursion" in error["message"]
+    assert "structured_outputs.json: needs at most 120 levels" in error["message"] or "more than 200 levels" in error["message"]
 
 
 def test_a_body_of_100_mb_is_refused_unread(served: Running, http: httpx.Client) -> None:

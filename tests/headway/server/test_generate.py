@@ -95,7 +95,7 @@ def test_forms_are_served(http: httpx.Client) -> None:
         ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature"),
         ({"prompt": "a", "use_beam_search": True}, "use_beam_search: needs false"),
         ({"prompt": "a", "frob": 1}, "a field of SamplingParams"),
-        ([1], "needs a JSON object, got list"),
+        ([1], "needs a JSON object, got a JSON array"),
     ],
     ids=str,
 )

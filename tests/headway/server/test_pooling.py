@@ -123,6 +123,15 @@ def test_what_cannot_be_embedded_is_refused(client: OpenAI) -> None:
         client.completions.create(model="tiny", prompt="a")
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/score", "/classify", "/pooling"])
+def test_numbers_that_cannot_be_written_again_are_refused_by_their_paths(scores: tuple[LLM, str], path: str) -> None:
+    for number in ("1" + "0" * 30, "1e999", "NaN"):
+        fields = '"input": "a", "query": "a", "documents": ["a"], "text_1": "a", "text_2": "a", "metadata": {"a": [NUMBER]}'
+        body = f"{{{fields}}}".replace("NUMBER", number)
+        error = httpx.post(f"{scores[1]}{path}", content=body, headers={"content-type": "application/json"})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, "metadata.a.0"), error.text
+
+
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank"])
 def test_documents_are_ordered_by_their_scores(scores: tuple[LLM, str], path: str) -> None:
     llm, url = scores
