@@ -97,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return parse_json(read_text(path), path.name, dict, any_number=True)
+        read: dict[str, Any] = parse_json(read_text(path), path.name, dict, any_number=True)
     except ValueError as error:
         raise ModelError(f"model {path.parent}: {error}") from error
     return read

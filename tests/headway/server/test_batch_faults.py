@@ -139,7 +139,7 @@ def test_whatever_a_line_holds_ends_that_line_alone(llm: LLM, tmp_path: Path) ->
         chats("roles", messages=[{"role": {"a": []}}]): "roles",
         chats("text", messages="fox"): "text",
         chats("nested", tools=[[[5]]]): "nested",
-        chats("x" * 300_000, temperature=-1): "x" * 300_000,
+        chats("x" * 300_000, temperature=-1): None,  # no answer repeats an id of that length
         chats("form", structured_outputs={"regex": "(a"}): "form",
         chats("good"): "good",  # again
     }
