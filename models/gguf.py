@@ -32,7 +32,7 @@ from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architectur
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
 from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
-from headway.models.tensor_files import check_files
+from headway.models.tensor_files import TensorFiles
 
 log = logging.getLogger("headway")
 _ABANDONED = 3600.0
@@ -92,7 +92,7 @@ def _damage(folder: Path) -> str:
         except OSError as error:
             return f"{path.name}: {error.strerror}"
     try:
-        check_files(folder)
+        TensorFiles(folder, torch.device("cpu")).close()
     except ModelError as error:
         return str(error).partition(";")[0]
     return ""

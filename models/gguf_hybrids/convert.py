@@ -124,9 +124,9 @@ class _Names(PlainSource):
         """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Note one tensor."""
-        self.take(name, tuple(target.shape) if shape is None else shape)
+        return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
         """Note a number, which no family of this table has."""
