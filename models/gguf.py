@@ -31,6 +31,7 @@ from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
 from headway.models.gguf_hybrids.convert import write_folder
 from headway.models.gguf_hybrids.header import Header
+from headway.models.gguf_layout import check_layout
 from headway.models.gguf_unread import refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
 from headway.models.tensor_files import TensorFiles
 
@@ -101,6 +102,7 @@ def _damage(folder: Path) -> str:
 def convert_into(path: Path, target: Path) -> None:
     """Write the checkpoint of a .gguf file into a folder, as safetensors."""
     with _read_by("gguf", path):
+        check_layout(path)
         header = Header(path)
         refuse_part(header)
         architecture = architecture_of(header)
