@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
 from headway.core.system.files import read_text
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
+from headway.models.tensor_files import TensorFiles
 
 _EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
 _SIZES = (
@@ -28,6 +32,18 @@ _SIZES = (
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
 """Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
+_SIZE = frozenset(
+    "n num d size dim dims length rank head heads layer layers block expert experts group groups labels kernel conv expand inner "
+    "count width channels state".split()
+)
+"""Words in the names of integers that count or measure parts of a model."""
+_NO_SIZE = frozenset(
+    "token tokens position positions id ids param params parameters seq sequence context ctx max window chunk batch sample samples "
+    "file data dataset train total steps".split()
+)
+"""Words in the names of other integers, whatever else stands there."""
+_MOST_SIZE, _LEAST_BOUND, _PACKED = 1 << 25, 1 << 16, 8
+"""The largest size of a model without tensors; the least bound of one with them; most values that lie in one element of a tensor."""
 _ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
 """Numbers that may be absent, and the most that each may be."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
@@ -56,7 +72,17 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
         _check_architecture(folder, config)
     text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
     check_sizes(folder, text if isinstance(text, Mapping) else config)
+    check_bounds(folder, config, _shapes(folder))
     return config
+
+
+def _shapes(folder: Path) -> dict[str, list[int]] | None:
+    """Shapes of a folder's tensors by name; None if there are none, or none that can be read: whoever loads them says why."""
+    try:
+        files = TensorFiles(folder, torch.device("cpu"))
+    except ModelError:
+        return None
+    return {name: files.shape(name) for name in files.left}
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
@@ -161,6 +187,40 @@ def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.jso
     if size and size % 2:
         raise ModelError(f"model {folder}: {file} cannot be used: head_dim needs an even number for RoPE, got {size}")
     _check_rope(folder, config, size, file)
+
+
+def check_bounds(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None, file: str = "config.json"
+) -> None:
+    """Compare counts and sizes with the tensors' headers, before lists as long as they say are made.
+
+    The bound is coarse: the exact shapes are compared when the tensors are read. shapes: those of the tensors, by name; None if
+    there are none. file: where the sizes are, for the error.
+
+    :raises ModelError: naming the first size that no model of such tensors has.
+    """
+    longest, name = max(((max(shape, default=0), name) for name, shape in (shapes or {}).items()), default=(0, ""))
+    bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
+    why = "" if shapes is None else f" for tensors whose longest axis is {longest} ({name})"
+    for key, value in _sizes(config):
+        most = min(bound, _MOST["num_hidden_layers"]) if {"layers", "layer", "block"} & _words(key) else bound
+        if value > most:
+            raise ModelError(
+                f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
+            )
+
+
+def _words(key: str) -> set[str]:
+    return set(re.split(r"[._]", key))
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Integers of a configuration, and of the mappings in it, whose names say that they count or measure a part."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif type(value) is int and (words := _words(key)) & _SIZE and not words & _NO_SIZE:
+            yield key, value
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
