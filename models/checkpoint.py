@@ -29,24 +29,30 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "sliding_window",
+    "num_labels",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
 """Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
-_SIZE = frozenset(
-    "n num d size dim dims length rank head heads layer layers block expert experts group groups labels kernel conv expand inner "
-    "count width channels state".split()
+_SIZE = re.compile(
+    r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
+    r"|channels|state)([._]|$)"
 )
-"""Words in the names of integers that count or measure parts of a model."""
-_NO_SIZE = frozenset(
-    "token tokens position positions id ids param params parameters seq sequence context ctx max window chunk batch sample samples "
-    "file data dataset train total steps".split()
+"""Finds names of integers that count or measure parts of a model."""
+_NO_SIZE = re.compile(
+    r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
+    r"|train|total|steps)([._]|$)"
 )
-"""Words in the names of other integers, whatever else stands there."""
-_MOST_SIZE, _LEAST_BOUND, _PACKED = 1 << 25, 1 << 16, 8
-"""The largest size of a model without tensors; the least bound of one with them; most values that lie in one element of a tensor."""
+"""Finds those of other integers among them."""
+_LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
+_MOST_SIZE = 1 << 25
+"""Bound of sizes if there are no tensors."""
+_LEAST_BOUND = 1 << 16
+"""Least bound of sizes by tensors: lists of so many items are made in no time."""
+_PACKED = 8
+"""Most values that lie in one element of a tensor."""
 _ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
 """Numbers that may be absent, and the most that each may be."""
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
 
 def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
@@ -203,15 +209,11 @@ def check_bounds(
     bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
     why = "" if shapes is None else f" for tensors whose longest axis is {longest} ({name})"
     for key, value in _sizes(config):
-        most = min(bound, _MOST["num_hidden_layers"]) if {"layers", "layer", "block"} & _words(key) else bound
+        most = min(bound, _MOST["num_hidden_layers"]) if _LAYERS.search(key) else bound
         if value > most:
             raise ModelError(
                 f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
             )
-
-
-def _words(key: str) -> set[str]:
-    return set(re.split(r"[._]", key))
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -219,7 +221,7 @@ def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
-        elif type(value) is int and (words := _words(key)) & _SIZE and not words & _NO_SIZE:
+        elif type(value) is int and _SIZE.search(key) and not _NO_SIZE.search(key):
             yield key, value
 
 

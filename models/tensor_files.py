@@ -93,6 +93,10 @@ class TensorFiles:
         stored = self._stored(name)
         return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
 
+    def has_any(self, suffix: str) -> bool:
+        """Return whether the name of some tensor ends so."""
+        return any(name.endswith(suffix) for name in self._file_of)
+
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor that is there."""
         stored = self._stored(name)
