@@ -30,6 +30,8 @@ _SIZES = (
     "max_position_embeddings",
     "sliding_window",
     "num_labels",
+    *("n_embd", "n_head", "n_layer", "n_positions", "mamba_n_heads", "attn_layer_period", "expert_layer_period"),
+    "block_multiple_of",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
 """Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
@@ -40,7 +42,7 @@ _SIZE = re.compile(
 """Finds names of integers that count or measure parts of a model."""
 _NO_SIZE = re.compile(
     r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
-    r"|train|total|steps)([._]|$)"
+    r"|train|total|steps|eps|epsilon)([._]|$)"
 )
 """Finds those of other integers among them."""
 _LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
@@ -50,7 +52,7 @@ _LEAST_BOUND = 1 << 16
 """Least bound of sizes by tensors: lists of so many items are made in no time."""
 _PACKED = 8
 """Most values that lie in one element of a tensor."""
-_ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
+_ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
 """Numbers that may be absent, and the most that each may be."""
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
@@ -210,19 +212,23 @@ def check_bounds(
     why = "" if shapes is None else f" for tensors whose longest axis is {longest} ({name})"
     for key, value in _sizes(config):
         most = min(bound, _MOST["num_hidden_layers"]) if _LAYERS.search(key) else bound
-        if value > most:
+        if isinstance(value, str) or value > most:
             raise ModelError(
                 f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
             )
 
 
-def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Integers of a configuration, and of the mappings in it, whose names say that they count or measure a part."""
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
+    """Integers of a configuration and of the mappings in it, also as text, whose names say that they count or measure a part."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sizes(value)
-        elif type(value) is int and _SIZE.search(key) and not _NO_SIZE.search(key):
+        elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or _is_digits(value)):
             yield key, value
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isdigit()
 
 
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
@@ -251,6 +257,9 @@ def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, f
             odd = next((key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value)), None)
             if odd is not None:
                 raise ModelError(f"{where}.{odd} needs a finite number, got {parameters[odd]}")
+            trained = parameters.get("original_max_position_embeddings")
+            if trained is not None and not _is_factor(trained):
+                raise ModelError(f"{where}.original_max_position_embeddings needs a number above 0, got {shown(trained)}")
             share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
             rotated = head_dim and int(head_dim * (share if isinstance(share, float | int) else 1)) // 2
             for key in ("short_factor", "long_factor") if kind == "longrope" else ():

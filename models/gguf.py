@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import shutil
 import time
 import warnings
@@ -25,7 +26,7 @@ from headway.core.system.files import new_folder
 from headway.core.system.folders import cache_folder
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal
-from headway.models.checkpoint import check_sizes
+from headway.models.checkpoint import check_bounds, check_sizes
 from headway.models.families import read_decoder_config
 from headway.models.gguf_blocks_file import write_blocks
 from headway.models.gguf_hybrids.architectures import ARCHITECTURES, architecture_of
@@ -62,7 +63,7 @@ def convert(path: Path) -> Path:
         raise ModelError(f"model {path}: no such file")
     stat = path.stat()
     made_of = path.resolve(), stat.st_size, stat.st_mtime_ns, importlib.metadata.version("transformers"), _FORM
-    key = hashlib.sha256(" ".join(map(str, made_of)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(os.fsencode(" ".join(map(str, made_of)))).hexdigest()[:12]
     target = cache_folder() / "models" / f"{path.stem}-{key}"
     if target.exists():
         damage = _damage(target)
@@ -105,6 +106,7 @@ def convert_into(path: Path, target: Path) -> None:
         check_layout(path)
         header = Header(path)
         refuse_part(header)
+        check_bounds(path, header.sizes, {name: header.shape(name) for name in header.names}, "its header")
         architecture = architecture_of(header)
         if architecture is not None:
             write_folder(header, architecture, target)
@@ -151,8 +153,8 @@ def _convert_by_transformers(header: Header, target: Path) -> None:
 
     path = header.path
     here = {"gguf_file": path.name, "local_files_only": True}
-    config = AutoConfig.from_pretrained(path.parent, **here)
     require_keys(header)
+    config = AutoConfig.from_pretrained(path.parent, **here)
     check_sizes(path, config.to_dict(), "its header")
     take_rope_scaling(header, config)
     read_decoder_config(config)  # before what takes long

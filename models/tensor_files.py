@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
-from headway.core.system.text import shown
+from headway.core.system.text import is_unicode, shown
 from headway.models.axes import Axis, whole_sizes
 
 PLAIN = ("float64", "float32", "bfloat16", "float16")
@@ -193,6 +194,8 @@ def plain_slices(folder: Path) -> dict[str, Any]:
 
 
 def _open(path: Path, device: torch.device) -> Any:
+    if not is_unicode(str(path)):
+        raise ModelError(f"weights: {shown(str(path))} needs a name in UTF-8, got other bytes; rename it")
     if not path.is_file():  # a pipe, say, would be waited for
         raise ModelError(f"weights: {path} cannot be read: it is no file")
     try:
@@ -235,21 +238,42 @@ def _indexed(index: Path) -> dict[str, list[str]]:
     if not index.is_file():
         raise ModelError(f"weights: {index} cannot be read: it is no file")
     try:
-        place_of = json.loads(read_text(index))["weight_map"]
-        listed: dict[str, list[str]] = {}
-        for tensor, name in place_of.items():
-            listed.setdefault(name, []).append(tensor)
-        outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
-        paths = {name: index.parent / name for name in sorted(listed)}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        read = json.loads(read_text(index), object_pairs_hook=_without_doubles)
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
-    if outside:
-        raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
-    if others := [name for name, path in paths.items() if path.exists() and not path.is_file()]:
+    place_of = read.get("weight_map") if isinstance(read, dict) else None
+    if not isinstance(place_of, dict) or not place_of or not all(isinstance(name, str) for name in place_of.values()):
+        need = "weight_map needs an object of tensors' names and their files' names"
+        raise ModelError(f"weights: {index} is not a safetensors index ({need}, got {shown(place_of)})")
+    listed: dict[str, list[str]] = {}
+    for tensor, name in sorted(place_of.items(), key=lambda each: each[1]):
+        listed.setdefault(name, []).append(tensor)
+    if outside := [name for name in listed if _leaves_folder(name)]:
+        raise ModelError(f"weights: {index} needs names of files in its folder, got {shown(outside[0])}")
+    paths = {name: index.parent / name for name in listed}
+    missing = [shown(name)[1:-1] for name, path in paths.items() if not os.path.exists(path)]
+    if others := [name for name, path in paths.items() if os.path.exists(path) and not path.is_file()]:
         raise ModelError(f"weights: {index} names {shown(others[0])}, and it is no file")
-    if missing := [name for name, path in paths.items() if not path.exists()]:
+    if missing:
         raise ModelError(f"weights: {index.parent} lacks {', '.join(missing)}, which {INDEX} names; fetch the model again")
-    return {name: listed[name] for name in paths}
+    return listed
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON.
+
+    :raises ValueError: a name stands in it twice.
+    """
+    read = dict(pairs)
+    if len(read) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it names {shown(next(name for name in read if names.count(name) > 1))} twice")
+    return read
+
+
+def _leaves_folder(name: str) -> bool:
+    """Return whether a name is not that of a file in the folder, or below it."""
+    return Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not is_unicode(name)
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:

@@ -63,8 +63,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
 def _check(header: Header, architecture: GgufArchitecture) -> None:
     """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
     for key in ("embedding_length", "attention.head_count"):
-        if header.size(key) < 1:
-            raise header.refuse(f"{header.architecture}.{key}", "a whole number of at least 1", "0")
+        header.size(key, least=1)
     scaling = header.get("rope.scaling.type", "none")
     if scaling != "none":
         raise header.refuse(f"{header.architecture}.rope.scaling.type", "none", str(scaling))
