@@ -247,9 +247,9 @@ def _indexed(index: Path) -> dict[str, list[str]]:
         raise ModelError(f"weights: {index} is not a safetensors index ({need}, got {shown(place_of)})")
     listed: dict[str, list[str]] = {}
     for tensor, name in sorted(place_of.items(), key=lambda each: each[1]):
-        listed.setdefault(name, []).append(tensor)
-    if outside := [name for name in listed if _leaves_folder(name)]:
-        raise ModelError(f"weights: {index} needs names of files in its folder, got {shown(outside[0])}")
+        if _leaves_folder(name):
+            raise ModelError(f"weights: {index} needs names of files in its folder, got {shown(name)}")
+        listed.setdefault(str(Path(name)), []).append(tensor)
     paths = {name: index.parent / name for name in listed}
     missing = [shown(name)[1:-1] for name, path in paths.items() if not os.path.exists(path)]
     if others := [name for name, path in paths.items() if os.path.exists(path) and not path.is_file()]:

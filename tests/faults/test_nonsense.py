@@ -18,10 +18,12 @@ import plain_models
 import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
-from headway.core.engine.state.config import check_block_size
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig, check_block_size
 from headway.models.checkpoint import check_sizes
 from headway.models.loader import load_model
 from headway.models.pooling.loader import load_pooling_model
+from headway.registry import Registry
 from sandbox import save_tiny_model
 from tables import a_device
 
@@ -166,6 +168,26 @@ def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str,
     (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**9}))
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_a_vast_context_of_windowed_layers_takes_no_vast_block_tables(registry: Registry, tmp_path: Path) -> None:
+    model = load(tmp_path, sliding_window=8, max_position_embeddings=10**9).decoder
+    with memory_bound(2 << 30):
+        engine = make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20))
+    assert 10**6 < engine.capacity.max_model_len < 10**8
+    with pytest.raises(ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"):
+        make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9))
+
+
+@pytest.mark.parametrize("name", ["mod\udcffel", "mod\udcffel.gguf"])
+def test_a_path_that_is_not_utf_8_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"mod\\udcffel.*: needs a path in UTF-8"):
+        load_model(str(tmp_path / name))
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / f"{name}.safetensors")
+    with pytest.raises(ModelError, match=r"mod\\udcffel.* needs a name in UTF-8") as refused:
+        load_model(str(tmp_path / "model"), skip_tokenizer_init=True)
+    str(refused.value).encode()
 
 
 def test_an_eos_token_beyond_the_vocabulary_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
