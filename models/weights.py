@@ -227,10 +227,7 @@ class Weights:
         return rows
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
-        """Read one tensor in another dtype than the model's.
-
-        :raises ModelError: as `take`.
-        """
+        """Read one tensor in another dtype than the model's. Raises as `take`."""
         return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:

@@ -175,7 +175,9 @@ def test_a_vast_context_of_windowed_layers_takes_no_vast_block_tables(registry: 
     with memory_bound(2 << 30):
         engine = make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20))
     assert 10**6 < engine.capacity.max_model_len < 10**8
-    with pytest.raises(ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"):
+    with pytest.raises(
+        ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"
+    ):
         make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9))
 
 
