@@ -44,9 +44,8 @@ class Header:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Whole numbers among the architecture's keys, by their full names, but for that of layers: see `num_layers`."""
-        own, layers = f"{self.architecture}.", f"{self.architecture}.block_count"
-        values = {name: self.general(name) for name in self._fields if name.startswith(own) and name != layers}
+        """Whole numbers among the architecture's keys, by their full names."""
+        values = {name: self.general(name) for name in self._fields if name.startswith(f"{self.architecture}.")}
         return {name: value for name, value in values.items() if type(value) is int}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
