@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
@@ -13,6 +16,7 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.models.families import FAMILIES, TEXT_PARTS, known_architectures
+from headway.models.tensor_files import TensorFiles
 
 _EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
 _SIZES = (
@@ -25,12 +29,32 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
     "sliding_window",
+    "num_labels",
+    *("n_embd", "n_head", "n_layer", "n_positions", "mamba_n_heads", "attn_layer_period", "expert_layer_period"),
+    "block_multiple_of",
 )
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
 """Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
-_ABOVE_ZERO = {"rms_norm_eps": 1.0, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
+_SIZE = re.compile(
+    r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
+    r"|channels|state)([._]|$)"
+)
+"""Finds names of integers that count or measure parts of a model."""
+_NO_SIZE = re.compile(
+    r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
+    r"|train|total|steps|eps|epsilon)([._]|$)"
+)
+"""Finds those of other integers among them."""
+_LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
+_MOST_SIZE = 1 << 25
+"""Bound of sizes if there are no tensors."""
+_LEAST_BOUND = 1 << 16
+"""Least bound of sizes by tensors: lists of so many items are made in no time."""
+_PACKED = 8
+"""Most values that lie in one element of a tensor."""
+_ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
 """Numbers that may be absent, and the most that each may be."""
-_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window")
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
 
 
 def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
@@ -56,7 +80,17 @@ def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
         _check_architecture(folder, config)
     text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
     check_sizes(folder, text if isinstance(text, Mapping) else config)
+    check_bounds(folder, config, _shapes(folder))
     return config
+
+
+def _shapes(folder: Path) -> dict[str, list[int]] | None:
+    """Shapes of a folder's tensors by name; None if there are none, or none that can be read: whoever loads them says why."""
+    try:
+        files = TensorFiles(folder, torch.device("cpu"))
+    except ModelError:
+        return None
+    return {name: files.shape(name) for name in files.left}
 
 
 def architectures_of(config: Mapping[str, Any]) -> list[str]:
@@ -163,6 +197,40 @@ def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.jso
     _check_rope(folder, config, size, file)
 
 
+def check_bounds(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None, file: str = "config.json"
+) -> None:
+    """Compare counts and sizes with the tensors' headers, before lists as long as they say are made.
+
+    The bound is coarse: the exact shapes are compared when the tensors are read. shapes: those of the tensors, by name; None if
+    there are none. file: where the sizes are, for the error.
+
+    :raises ModelError: naming the first size that no model of such tensors has.
+    """
+    longest, name = max(((max(shape, default=0), name) for name, shape in (shapes or {}).items()), default=(0, ""))
+    bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
+    why = "" if shapes is None else f" for tensors whose longest axis is {longest} ({name})"
+    for key, value in _sizes(config):
+        most = min(bound, _MOST["num_hidden_layers"]) if _LAYERS.search(key) else bound
+        if isinstance(value, str) or value > most:
+            raise ModelError(
+                f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
+            )
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
+    """Integers of a configuration and of the mappings in it, also as text, whose names say that they count or measure a part."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or _is_digits(value)):
+            yield key, value
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isdigit()
+
+
 def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
     """What multiplies or divides activations: with one of these the model would compute nonsense."""
     for name, most in _ABOVE_ZERO.items():
@@ -189,6 +257,9 @@ def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, f
             odd = next((key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value)), None)
             if odd is not None:
                 raise ModelError(f"{where}.{odd} needs a finite number, got {parameters[odd]}")
+            trained = parameters.get("original_max_position_embeddings")
+            if trained is not None and not _is_factor(trained):
+                raise ModelError(f"{where}.original_max_position_embeddings needs a number above 0, got {shown(trained)}")
             share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
             rotated = head_dim and int(head_dim * (share if isinstance(share, float | int) else 1)) // 2
             for key in ("short_factor", "long_factor") if kind == "longrope" else ():

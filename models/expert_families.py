@@ -104,7 +104,7 @@ def deepseek(config: Any) -> dict[str, Any]:
         group_score="top2" if third else "max",
         correction_bias=third,
     )
-    return {"experts": experts, "dense_layers": set(range(config.first_k_dense_replace))}
+    return {"experts": experts, "dense_layers": range(config.first_k_dense_replace)}
 
 
 def sigmoid_experts(config: Any) -> ExpertsConfig:

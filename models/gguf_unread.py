@@ -32,8 +32,13 @@ def require_keys(header: Header) -> None:
 
     :raises ModelError: naming the first key that is missing.
     """
-    for key in ("block_count", "context_length", "embedding_length", "attention.head_count"):
-        header.size(key)
+    _ = header.num_layers
+    for key in ("context_length", "embedding_length", "attention.head_count"):
+        header.size(key, least=1)
+    tokens = header.general("tokenizer.ggml.tokens") or []
+    for key in ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id"):
+        if (token := header.general(key)) is not None and not 0 <= token < len(tokens):
+            raise header.refuse(key, f"one of the {len(tokens)} tokens of tokenizer.ggml.tokens", str(token))
     names = [f"attention.layer_norm_{kind}epsilon" for kind in ("rms_", "")]
     if all(header.get(name) is None for name in names):
         raise header.refuse(f"{header.architecture}.{names[0]}", "a number", "no such key")

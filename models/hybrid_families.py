@@ -175,7 +175,7 @@ def lfm2_moe(config: Any) -> dict[str, Any]:
         scale=float(config.routed_scaling_factor),
         correction_bias=bool(config.use_expert_bias),
     )
-    return {**lfm2(config), "experts": experts, "dense_layers": set(range(config.num_dense_layers))}
+    return {**lfm2(config), "experts": experts, "dense_layers": range(config.num_dense_layers)}
 
 
 def kimi_linear(config: Any) -> dict[str, Any]:

@@ -43,20 +43,20 @@ class GivenWeights(PlainSource):
 
         :raises ModelError: its shape is not the configuration's.
         """
-        found, sizes = self._find(name), whole_sizes(shape)
-        if found is None:
-            return self._checkpoint.take(name, shape)
-        if tuple(found.shape) != tuple(sizes):
-            raise ModelError(f"weights: {name} needs shape {list(sizes)}, got {list(found.shape)}")
-        return held_part(found.to(self.device, self.dtype), shape)
+        return self.take_as(self.dtype, name, shape)
 
     def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
         """See WeightSource."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
-        """See WeightSource."""
-        target.copy_(self.take(name, tuple(target.shape) if shape is None else shape))
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """See WeightSource. Raises as `take`."""
+        found, sizes = self._find(name), whole_sizes(shape)
+        if found is None:
+            return self._checkpoint.take_as(dtype, name, shape)
+        if tuple(found.shape) != tuple(sizes):
+            raise ModelError(f"weights: {name} needs shape {list(sizes)}, got {list(found.shape)}")
+        return held_part(found.to(self.device, dtype), shape)
 
     def take_number(self, name: str) -> float:
         """See WeightSource."""

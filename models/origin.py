@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class ModelOrigin(NamedTuple):
             text = json.dumps(merged, indent=1)
         except (TypeError, ValueError) as error:
             raise ConfigError("hf_overrides", "values as JSON has them", f"{shown(dict(self.hf_overrides))} ({error})") from None
-        digest = hashlib.blake2b(f"{folder.resolve()}\n{text}".encode(), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(os.fsencode(f"{folder.resolve()}\n{text}"), digest_size=12).hexdigest()
         made = cache_folder() / "overrides" / digest
         made.mkdir(parents=True, exist_ok=True)
         _link_all(folder, made)

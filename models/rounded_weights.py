@@ -36,7 +36,7 @@ class QuantizeOnLoading:
         self._inner, self._quantize, self._keeps, self._keeps_experts = inner, quantize, keeps, keeps_experts
         self._experts_alone = experts_alone
         self.dtype, self.device = inner.dtype, inner.device
-        self.take, self.take_merged, self.take_into = inner.take, inner.take_merged, inner.take_into
+        self.take, self.take_merged, self.take_as = inner.take, inner.take_merged, inner.take_as
         self.take_number, self.take_head = inner.take_number, inner.take_head
         self._plain = self._bytes = 0
         """Bytes of the weights that were rounded, before and after."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
-from headway.core.system.text import shown
+from headway.core.system.text import is_unicode, shown
 from headway.models.axes import Axis, whole_sizes
 
 PLAIN = ("float64", "float32", "bfloat16", "float16")
 """Elements that are the weights themselves; integers and float8 are quantised ones, which mean nothing without their scales."""
 NEEDED = "float32, bfloat16 or float16"
 """What elements should be, for messages."""
+INDEX = "model.safetensors.index.json"
+"""Name of the file that gives each tensor of a checkpoint to one of its files."""
+_SINGLE = "model.safetensors"
 _ELEMENTS = {
     "F64": "float64",
     "F32": "float32",
@@ -48,16 +53,29 @@ class TensorFiles:
 
         beside: a folder inside of the folder, whose files are read too.
 
-        :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
+        :raises ModelError: no safetensors file in the folder, one that is missing or truncated, an index that does not fit the
+            files, or two files with a tensor of one name and no index that chooses between them.
         """
         self.folder, self.device, self._aliases = folder, device, aliases
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
-        for path in [*_files(folder), *([] if beside is None else _files(folder / beside))]:
-            file = _open(path, device)
-            self._file_of.update(dict.fromkeys(file.keys(), file))
-            self._path_of.update(dict.fromkeys(file.keys(), path))
+        for path, listed in [*_files(folder).items(), *({} if beside is None else _files(folder / beside)).items()]:
+            self._add(path, listed)
         self._left = set(self._file_of)
+
+    def _add(self, path: Path, listed: Sequence[str] | None) -> None:
+        """Open one file. listed: the tensors that the index gives to it; None if there is no index, and all of them count."""
+        file = _open(path, self.device)
+        stored = set(file.keys())
+        for name in stored if listed is None else listed:
+            if name not in stored:
+                raise ModelError(f"weights: {path} lacks {shown(name)}, which {INDEX} gives to it; fetch the model again")
+            if name in self._file_of:
+                raise ModelError(
+                    f"weights: {shown(name)} needs one file, got {self._path_of[name]} and {path.name}, and no {INDEX} chooses "
+                    "between them; remove the file that does not belong to the model"
+                )
+            self._file_of[name], self._path_of[name] = file, path
 
     def __contains__(self, name: str) -> bool:
         return self._stored(name) in self._file_of
@@ -76,6 +94,10 @@ class TensorFiles:
         stored = self._stored(name)
         return _elements(self._file_of[stored].get_slice(stored)) if stored in self._file_of else ""
 
+    def has_any(self, suffix: str) -> bool:
+        """Return whether the name of some tensor ends so."""
+        return any(name.endswith(suffix) for name in self._file_of)
+
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor that is there."""
         stored = self._stored(name)
@@ -91,14 +113,22 @@ class TensorFiles:
 
         :raises ModelError: it is missing, or its shape is not that of the axes.
         """
+        self.check(name, axes)
         stored = self._found(name)
-        file, whole = self._file_of[stored], list(whole_sizes(axes))
-        lazy = file.get_slice(stored)
-        shape = lazy.get_shape()
+        file = self._file_of[stored]
+        whole = all(axis.is_whole for axis in axes)
+        tensor: Tensor = file.get_tensor(stored) if whole else _sliced(file.get_slice(stored), axes)
+        return tensor
+
+    def check(self, name: str, axes: tuple[Axis, ...]) -> None:
+        """Compare a tensor's header with the shape that the configuration implies, before anything is read or allocated.
+
+        :raises ModelError: it is missing, or its shape is not that of the axes.
+        """
+        self._found(name)
+        shape, whole = self.shape(name), list(whole_sizes(axes))
         if shape != whole:
             raise ModelError(f"weights: {name} needs shape {whole} by config.json, got {shape}")
-        tensor: Tensor = file.get_tensor(stored) if all(axis.is_whole for axis in axes) else _sliced(lazy, axes)
-        return tensor
 
     def read_number(self, name: str) -> float:
         """Read a tensor of one element, whatever its shape.
@@ -124,6 +154,10 @@ class TensorFiles:
         """The names of what nobody read."""
         return sorted(self._left)
 
+    def slices(self) -> dict[str, Any]:
+        """Return safetensors' slice of each tensor."""
+        return {name: file.get_slice(name) for name, file in self._file_of.items()}
+
     def is_zero(self, name: str) -> bool:
         """Whether all elements of a tensor that is there are 0. It does not count as read."""
         return not bool(self._file_of[name].get_tensor(name).any())
@@ -145,21 +179,23 @@ def _sliced(stored: Any, axes: tuple[Axis, ...]) -> Tensor:
     return torch.cat(pieces, dim=several)
 
 
-def check_files(folder: Path) -> None:
-    """Look at a checkpoint that something else will load: its files, and the element types of its tensors.
+def plain_slices(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a checkpoint that something else will load, by name, as safetensors' slices: nothing is read yet.
 
-    :raises ModelError: a file is missing or truncated, or holds quantised weights.
+    :raises ModelError: as `TensorFiles`, or a tensor is quantised.
     """
-    for path in _files(folder):
-        file = _open(path, torch.device("cpu"))
-        for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
-            if (found := _elements(file.get_slice(name))) not in PLAIN:
-                raise ModelError(
-                    f"weights: {name} needs {NEEDED} elements, got {found}: it is quantised, and transformers is given none such"
-                )
+    files = TensorFiles(folder, torch.device("cpu"))
+    for name in files.left:
+        if (found := files.elements(name)) not in PLAIN:
+            raise ModelError(
+                f"weights: {name} needs {NEEDED} elements, got {found}: it is quantised, and transformers is given none such"
+            )
+    return files.slices()
 
 
 def _open(path: Path, device: torch.device) -> Any:
+    if not is_unicode(str(path)):
+        raise ModelError(f"weights: {shown(str(path))} needs a name in UTF-8, got other bytes; rename it")
     if not path.is_file():  # a pipe, say, would be waited for
         raise ModelError(f"weights: {path} cannot be read: it is no file")
     try:
@@ -175,33 +211,56 @@ def _elements(lazy: Any) -> str:
     return _ELEMENTS.get(kind, kind)
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _files(folder: Path) -> dict[Path, Sequence[str] | None]:
+    """Return the files of a folder with the tensors that its index gives to each; None if no index says."""
+    index, single = folder / INDEX, folder / _SINGLE
     if index.exists():
-        if not index.is_file():
-            raise ModelError(f"weights: {index} cannot be read: it is no file")
-        try:
-            listed = sorted(set(parse_json(read_text(index), index.name, dict, any_number=True)["weight_map"].values()))
-            outside = [name for name in listed if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ModelError(f"weights: {index} is not a safetensors index ({type(error).__name__}: {error})") from error
-        if outside:
-            raise ModelError(f"weights: {index} needs names of files in its folder, got {outside[0]!r}")
-        names = [folder / name for name in listed]
-        if others := [name for name, path in zip(listed, names, strict=True) if path.exists() and not path.is_file()]:
-            raise ModelError(f"weights: {index} names {shown(others[0])}, and it is no file")
-        missing = [path.name for path in names if not path.exists()]
-        if missing:
-            raise ModelError(f"weights: {folder} lacks {', '.join(missing)}, which {index.name} names; fetch the model again")
-        return names
-    single = folder / "model.safetensors"
+        listed = _indexed(index)
+        if single.exists() and _SINGLE not in listed:
+            raise ModelError(
+                f"weights: {folder} needs one checkpoint, got two: {_SINGLE}, and the files that {INDEX} names; remove one"
+            )
+        return {folder / name: names for name, names in listed.items()}
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     _check_shards(folder, files)
     if not files:
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
         why = f"; {pickles[0]} is a pickle, which may run code: Headway never opens one, convert it" if pickles else ""
         raise ModelError(f"weights: {folder} holds no .safetensors file{why}")
-    return files
+    return dict.fromkeys(files)
+
+
+def _indexed(index: Path) -> dict[str, list[str]]:
+    """Return the names of the tensors that an index gives to each file, by the file's name.
+
+    :raises ModelError: it is no index, or names what is no file of its folder.
+    """
+    if not index.is_file():
+        raise ModelError(f"weights: {index} cannot be read: it is no file")
+    try:
+        place_of = parse_json(read_text(index), index.name, dict, any_number=True).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"weights: {index} is not a safetensors index ({error})") from error
+    if not isinstance(place_of, dict) or not place_of or not all(isinstance(name, str) for name in place_of.values()):
+        need = "weight_map needs an object of tensors' names and their files' names"
+        raise ModelError(f"weights: {index} is not a safetensors index ({need}, got {shown(place_of)})")
+    listed: dict[str, list[str]] = {}
+    for tensor, name in sorted(place_of.items(), key=lambda each: each[1]):
+        if _leaves_folder(name):
+            raise ModelError(f"weights: {index} needs names of files in its folder, got {shown(name)}")
+        listed.setdefault(str(Path(name)), []).append(tensor)
+    paths = {name: index.parent / name for name in listed}
+    missing = [shown(name)[1:-1] for name, path in paths.items() if not os.path.exists(path)]
+    if others := [name for name, path in paths.items() if os.path.exists(path) and not path.is_file()]:
+        raise ModelError(f"weights: {index} names {shown(others[0])}, and it is no file")
+    if missing:
+        raise ModelError(f"weights: {index.parent} lacks {', '.join(missing)}, which {INDEX} names; fetch the model again")
+    return listed
+
+
+def _leaves_folder(name: str) -> bool:
+    """Return whether a name is not that of a file in the folder, or below it."""
+    return Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name or not is_unicode(name)
 
 
 def _check_shards(folder: Path, files: list[Path]) -> None:

@@ -61,11 +61,8 @@ class WeightSource(Protocol):
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """Expand what `take_experts` or `take_stacked` returned after all, [rows, in_features]."""
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
-        """One tensor, converted to the target's dtype, into memory that is there already.
-
-        shape: None: the target's, which is the whole tensor's.
-        """
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """Return one tensor of this shape in another dtype than the source's."""
 
     def take_number(self, name: str) -> float:
         """A tensor of one element, whatever its shape."""
@@ -152,10 +149,11 @@ class Weights:
         :raises ModelError: one is missing, or its shape is not the configuration's.
         """
         rows = [Axis.of(size) for size in sizes.values()]
+        parts = [self._checked(name, axes_of((axis, *rest))) for name, axis in zip(sizes, rows, strict=True)]
         merged = torch.empty(sum(axis.size for axis in rows), *held_sizes(rest), dtype=self.dtype, device=self.device)
         row = 0
-        for name, axis in zip(sizes, rows, strict=True):
-            self.take_into(merged[row : row + axis.size], name, (axis, *rest))
+        for part, axis in zip(parts, rows, strict=True):
+            merged[row : row + axis.size].copy_(part())
             row += axis.size
         return merged
 
@@ -228,12 +226,9 @@ class Weights:
             row += part.shape[0]
         return rows
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
-        """Read one tensor into a part of another that was allocated for several. shape: None: the target's.
-
-        :raises ModelError: it is missing, or its shape is not that.
-        """
-        target.copy_(self._read(name, axes_of(target.shape if shape is None else shape)))
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """Read one tensor in another dtype than the model's. Raises as `take`."""
+        return self._read(name, axes_of(shape)).to(dtype)
 
     def take_number(self, name: str) -> float:
         """Read a tensor of one element, whatever its shape.
@@ -261,9 +256,13 @@ class Weights:
             log.info("weights: %s", self._counted.told(self.dtype))
 
     def _read(self, name: str, axes: tuple[Axis, ...]) -> Tensor:
+        return self._checked(name, axes)()
+
+    def _checked(self, name: str, axes: tuple[Axis, ...]) -> Callable[[], Tensor]:
+        """Return what reads a tensor, whose shape is checked by now: a quantised one is expanded then."""
         found = self._quantized(name, axes)
         if found is not None:
-            return self._expanded(self._weight(*found), axes)
+            return functools.partial(self._expanded, self._weight(*found), axes)
         told = "and config.json has no quantization_config that says how"
         if self.quantization is not None:
             told = f"and not in {self.quantization.label}, as {self.quantization.place} says"
@@ -274,7 +273,8 @@ class Weights:
             raise ModelError(
                 f"weights: {name} is not there, and {name.removesuffix('.weight')}{other} is: it is quantised, {told}"
             )
-        return self._files.read(name, axes)
+        self._files.check(name, axes)
+        return functools.partial(self._files.read, name, axes)
 
     def _quantized(self, name: str, axes: tuple[Axis, ...]) -> tuple[StoredFormat, QuantizedModule] | None:
         """A quantised weight's format and tensors; None: there is no weight by this name, or it is a plain one."""
@@ -388,9 +388,9 @@ class DummyWeights(PlainSource):
         rows = functools.reduce(Axis.__add__, map(Axis.of, sizes.values()))
         return self.take(next(iter(sizes)), (rows, *rest))
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
-        """Draw one tensor in place."""
-        target.copy_(self.take(name, tuple(target.shape) if shape is None else shape))
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """Draw one tensor."""
+        return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
         """No scale is drawn."""

@@ -21,6 +21,15 @@ def harmless(text: str, keep: str = "") -> str:
     return "".join(sign if sign in keep or unicodedata.category(sign) not in _INVISIBLE else _escaped(sign) for sign in text)
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written as UTF-8: a file's name of other bytes cannot (halves of surrogate pairs)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def shown(value: object, most: int = 120) -> str:
     """Format a value of any kind for an error of one line: its repr, a long one cut in the middle."""
     try:

@@ -185,14 +185,20 @@ def _read_embedded(text: str) -> dict[str, Any]:
     """
     import torch
 
+    need = "prompt_embeds: needs base64 of torch.save(tensor), floating point [num_tokens, hidden_size]"
     try:
-        tensor = torch.load(BytesIO(b64decode(text, validate=True)), map_location="cpu", weights_only=True)
+        content = b64decode(text, validate=True)
+    except ValueError as error:
+        raise ApiError(400, f"{need}, got text that is not base64", "prompt_embeds") from error
+    try:
+        tensor = torch.load(BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # pickle raises what it likes; weights_only runs no code
-        got = " ".join(str(error).split())[:120]
-        message = f"prompt_embeds: needs base64 of torch.save(tensor), got what cannot be read ({got})"
-        raise ApiError(400, message, "prompt_embeds") from error
-    if isinstance(tensor, torch.Tensor) and not (tensor.layout == torch.strided and tensor.is_contiguous()):
-        raise ApiError(400, "prompt_embeds: needs a dense tensor whose rows follow one another, got another", "prompt_embeds")
+        got = f"{len(content)} bytes in which torch.load(weights_only=True) finds no tensor"
+        raise ApiError(400, f"{need}, got {got}", "prompt_embeds") from error
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    if dense and not tensor.is_contiguous():  # a few bytes could stand for any number of rows
+        got = f"{list(tensor.shape)} with strides {list(tensor.stride())}"
+        raise ApiError(400, f"{need}, whose rows follow one another, got {got}", "prompt_embeds")
     return {"prompt_embeds": tensor}
 
 

@@ -75,17 +75,15 @@ def _take_router(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The router's weight, its bias, and the correction of the choice."""
     routed = config.num_experts
-    router = _empty(weights, config.num_logits, hidden_size)
-    weights.take_into(router[:routed], f"{at}{names.router}.weight")
+    router = weights.take(f"{at}{names.router}.weight", (routed, hidden_size))
     if config.shared_gate:
-        weights.take_into(router[routed:], f"{at}{names.shared_gate}.weight")
+        shared = config.num_logits - routed
+        router = torch.cat([router, weights.take(f"{at}{names.shared_gate}.weight", (shared, hidden_size))])
     router_bias = correction = None
     if config.router_bias:
-        router_bias = _empty_float(weights, routed)
-        weights.take_into(router_bias, f"{at}{names.router}.bias")
+        router_bias = weights.take_as(torch.float32, f"{at}{names.router}.bias", (routed,))
     if config.correction_bias:
-        correction = _empty_float(weights, routed)
-        weights.take_into(correction, at + names.correction_bias)
+        correction = weights.take_as(torch.float32, at + names.correction_bias, (routed,))
     return router, router_bias, correction
 
 
@@ -174,11 +172,3 @@ def _take_interleaved(
     if not (cut.first or cut.own.held):  # added once, where all ranks hold columns of one expert
         down_bias.zero_()
     return gate_up, gate_up_bias, down, down_bias
-
-
-def _empty_float(weights: WeightSource, size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.float32, device=weights.device)
-
-
-def _empty(weights: WeightSource, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=weights.dtype, device=weights.device)

@@ -60,8 +60,7 @@ def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -
 def _check(header: Header, architecture: GgufArchitecture) -> None:
     """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
     for key in ("embedding_length", "attention.head_count"):
-        if header.size(key) < 1:
-            raise header.refuse(f"{header.architecture}.{key}", "a whole number of at least 1", "0")
+        header.size(key, least=1)
     scaling = header.get("rope.scaling.type", "none")
     if scaling != "none":
         raise header.refuse(f"{header.architecture}.rope.scaling.type", "none", str(scaling))
@@ -121,9 +120,9 @@ class _Names(PlainSource):
         """Note each of them."""
         return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
 
-    def take_into(self, target: Tensor, name: str, shape: Shape | None = None) -> None:
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Note one tensor."""
-        self.take(name, tuple(target.shape) if shape is None else shape)
+        return self.take(name, shape).to(dtype)
 
     def take_number(self, name: str) -> float:
         """Note a number, which no family of this table has."""

@@ -42,7 +42,13 @@ class Header:
         """What stands behind `key.` in the names of all keys, by their full names."""
         return [name.removeprefix(f"{key}.") for name in self._fields if name.startswith(f"{key}.")]
 
-    def size(self, key: str, default: int | None = None) -> int:
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Whole numbers among the architecture's keys, by their full names."""
+        values = {name: self.general(name) for name in self._fields if name.startswith(f"{self.architecture}.")}
+        return {name: value for name, value in values.items() if type(value) is int}
+
+    def size(self, key: str, default: int | None = None, least: int = 0) -> int:
         """A whole number; the largest, where a list has one for each layer (0: the layer has no such part).
 
         :raises ModelError: there is none, and no default.
@@ -50,8 +56,9 @@ class Header:
         value = self.get(key, default)
         if isinstance(value, list) and value and all(type(item) is int for item in value):
             value = max(value)
-        if type(value) is not int or value < 0:
-            raise self.refuse(f"{self.architecture}.{key}", "a whole number", "no such key" if value is None else shown(value))
+        if type(value) is not int or value < least:
+            need = f"a whole number of at least {least}" if least else "a whole number"
+            raise self.refuse(f"{self.architecture}.{key}", need, "no such key" if value is None else shown(value))
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

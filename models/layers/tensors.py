@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import Ranks
-from headway.models.axes import Axis, held_sizes
+from headway.models.axes import Axis
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
 from headway.models.linear import Linear, ProductOrigin
@@ -46,9 +46,7 @@ class LayerTensors:
 
     def take_float(self, name: str, *shape: int | Axis) -> Tensor:
         """One tensor of this shape in float32, whatever the model's dtype."""
-        tensor = torch.empty(held_sizes(shape), dtype=torch.float32, device=self.weights.device)
-        self.weights.take_into(tensor, self.prefix + name, shape)
-        return tensor
+        return self.weights.take_as(torch.float32, self.prefix + name, shape)
 
     def take_conv(self, sizes: Mapping[str, Axis], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         """Weight [channels, width] and bias [channels] of depthwise convolutions, one after the other.

@@ -50,6 +50,7 @@ _CHANGED_BASES: Final = ("pissa", "olora", "corda", "lora_ga")
 """Beginnings of the kinds of init_lora_weights that change the base's own weights as well."""
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _MAX_RANK: Final = 4096
+_MAX_ALPHA: Final = 1e9
 
 
 @dataclass(frozen=True)
@@ -178,14 +179,17 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _check_number(name: str, option: str, number: object, whole: bool) -> None:
-    known = isinstance(number, int if whole else int | float) and not isinstance(number, bool) and math.isfinite(number)
-    if not known or (whole and not 1 <= number <= _MAX_RANK):  # type: ignore[operator]
-        need = f"a whole number from 1 to {_MAX_RANK}" if whole else "a number"
+    known = isinstance(number, int if whole else int | float) and not isinstance(number, bool)
+    if not known or not (1 <= number <= _MAX_RANK if whole else abs(number) <= _MAX_ALPHA):  # type: ignore[operator,arg-type]
+        need = f"a whole number from 1 to {_MAX_RANK}" if whole else f"a number of at most {_MAX_ALPHA:g}"
         raise ConfigError(name, f"{need} as {option}", shown(number))
 
 
 def _tensors(name: str, folder: Path) -> Mapping[str, Tensor]:
     path = folder / TENSORS
+    if (folder / f"{TENSORS}.index.json").exists():
+        hint = "peft writes one file; a copy that the index does not name could win"
+        raise ConfigError(name, f"all tensors in one file {TENSORS}", f"an index of several, {TENSORS}.index.json", hint)
     if not path.is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         got = "adapter_model.bin, a pickle, which may run any code" if pickled else f"{folder}, which has none"

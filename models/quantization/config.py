@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
@@ -162,7 +162,8 @@ def _fp8(said: _Said) -> tuple[FormatRule, ...]:
     said.expect("fmt", "e4m3", absent="e4m3")
     said.expect("expert_dtype", "fp8", absent="fp8")
     blocks = said.get("weight_block_size")
-    return (FormatRule((), Float8Format("tensor" if blocks is None else _block(said, "weight_block_size", blocks))),)
+    scales: Literal["tensor"] | tuple[int, int] = "tensor" if blocks is None else _block(said, "weight_block_size", blocks)
+    return (FormatRule((), Float8Format(scales, inverse_name=blocks is not None)),)
 
 
 def _awq(said: _Said) -> tuple[FormatRule, ...]:

@@ -24,6 +24,8 @@ class Float8Format:
 
     scales: Literal["tensor", "channel"] | tuple[int, int]
     """What has a scale: the whole tensor, each row, or blocks of so many rows and columns."""
+    inverse_name: bool = False
+    """Whether the method's own name for scales is `weight_scale_inv`."""
     suffixes: ClassVar[tuple[str, ...]] = (
         ".weight",
         ".weight_scale",
@@ -52,7 +54,7 @@ class Float8Format:
     def read(self, module: QuantizedModule) -> Float8Weight:
         """See StoredFormat."""
         values = module.take(".weight", _FLOAT8, module.rows, module.columns)
-        suffix = next((name for name in self.suffixes[1:3] if module.elements(name)), self.suffixes[1])
+        suffix = module.suffix_of(self.suffixes[1:3] if not self.inverse_name else self.suffixes[2:0:-1])
         if not isinstance(self.scales, tuple):
             scales = _row_scales(module, suffix, self.scales)
             return Float8Weight(values, scales[:, None], (1, module.columns.size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -37,6 +38,11 @@ class QuantizedModule:
     def elements(self, suffix: str) -> str:
         """Return torch's name of a tensor's elements; "" where the module has no such tensor."""
         return self._files.elements(self.name + suffix)
+
+    def suffix_of(self, suffixes: Sequence[str]) -> str:
+        """Return the suffix of the tensor that the module has; else the one that other modules have, else the first."""
+        found = [suffix for suffix in suffixes if self.elements(suffix)]
+        return next(iter(found or [suffix for suffix in suffixes if self._files.has_any(suffix)] or suffixes))
 
     def shape(self, suffix: str) -> list[int]:
         """The shape of a tensor that is there, whole."""

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
 from headway.models.families import FAMILIES
-from headway.models.tensor_files import check_files
+from headway.models.tensor_files import plain_slices
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
@@ -98,7 +98,7 @@ def load_adapted(
         options["experts_implementation"] = EXPERTS
     with quiet(), torch.inference_mode():
         try:
-            model = _dummy(config, device, options) if dummy else _from_files(folder, config, device, options)
+            model = _dummy(config, device, options) if dummy else _from_files(folder, model_class, config, device, options)
             adapted = TransformersModel(model, dtype, device)
         except (HeadwayError, torch.OutOfMemoryError):
             raise
@@ -120,16 +120,14 @@ def _dummy(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)  # type: ignore[no-untyped-call]
 
 
-def _from_files(folder: Path, config: Any, device: torch.device, options: dict[str, Any]) -> Any:
-    check_files(folder)
+def _from_files(folder: Path, model_class: Any, config: Any, device: torch.device, options: dict[str, Any]) -> Any:
+    slices = plain_slices(folder)  # Headway reads the index: transformers takes a tensor from the last file that has it
     if device.type != "cpu" and find_spec("accelerate") is not None:  # each tensor goes straight to the device
         options = {**options, "device_map": {"": device}}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder,
+    loaded: Any = model_class.from_pretrained(
+        None,
         config=config,
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=True,
+        state_dict=slices,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # so that they are told by name, below
         **options,

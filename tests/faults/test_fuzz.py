@@ -20,7 +20,7 @@ from headway.core.system.json_files import write_json
 from headway.models import gguf
 from headway.models.checkpoint import check_folder
 from headway.models.quantization.config import read_quantization
-from headway.models.tensor_files import check_files
+from headway.models.tensor_files import plain_slices
 from headway.models.weights import Weights
 from headway.registry.isolation import Verdict
 from headway.tuning.table.files import read_table
@@ -145,7 +145,7 @@ def test_mutated_safetensors_are_refused_or_read(tmp_path: Path, examples: int) 
 
     def check(content: bytes) -> None:
         path.write_bytes(content)
-        refused_in_one_line(partial(check_files, tmp_path), ModelError)
+        refused_in_one_line(partial(plain_slices, tmp_path), ModelError)
         refused_in_one_line(lambda: Weights(tmp_path, torch.float32, torch.device("cpu")).take("a", (8,)), ModelError)
 
     fuzz(examples, damaged(whole), check)
@@ -161,7 +161,7 @@ def test_a_mutated_shard_index_is_refused_or_read(tmp_path: Path, examples: int)
 
     def check(found: Any) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(found))
-        refused_in_one_line(partial(check_files, tmp_path), ModelError)
+        refused_in_one_line(partial(plain_slices, tmp_path), ModelError)
 
     fuzz(examples, JSON | st.fixed_dictionaries({"weight_map": JSON}), check)
     fuzz(examples, st.dictionaries(st.text(max_size=4), st.text(max_size=12)), lambda names: check({"weight_map": names}))

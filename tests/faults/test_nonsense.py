@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+import hybrid_models
+import plain_models
+import tiny_encoders
+from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
-from headway.core.engine.state.config import check_block_size
+from headway.core.engine.engine import make_engine
+from headway.core.engine.state.config import EngineConfig, check_block_size
 from headway.models.checkpoint import check_sizes
 from headway.models.loader import load_model
+from headway.models.pooling.loader import load_pooling_model
+from headway.registry import Registry
 from sandbox import save_tiny_model
 from tables import a_device
 
@@ -83,6 +94,102 @@ def test_absurd_configurations_are_refused(field: str, tmp_path: Path) -> None:
         said = str(refused.value)
         assert "\n" not in said, value
         assert len(said) < 600, value
+
+
+FAMILIES = {name: plain_models.ROWS[name] for name in ("gpt2", "qwen3_moe", "deepseek_v3", "granite")}
+FAMILIES |= {name: hybrid_models.ROWS[name] for name in ("bamba", "qwen3_next")}
+CLASSIFIERS = ("bert", "modernbert")
+
+
+def integers(config: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
+    """Paths of the integers of a configuration."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from integers(value, *above, key)
+        elif type(value) is int:
+            yield (*above, key)
+
+
+def vast_sizes_are_refused_or_do_not_matter(folder: Path, load: Callable[[], object]) -> None:
+    """Set each integer of config.json to a vast number: neither the memory that it asks for is taken, nor the time."""
+    load()
+    plain = (folder / "config.json").read_text()
+    for path in [*integers(json.loads(plain)), ("num_labels",), ("head_dim",), ("layers_in_a_plugin",)]:
+        inner = config = json.loads(plain)
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = 10**9
+        (folder / "config.json").write_text(json.dumps(config))
+        start = time.perf_counter()
+        with memory_bound(500 << 20), contextlib.suppress(HeadwayError):
+            load()
+        assert time.perf_counter() - start < 5, path
+
+
+@contextlib.contextmanager
+def memory_bound(more: int) -> Iterator[None]:
+    """Let the process map this many bytes more than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_vast_integer_in_a_configuration_takes_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
+    save_random(FAMILIES[name], tmp_path)
+    vast_sizes_are_refused_or_do_not_matter(tmp_path, lambda: load_model(str(tmp_path), "float32", skip_tokenizer_init=True))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_vast_integer_in_a_classifiers_configuration_takes_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
+    tiny_encoders.save(*tiny_encoders.SCORERS[name], tmp_path)
+    vast_sizes_are_refused_or_do_not_matter(tmp_path, lambda: load_pooling_model(tmp_path, "score", skip_tokenizer_init=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        (
+            "intermediate_size",
+            r"needs a whole number of at most 65536 for tensors whose longest axis is 97 .*, got 1000000000",
+        ),
+        ("num_labels", "num_labels needs a whole number of at most 65536 for tensors"),
+        ("num_hidden_layers", "num_hidden_layers needs a whole number of at most 4096"),
+        ("num_experts", "num_experts needs a whole number of at most 65536"),
+    ],
+)
+def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str, tmp_path: Path) -> None:
+    save_random(FAMILIES["qwen3_moe"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: 10**9}))
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_a_vast_context_of_windowed_layers_takes_no_vast_block_tables(registry: Registry, tmp_path: Path) -> None:
+    model = load(tmp_path, sliding_window=8, max_position_embeddings=10**9).decoder
+    with memory_bound(2 << 30):
+        engine = make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20))
+    assert 10**6 < engine.capacity.max_model_len < 10**8
+    with pytest.raises(
+        ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"
+    ):
+        make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9))
+
+
+@pytest.mark.parametrize("name", ["mod\udcffel", "mod\udcffel.gguf"])
+def test_a_path_that_is_not_utf_8_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"mod\\udcffel.*: needs a path in UTF-8"):
+        load_model(str(tmp_path / name))
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / f"{name}.safetensors")
+    with pytest.raises(ModelError, match=r"mod\\udcffel.* needs a name in UTF-8") as refused:
+        load_model(str(tmp_path / "model"), skip_tokenizer_init=True)
+    str(refused.value).encode()
 
 
 def test_an_eos_token_beyond_the_vocabulary_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 
 import httpx
@@ -134,7 +135,18 @@ def test_a_server_takes_embeddings(own: LLM, table: Tensor) -> None:
         mixed = post(prompt=[PROMPTS[1]], prompt_embeds=rows[0]).json()
         assert [each["text"] for each in mixed["choices"]] == [each["text"] for each in plain["choices"]]
         for more, words in (
-            ({"prompt_embeds": "no base64!"}, "needs base64 of torch.save(tensor)"),
+            (
+                {"prompt_embeds": "no base64!"},
+                r"needs base64 of torch\.save\(tensor\), floating point .*, got text that is not base64$",
+            ),
+            ({"prompt_embeds": "AAAA"}, r"got 3 bytes in which torch\.load\(weights_only=True\) finds no tensor$"),
+            ({"prompt_embeds": rows[0][:400]}, "got 300 bytes in which"),
+            ({"prompt_embeds": encoded(torch.zeros(2, 32, dtype=torch.int64))}, r"of float32, .*, got \[2, 32\] of int64$"),
+            ({"prompt_embeds": encoded(torch.zeros(2, 32).to(torch.float8_e4m3fn))}, r"got \[2, 32\] of float8_e4m3fn$"),
+            ({"prompt_embeds": encoded(torch.zeros(2, 32, device="meta"))}, r"got \[2, 32\] of float32 without elements"),
+            ({"prompt_embeds": encoded(torch.zeros(2, 32).to_sparse())}, r"got \[2, 32\] of float32, sparse_coo"),
+            ({"prompt_embeds": encoded(torch.zeros(32))}, r"got \[32\] of float32"),
+            ({"prompt_embeds": encoded(torch.zeros(2, 31))}, r"needs \[num_tokens, 32\], got \[2, 31\]"),
             ({"prompt_embeds": encoded({"a": 1})}, "needs a torch.Tensor"),
             ({"prompt_embeds": encoded(torch.zeros(2, 1).expand(2, 32))}, "whose rows follow one another"),
             ({"prompt_embeds": rows[0], "echo": True}, "needs no echo"),
@@ -142,4 +154,4 @@ def test_a_server_takes_embeddings(own: LLM, table: Tensor) -> None:
         ):
             refused = post(**more)
             assert refused.status_code == 400
-            assert words in refused.json()["error"]["message"]
+            assert re.search(words, refused.json()["error"]["message"])

@@ -119,8 +119,8 @@ REFUSED: list[tuple[Change, str]] = [
     (stating(type="longrope", factor=4.0), r"llama\.rope\.scaling\.type needs none, linear, or yarn .*, got longrope"),
     (stating(type="linear"), r"llama\.rope\.scaling\.factor needs a number, got no such key"),
     (stating(type="yarn", factor=4.0, original_context_length=64, attn_factor=2.0), r"got llama\.rope\.scaling\.attn_factor, "),
-    (lacking("context_length"), r"llama\.context_length needs a whole number, got no such key"),
-    (lacking("attention.head_count"), r"llama\.attention\.head_count needs a whole number, got no such key"),
+    (lacking("context_length"), r"llama\.context_length needs a whole number of at least 1, got no such key"),
+    (lacking("attention.head_count"), r"llama\.attention\.head_count needs a whole number of at least 1, got no such key"),
     (lacking("attention.layer_norm_rms_epsilon"), r"llama\.attention\.layer_norm_rms_epsilon needs a number, got no such key"),
     (
         stated("feed_forward_length", 128),

@@ -15,6 +15,7 @@ from headway.core.contract.errors import ModelError
 from headway.models.axes import Axis, Division
 from headway.models.quantization.rounding import float8
 from headway.models.rounded_weights import QuantizeOnLoading
+from headway.models.tensor_files import plain_slices
 from headway.models.weights import DummyWeights, Weights
 
 INDEX = "model.safetensors.index.json"
@@ -62,6 +63,8 @@ def test_a_wrong_part_of_a_merged_tensor_is_refused(tmp_path: Path) -> None:
         open_folder(tmp_path).take_merged({"a": 2, "b": 2}, 3)
     with pytest.raises(ModelError, match="has no tensor 'c'"):
         open_folder(tmp_path).take_merged({"c": 2}, 3)
+    with pytest.raises(ModelError, match=r"b needs shape \[1000000000, 1000000000\] by config.json, got \[2, 1\]"):
+        open_folder(tmp_path).take_merged({"b": 10**9, "a": 10**9}, 10**9)
 
 
 def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> None:
@@ -73,6 +76,44 @@ def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> No
     torch.testing.assert_close(weights.take("a", (2,)), tensor(2))
     torch.testing.assert_close(weights.take("b", (3,)), tensor(3) * 7)
     weights.finish()
+
+
+def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2), b=tensor(3))
+    save(tmp_path, "model-2.safetensors", a=-tensor(2), b=-tensor(3), c=tensor(1), left=tensor(1))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors", c="model-2.safetensors")
+    weights = open_folder(tmp_path)
+    assert torch.equal(weights.take("a", (2,)), tensor(2))
+    assert torch.equal(weights.take("b", (3,)), -tensor(3))
+    assert torch.equal(weights.take("c", (1,)), tensor(1))
+    weights.finish()
+    slices = plain_slices(tmp_path)
+    assert {name: each[:].tolist() for name, each in slices.items()} == {"a": [1, 2], "b": [-1, -2, -3], "c": [1]}
+
+
+def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", a=tensor(2), b=tensor(3))
+    with pytest.raises(ModelError, match=r"'a' needs one file, got .*one\.safetensors and two\.safetensors"):
+        open_folder(tmp_path)
+
+
+def test_an_index_that_gives_a_tensor_to_a_file_without_it_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", b=tensor(3))
+    index(tmp_path, a="two.safetensors", b="two.safetensors")
+    with pytest.raises(ModelError, match=r"two\.safetensors lacks 'a', which model\.safetensors\.index\.json gives to it"):
+        open_folder(tmp_path)
+
+
+def test_an_index_and_a_single_file_that_it_does_not_name_are_two_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    index(tmp_path, a="one.safetensors")
+    with pytest.raises(ModelError, match=r"needs one checkpoint, got two: model\.safetensors, and the files that .*remove one"):
+        open_folder(tmp_path)
+    index(tmp_path, a="model.safetensors")
+    assert "a" in open_folder(tmp_path)
 
 
 def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> None:
@@ -214,9 +255,7 @@ def test_a_rank_takes_what_it_holds_of_a_tensor(tmp_path: Path, name: str) -> No
     save(tmp_path, a=tensor(12, 6), b=tensor(12, 6) * 2)
     weights, expected = open_folder(tmp_path), part(tensor(12, 6))
     assert torch.equal(weights.take("a", shape), expected)
-    into = torch.empty(expected.shape, dtype=torch.float64)
-    weights.take_into(into, "b", shape)
-    assert torch.equal(into.float(), expected * 2)
+    assert torch.equal(weights.take_as(torch.float64, "b", shape), expected.double() * 2)
     weights.finish()  # a tensor of which nothing is held is not left over
     merged = open_folder(tmp_path).take_merged({"a": shape[0], "b": shape[0]}, shape[1])
     assert torch.equal(merged, torch.cat([expected, expected * 2]))

@@ -149,10 +149,18 @@ def _longest(config: EngineConfig, model: Model) -> int:
     return config.max_model_len or made_for
 
 
+_TABLE_BYTES = 1 << 30
+"""Most bytes of the block tables of all sequences. The pool alone is no bound: with windows it holds sequences of any length."""
+
+
 def _max_model_len(config: EngineConfig, pages: PageFormat, chunk: int, memory: int | None, longest: int) -> int:
+    most = _TABLE_BYTES // (4 * (config.max_num_seqs + 1) * max(len(pages.groups), 1)) * pages.block_size
     if config.max_model_len is not None:
+        if longest > most:
+            need = f"at most {most}, as far as block tables of 1 GiB reach for max_num_seqs={config.max_num_seqs}"
+            raise ConfigError("max_model_len", need, longest, "lower it, or max_num_seqs")
         return longest
-    fits = pool.longest_that_fits(pages, chunk, memory, longest)
+    fits = min(pool.longest_that_fits(pages, chunk, memory, longest), most)
     if not config.enable_chunked_prefill:
         fits = min(fits, config.step_tokens)
     if 0 < fits < longest:

@@ -69,7 +69,7 @@ def test_experts_equal_transformers(tmp_path: Path, name: str) -> None:
     save_file(as_checkpoint(module), tmp_path / "model.safetensors")
     weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
     read = deepseek(config)
-    assert read["dense_layers"] == {0}
+    assert [*read["dense_layers"]] == [0]
     experts = PlainExperts(read["experts"], take_experts(ExpertsCut(read["experts"]), ExpertNames(), HIDDEN, weights, "layer."))
     weights.finish()
     x = torch.randn(29, HIDDEN)

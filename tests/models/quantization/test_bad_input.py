@@ -90,7 +90,15 @@ def nothing(tensor: Tensor) -> None:
 
 
 TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], None], str]] = [
-    ("fp8 blocks", changed(".weight_scale_inv", nothing), r"q_proj is quantised, and .* has no tensor '.*q_proj\.weight_scale"),
+    *(
+        (name, changed(suffix, nothing), rf"q_proj is quantised, and .* has no tensor '.*q_proj\{suffix}'")
+        for name, suffix in (
+            ("fp8 blocks", ".weight_scale_inv"),
+            ("fp8 of transformers", ".weight_scale_inv"),
+            ("fp8", ".weight_scale"),
+            ("compressed fp8 rows", ".weight_scale"),
+        )
+    ),
     (
         "fp8 blocks",
         changed(".weight_scale_inv", first_is(0)),
@@ -175,3 +183,9 @@ def test_tensors_of_another_format_than_the_configurations_are_refused(tmp_path:
     assert re.search(
         r"qweight is: it is quantised, and not in fp8 \(blocks of 64 x 64\), as quantization_config", refused(quantized)
     )
+
+
+def test_scales_that_every_module_lacks_have_the_methods_own_name(tmp_path: Path) -> None:
+    quantized, _ = save_both(tmp_path, FORMATS["fp8 blocks"])
+    edit(quantized, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("_scale_inv")])
+    assert re.search(r"has no tensor '.*q_proj\.weight_scale_inv'", refused(quantized))
