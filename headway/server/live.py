@@ -1,4 +1,4 @@
-"""The page's data about a running engine: its figures each second, and the measured times by which backends are chosen."""
+"""Data of the web UI: the state of a running engine, and the measured times by which backends are chosen."""
 
 from __future__ import annotations
 

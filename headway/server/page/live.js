@@ -91,7 +91,7 @@ function showPhase(phase, now, before, table) {
   card.classList.toggle("busy", total > 0);
   name.textContent = shown;
   const others = lately.slice(1).map((each) => `${each.backend} ${share(each.steps, total)}`);
-  how.textContent = total ? `${several(total, "step")} in the last ${LATELY} s${others.length ? `; ${others.join(", ")}` : ""}` : `no steps in the last ${LATELY} s`;
+  how.textContent = total ? `${several(total, "step")} in the last ${LATELY}\u00a0s${others.length ? `; ${others.join(", ")}` : ""}` : `no steps in the last ${LATELY}\u00a0s`;
   const found = phase === "decode" ? now.decode : prompts?.phase === phase ? prompts : null;
   why.textContent = found?.ranking.length ? reason(found, shown) : chosen.length > 1 ? `or ${chosen.slice(1).join(", ")}, depending on the step` : "";
 }

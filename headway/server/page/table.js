@@ -24,7 +24,7 @@ function cell(phase, point) {
   const says = gap === null ? "only one" : tie ? `tie: ${second[0]}` : `${gap.toFixed(2)}×`;
   const button = make("button", { type: "button", tabIndex: -1 }, make("b", { textContent: first[0] }), says);
   button.style.setProperty("--c", tie ? "var(--kept)" : colourOf(first[0]));
-  button.style.setProperty("--s", `${gap === null || tie ? 30 : Math.round(20 + 60 * Math.min((gap - 1) / 1.5, 1))}%`);
+  button.style.setProperty("--s", `${gap === null || tie ? 30 : Math.round(20 + 30 * Math.min((gap - 1) / 1.5, 1))}%`);
   button.setAttribute("aria-pressed", "false");
   button.dataset.length = lengthOf(phase, point); // a narrow screen has no column headings
   button.title = ranked(point).map(([name, us]) => `${name}: ${microseconds(us)}`).join("\n");

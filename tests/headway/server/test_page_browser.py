@@ -157,6 +157,9 @@ def test_the_panels_fill(page: sync_api.Page) -> None:
     )
     expect(page.locator("#requests tbody tr")).to_have_count(1)
     expect(page.locator("#requests tbody")).to_contain_text("chatcmpl-")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.locator(".scroll", has=page.locator("#requests")).evaluate("each => each.scrollWidth <= each.clientWidth")
     assert page.locator("#map i.own").count() >= 1
     assert page.locator("#map i.free").count() >= 1
     picture(page, "dark-or-light")
