@@ -13,9 +13,8 @@ let cards = null;
 const since = (now, before, name) => now.totals[name] - before.totals[name];
 
 function figures(now, before) {
-  const seconds = now.time - before.time;
+  const { totals } = now, seconds = now.time - before.time;
   const rate = seconds > 0 ? since(now, before, "num_output_tokens") / seconds : 0;
-  const totals = now.totals;
   const tell = {
     rate: rounded(rate),
     running: count(now.running),

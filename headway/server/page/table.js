@@ -26,7 +26,7 @@ function cell(phase, point) {
   button.style.setProperty("--c", tie ? "var(--kept)" : colourOf(first[0]));
   button.style.setProperty("--s", `${gap === null || tie ? 30 : Math.round(20 + 30 * Math.min((gap - 1) / 1.5, 1))}%`);
   button.setAttribute("aria-pressed", "false");
-  button.dataset.length = lengthOf(phase, point); // a narrow screen has no column headings
+  button.dataset.length = lengthOf(phase, point); // grouped cells have no column headings
   button.title = ranked(point).map(([name, us]) => `${name}: ${microseconds(us)}`).join("\n");
   button.addEventListener("click", () => pick(button, phase, point));
   return make("td", {}, button);
@@ -48,8 +48,15 @@ function heat(phase) {
   });
   const caption = make("caption", { className: "away", textContent: `Fastest backend for ${phase}; arrow keys move between cells` });
   box.replaceChildren(make("table", {}, caption, make("thead", {}, head), make("tbody", {}, ...body)));
-  const first = box.querySelector("button");
-  if (first) first.tabIndex = 0; // one stop of the Tab key; arrow keys move inside
+  box.querySelector("button")?.setAttribute("tabindex", "0"); // one stop of the Tab key; arrow keys move inside
+  fit();
+}
+
+/** Group the cells by number of sequences if the table is wider than its place. */
+function fit() {
+  const box = find("heat");
+  box.classList.remove("grouped");
+  box.classList.toggle("grouped", box.scrollWidth > box.clientWidth);
 }
 
 function move(event) {
@@ -137,7 +144,7 @@ export function showTable(found) {
   find("unmeasured").textContent = isMeasured
     ? "No step of this phase was measured. headway bench crossover measures all phases."
     : "This table is empty: no attention backend was measured for this model, layout and block size. To fill it, start the server with --attn-backend auto (the default) and without --no-autotune: the first start measures the backends and saves their times.";
-  find("heat-hint").textContent = `Color: the fastest backend. Its depth and the number: the lead; at 1.50× the next backend takes 1.5 times as long. Grey: a tie within the noise of ${rounded(100 * table.noise)} %. “4 of 64”: 4 new tokens, 60 cached. Times are for the attention of all ${table.layers} layers in a step.`;
+  find("heat-hint").textContent = `Color: the fastest backend. Its depth and the number: the lead; at 1.50× the next backend takes 1.5 times as long. Grey: a tie within the noise of ${rounded(100 * table.noise)} %. “4 of 64”: 4 new tokens, 60 cached. Times are for the attention of ${several(table.layers, "layer")} in a step.`;
   find("phase").replaceChildren(...table.phases.map(({ phase }) => make("option", { value: phase, textContent: phase })));
   find("phase").value = "decode";
   find("phase").addEventListener("change", showPhase);
@@ -146,6 +153,7 @@ export function showTable(found) {
     lookUp();
   });
   find("heat").addEventListener("keydown", move);
+  addEventListener("resize", fit);
   refused();
   showPhase();
 }

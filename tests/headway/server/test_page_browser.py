@@ -202,7 +202,7 @@ def test_without_measured_times_the_page_says_how_to_get_them(browser: sync_api.
     everyday.wait_idle()
 
 
-def test_a_large_table_fits_a_narrow_screen(browser: sync_api.Browser, served: Running) -> None:
+def test_a_table_that_is_too_wide_is_grouped(browser: sync_api.Browser, served: Running) -> None:
     def grow(route: sync_api.Route) -> None:
         found = (answer := route.fetch()).json()
         sizes = [(batch, length) for batch in (1, 64, 512) for length in (128, 8192, 131072, 1048576)]
@@ -218,8 +218,10 @@ def test_a_large_table_fits_a_narrow_screen(browser: sync_api.Browser, served: R
         page.reload()
         heat, cells = page.locator("#heat"), page.locator("#heat button")
         expect(cells).to_have_count(12)
-        for width in (320, 390, 700):
+        expect(heat).to_have_class("scroll")
+        for width in (320, 390, 460):
             page.set_viewport_size({"width": width, "height": 844})
+            expect(heat).to_have_class("scroll grouped")
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width
             assert heat.evaluate("each => each.scrollWidth <= each.clientWidth"), "the table needs no scrolling sideways"
             assert cells.evaluate_all("all => all.every((each) => each.scrollWidth <= each.clientWidth)")
