@@ -1,4 +1,4 @@
-"""The page's data about a running engine: its figures each second, and the measured times by which backends are chosen."""
+"""Data of the web UI: the state of a running engine, and the measured times by which backends are chosen."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def table_of(driver: EngineDriver) -> dict[str, Any]:
         "layout": selection.layout.name,
         "block_size": selection.block_size,
         "why": selection.why,
-        "text": str(selection),
         "noise": None if costs is None else costs.noise,
         "layers": 0 if costs is None else sum(count for _, count in costs.parts),
         "phases": [

@@ -1,4 +1,4 @@
-"""The page at `/`, which needs no network but this server, and the data on the page."""
+"""The web UI at `/`, which needs no network but this server, and its data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _Number = Annotated[int, Query(ge=1, le=2**31)]
 
 
 class PageRoutes:
-    """The page's routes."""
+    """The routes of the web UI."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._llm = service, service.llm
@@ -73,7 +73,7 @@ class PageRoutes:
         return _json(await asyncio.shield(self._state))
 
     async def table(self) -> Response:
-        """The choice made at start, why other backends were not taken, and the measured times that `auto` obeys."""
+        """The choice made at start, why other backends were not taken, and the measured times that `auto` uses."""
         if self._table is None:
             found = await self._llm.run_task(table_of, concurrently=True)
             served = {"served_as": self._service.names, "sampling": self._service.recommended_sampling()}
@@ -98,7 +98,7 @@ class PageRoutes:
 
 
 class _Asset:
-    """A file of the page."""
+    """A file of the web UI."""
 
     def __init__(self, data: bytes, kind: str) -> None:
         self._response = Response(data, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")

@@ -12,7 +12,7 @@ function colourOf(id) {
   return colour(numbers.get(id));
 }
 
-/** Stretches of blocks in the order in which the map draws them: {kind, count, request}. */
+/** Runs of equal blocks in the order of the map: {kind, count, request}. */
 function stretches(state) {
   const { total, used, cached } = state.blocks, found = [];
   let told = 0;
@@ -29,30 +29,25 @@ function stretches(state) {
 }
 
 function title({ kind, count: blocks, request }) {
-  if (kind === "cached") return `${several(blocks, "block")} that nobody holds, kept for an equal prefix`;
+  if (kind === "cached") return `${several(blocks, "cached block")}: free, but reusable for an equal prefix`;
   if (kind === "free") return `${several(blocks, "free block")}`;
-  if (!request) return `${several(blocks, "block")} of further requests`;
-  return `${request.request_id}: ${several(blocks, "block")} ${{ found: "found by prefix", own: "computed", reserved: "reserved" }[kind]}`;
+  if (!request) return `${several(blocks, "block")} of other requests`;
+  return `${request.request_id}: ${several(blocks, "block")} ${{ found: "prefix hit", own: "computed", reserved: "reserved" }[kind]}`;
 }
-
-let cells = [];
 
 function draw(state) {
   const each = Math.max(1, Math.ceil(state.blocks.total / MOST_CELLS)), map = find("map"), wanted = [];
   for (const stretch of stretches(state)) {
     const color = stretch.request ? colourOf(stretch.request.request_id) : "", text = title(stretch);
-    const length = stretch.count ? Math.max(1, Math.round(stretch.count / each)) : 0; // whoever holds a block has a cell
+    const length = stretch.count ? Math.max(1, Math.round(stretch.count / each)) : 0; // every holder of a block has a cell
     for (let at = 0; at < length; at++) wanted.push({ kind: stretch.kind, color, text });
   }
   if (wanted.length > MOST_CELLS) wanted.length = MOST_CELLS;
-  while (cells.length > wanted.length) cells.pop().remove();
+  while (map.childElementCount > wanted.length) map.lastChild.remove();
   wanted.forEach(({ kind, color, text }, at) => {
-    if (at === cells.length) map.append((cells[at] = make("i")));
-    const cell = cells[at];
-    if (cell.className !== kind) cell.className = kind;
-    if (cell.title !== text) cell.title = text;
-    if (color) cell.style.setProperty("--c", color);
-    else cell.style.removeProperty("--c");
+    if (at === map.childElementCount) map.append(make("i"));
+    const cell = Object.assign(map.children[at], { className: kind, title: text });
+    cell.style.setProperty("--c", color); // "" removes it
   });
   return each;
 }
@@ -62,7 +57,7 @@ function rows(state) {
     const mark = make("i");
     mark.style.setProperty("--c", colourOf(each.request_id));
     const whole = each.completion ? `${each.request_id} #${each.completion}` : each.request_id;
-    const name = make("span", { textContent: whole.length > 20 ? `${whole.slice(0, 18)}…` : whole, title: whole });
+    const name = make("span", { textContent: whole, title: whole });
     const figures = [each.num_tokens, each.found, each.computed, each.reserved];
     return make("tr", {}, make("td", {}, mark, name), ...figures.map((figure) => make("td", { textContent: count(figure) })));
   });
@@ -71,8 +66,8 @@ function rows(state) {
 export function showCache(state, table) {
   const each = draw(state), { total, used, cached } = state.blocks;
   const one = each === 1 ? "A cell is one block" : `A cell is ${count(each)} blocks`;
-  find("map-scale").textContent = `${one} of ${table.block_size} tokens; ${count(used)} of ${count(total)} are used, ${count(cached)} kept.`;
-  find("map").setAttribute("aria-label", `${count(used)} of ${count(total)} cache blocks used, ${count(cached)} kept for a prefix`);
+  find("map-scale").textContent = `${one} of ${table.block_size} tokens; ${count(used)} of ${count(total)} blocks are used, ${count(cached)} cached.`;
+  find("map").setAttribute("aria-label", `${count(used)} of ${count(total)} cache blocks used, ${count(cached)} cached for a prefix`);
   const shown = rows(state);
   find("requests").hidden = !shown.length;
   find("requests").tBodies[0].replaceChildren(...shown);

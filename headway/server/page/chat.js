@@ -1,8 +1,6 @@
-// The conversation: it is sent to /v1/chat/completions, and the answer is written as it comes.
+// The conversation: it is sent to /v1/chat/completions, and the answer streams in.
 
 import { call, count, find, make, rounded } from "./dom.js";
-
-const HINT = "Ask something. The panels beside show how the engine serves it.";
 
 let messages = [];
 let running = null;
@@ -28,7 +26,6 @@ async function* events(body) {
 function article(kind, who, text) {
   const body = make("p", { className: "text", textContent: text });
   const log = find("log");
-  log.querySelector(".empty")?.remove();
   log.append(make("article", { className: kind }, make("p", { className: "who", textContent: who }), body));
   log.scrollTop = log.scrollHeight;
   return body;
@@ -38,37 +35,33 @@ function setRunning(controller) {
   running = controller;
   find("stop").disabled = controller === null;
   find("send").disabled = controller !== null;
-  find("log").setAttribute("aria-busy", String(controller !== null)); // read out when it is whole, not token by token
+  find("log").setAttribute("aria-busy", String(controller !== null)); // a screen reader waits for the whole answer
 }
 
-/** The temperature of a model that recommends no sampling: that of `headway generate`, so that both give one answer. */
-const GREEDY = 0;
-
-/** Tell in the settings what holds where nothing is entered. sampling: what the model recommends. */
+/** Show in the settings the values that the server uses for empty fields. sampling: values that the model recommends. */
 export function showSampling(sampling) {
   const all = Object.entries(sampling).map(([name, value]) => `${name} ${value}`);
-  find("temperature").placeholder = `${sampling.temperature ?? (all.length ? 1 : GREEDY)}`;
+  find("temperature").placeholder = `${sampling.temperature ?? 1}`;
   find("sampling").textContent = all.length
     ? `The model recommends ${all.join(", ")}.`
-    : "The model recommends no sampling, so the likeliest token is taken, as by headway generate.";
+    : "The model recommends no sampling, so tokens are sampled at temperature 1.";
 }
 
 function body(served) {
   const model = served?.served_as?.[0];
-  const recommends = Object.keys(served?.sampling ?? {}).length > 0;
   const system = find("system").value.trim();
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
   return {
     model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    temperature: number("temperature") ?? (recommends ? undefined : GREEDY),
+    temperature: number("temperature"),
     max_completion_tokens: number("max-tokens"),
     stream: true,
     stream_options: { include_usage: true },
   };
 }
 
-/** Where an answer's reasoning is written, made when there is some: folded behind the words "Reasoning". */
+/** The folded element for an answer's reasoning, made at its first token. */
 function reasoningOf(answer) {
   const before = answer.previousElementSibling;
   if (before?.tagName === "DETAILS") return before.lastElementChild;
@@ -106,7 +99,7 @@ async function send(text, served) {
         find("chat-status").textContent = thought ? "reasoning" : "answering";
       }
       const log = find("log");
-      const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // who has scrolled up is left there
+      const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // a reader who has scrolled up stays there
       if (thought) reasoningOf(answer).append(thought);
       if (written) answer.append(written);
       if (below) log.scrollTop = log.scrollHeight;
@@ -122,7 +115,7 @@ async function send(text, served) {
   find("chat-status").textContent = fault ? "" : summary(began, first, usage, reason, controller.signal.aborted);
 }
 
-/** Keep what was written as the model's turn; without any, the question goes back into its field. */
+/** Keep the answer as the model's turn. If there is none, the question goes back into its field. */
 function finish(text, answer, fault) {
   if (fault) article("error", "Error", fault.message);
   if (answer.textContent) {
@@ -130,13 +123,13 @@ function finish(text, answer, fault) {
     return;
   }
   messages.pop();
-  if (answer.previousElementSibling?.tagName === "DETAILS") return; // the reasoning has taken all the tokens
+  if (answer.previousElementSibling?.tagName === "DETAILS") return; // the reasoning used all the tokens
   answer.parentElement.remove();
   if (!find("prompt").value) find("prompt").value = text;
 }
 
 function summary(began, first, usage, reason, stopped) {
-  const how = stopped ? "stopped" : reason === "length" ? "ended at the most tokens" : "ended";
+  const how = stopped ? "stopped" : reason === "length" ? "reached the maximum number of tokens" : "done";
   if (first === null) return how;
   const parts = [how, `first token after ${rounded(first - began)} ms`];
   const seconds = (performance.now() - first) / 1000;
@@ -147,11 +140,9 @@ function summary(began, first, usage, reason, stopped) {
   return parts.join(", ");
 }
 
-/** served: tells what the server says of its model, once it is known. */
+/** served: returns the answer of /headway/table, or null until it has arrived. */
 export function startChat(served) {
-  const prompt = find("prompt"), log = find("log");
-  const empty = () => log.replaceChildren(make("p", { className: "empty", textContent: HINT }));
-  empty();
+  const prompt = find("prompt");
   find("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = prompt.value.trim();
@@ -174,7 +165,7 @@ export function startChat(served) {
   find("clear").addEventListener("click", () => {
     running?.abort();
     messages = [];
-    empty();
+    find("log").replaceChildren();
     find("chat-status").textContent = "";
     prompt.focus();
   });

@@ -1,4 +1,4 @@
-// What all parts of the page share: elements, numbers in words, colours, and requests with the API key.
+// Helpers for all parts of the page: elements, numbers in words, colours, and requests with the API key.
 
 export const find = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ export const share = (part, whole) => (whole > 0 ? `${rounded((100 * part) / who
 export const several = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 export const microseconds = (us) => (us < 1000 ? `${rounded(us)} µs` : `${rounded(us / 1000)} ms`);
 
-/** A colour for the n-th of many: neighbours differ in hue, and both themes keep it legible. */
+/** The n-th colour of a series: neighbours differ in hue, and all are legible in both themes. */
 export const colour = (n) => `hsl(${(n * 137.5 + 168) % 360} 55% 48%)`;
 
 const KEY = "headway-api-key";
@@ -28,7 +28,7 @@ export const apiKey = {
   set: (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY)),
 };
 
-/** What a server's answer says went wrong. */
+/** An error response of the server, with its message. */
 export class ApiFailure extends Error {
   constructor(status, message) {
     super(message);
@@ -36,17 +36,17 @@ export class ApiFailure extends Error {
   }
 }
 
-/** fetch with the API key; raises ApiFailure with the server's own words. */
+/** fetch with the API key. Throws ApiFailure with the server's message. */
 export async function call(path, options = {}) {
   const key = apiKey.get();
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   const answer = await fetch(path, { ...options, headers });
   if (answer.ok) return answer;
-  let message = `the server answers ${answer.status}`;
+  let message = `the server answered with status ${answer.status}`;
   try {
     message = (await answer.json()).error?.message ?? message;
   } catch {
-    // no JSON: the status has to do
+    // the body is not JSON: show the status
   }
   if (answer.status === 401) document.dispatchEvent(new Event("key-wanted"));
   throw new ApiFailure(answer.status, message);

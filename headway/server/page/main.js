@@ -1,4 +1,4 @@
-// Puts the page together: theme, API key, and the second's beat that asks the server how it is.
+// Starts the page: theme, API key, and a request for the engine's state every second.
 
 import { showSampling, startChat } from "./chat.js";
 import { apiKey, call, find } from "./dom.js";
@@ -9,29 +9,27 @@ const SECOND = 1000;
 const THEMES = ["system", "light", "dark"];
 
 function setTheme(theme) {
-  if (theme === "system") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = theme;
+  document.documentElement.dataset.theme = theme;
   find("theme").textContent = `Theme: ${theme}`;
   localStorage.setItem("headway-theme", theme);
 }
 
 function startTheme() {
-  const kept = localStorage.getItem("headway-theme");
-  let at = Math.max(THEMES.indexOf(kept), 0);
+  let at = Math.max(THEMES.indexOf(localStorage.getItem("headway-theme")), 0);
   setTheme(THEMES[at]);
   find("theme").addEventListener("click", () => setTheme(THEMES[(at = (at + 1) % THEMES.length)]));
 }
 
 function tell(text, bad) {
   const said = find("connection");
-  if (said.textContent !== text) said.textContent = text; // a screen reader hears changes alone
+  if (said.textContent !== text) said.textContent = text; // a screen reader announces changes only
   said.classList.toggle("bad", bad);
 }
 
 let table = null;
 let beating = null;
 
-/** One look at the server. A beat that is asked for during another is that one: the table is shown once. */
+/** Ask the server for its state. A call during another one shares it, so that the table is shown once. */
 function beat() {
   beating ??= look().finally(() => (beating = null));
   return beating;
@@ -48,7 +46,7 @@ async function look() {
     showState(await (await call("/headway/state")).json(), table);
     tell("connected", false);
   } catch (error) {
-    if (error.status === 401) return; // the key's form tells of it
+    if (error.status === 401) return; // the key's form says so
     tell(error.status ? error.message : "no connection", true);
   }
 }
@@ -63,10 +61,8 @@ function startKey() {
   const ask = (again) => {
     form.hidden = false;
     find("key").setCustomValidity("");
-    if (again) {
-      apiKey.set("");
-      tell("this API key is not valid", true);
-    } else tell("an API key is needed", true);
+    apiKey.set("");
+    tell(again ? "this API key is not valid" : "an API key is needed", true);
     find("key").focus();
   };
   if (document.documentElement.dataset.key === "required" && !apiKey.get()) ask(false);

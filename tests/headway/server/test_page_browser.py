@@ -1,4 +1,4 @@
-"""The page in a real Chromium: a chat, the panels beside it, the keyboard, both themes."""
+"""The page in a real Chromium: chat, engine, crossover table, keyboard, both themes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _page(browser: sync_api.Browser, url: str, **options: object) -> Iterator[sy
 def ask(page: sync_api.Page, text: str, tokens: int = 0) -> None:
     if tokens:
         page.locator("summary", has_text="Settings").click()
-        page.get_by_label("Most tokens").fill(str(tokens))
+        page.get_by_label("Maximum tokens").fill(str(tokens))
     page.get_by_label("Message").fill(text)
     page.get_by_role("button", name="Send").click()
 
@@ -115,13 +115,13 @@ def test_an_answer_streams_and_is_kept_as_a_turn(page: sync_api.Page) -> None:
     expect(page.get_by_role("button", name="Send")).to_be_enabled(timeout=SECONDS)
 
 
-def test_where_the_model_recommends_nothing_the_page_samples_as_the_terminal_does(page: sync_api.Page) -> None:
+def test_if_the_model_recommends_nothing_the_page_leaves_sampling_to_the_server(page: sync_api.Page) -> None:
     page.locator("summary", has_text="Settings").click()
     expect(page.locator("#sampling")).to_contain_text("recommends no sampling")
-    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "0")
+    expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", "1")
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "ban ben")
-    assert sent.value.post_data_json["temperature"] == 0
+    assert "temperature" not in sent.value.post_data_json
     page.keyboard.press("Escape")
 
 
@@ -152,9 +152,14 @@ def test_the_panels_fill(page: sync_api.Page) -> None:
     expect(page.locator("#rate")).to_have_text(re.compile(r"^[1-9]"), timeout=SECONDS)
     decode = page.locator(".phase", has_text="decode")
     expect(decode).to_have_class("phase busy", timeout=SECONDS)
-    expect(decode).to_contain_text(re.compile(r"1 sequence of \d+ tokens: .* of attention in a step, sdpa(\.math)? [\d.]+ times"))
+    expect(decode).to_contain_text(
+        re.compile(r"1 sequence of \d+ tokens: .* of attention in a step, sdpa(\.math)? takes [\d.]+×")
+    )
     expect(page.locator("#requests tbody tr")).to_have_count(1)
     expect(page.locator("#requests tbody")).to_contain_text("chatcmpl-")
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.locator(".scroll", has=page.locator("#requests")).evaluate("each => each.scrollWidth <= each.clientWidth")
     assert page.locator("#map i.own").count() >= 1
     assert page.locator("#map i.free").count() >= 1
     picture(page, "dark-or-light")
@@ -169,18 +174,61 @@ def test_the_table_is_explored_by_mouse_and_keyboard(page: sync_api.Page) -> Non
     expect(cells).to_have_count(4)
     cells.first.focus()
     page.keyboard.press("Enter")
-    expect(answer).to_contain_text(re.compile(r"^sdpa\.math — 1 sequence of 16 tokens: .*sdpa 2\.90 times as long"))
+    expect(answer).to_contain_text(re.compile(r"^sdpa\.math — 1 sequence of 16 tokens: .*sdpa takes 2\.90× as long"))
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Space")
     expect(answer).to_contain_text(re.compile(r"^sdpa — 4 sequences of 256 tokens"))
     expect(cells.nth(3)).to_have_attribute("aria-pressed", "true")
     page.get_by_label("Phase").select_option("prefill")
-    page.get_by_label("Tokens of each", exact=True).fill("900")
+    page.get_by_label("Tokens per sequence", exact=True).fill("900")
     page.keyboard.press("Enter")
-    expect(answer).to_contain_text("beyond what was measured")
-    page.locator("summary", has_text="not taken").click()
-    expect(page.locator("#refused")).to_contain_text("prefill: hopper")
+    expect(answer).to_contain_text("outside the measured range")
+    page.locator("summary", has_text="cannot run").click()
+    expect(page.locator("#refused dt", has_text="hopper_mla")).to_have_count(1)  # not once for each phase
+    reasons = page.locator("#refused dd").all_text_contents()
+    assert len(reasons) == len(set(reasons)) > 1, "backends with the same reasons are listed together"
+
+
+def test_without_measured_times_the_page_says_how_to_get_them(browser: sync_api.Browser, everyday: Running) -> None:
+    for page in _page(browser, everyday.url):
+        expect(page.locator("#unmeasured")).to_contain_text(
+            "start the server with --attn-backend auto (the default) and without --no-autotune"
+        )
+        for each in ("#look-up", "#answer", "#heat-hint", "#history"):
+            expect(page.locator(each)).to_be_hidden()
+        expect(page.locator("#most")).to_contain_text("Send a message")
+        assert page.locator("body").inner_text().count("no crossover table") == 1
+    everyday.wait_idle()
+
+
+def test_a_table_that_is_too_wide_is_grouped(browser: sync_api.Browser, served: Running) -> None:
+    def grow(route: sync_api.Route) -> None:
+        found = (answer := route.fetch()).json()
+        sizes = [(batch, length) for batch in (1, 64, 512) for length in (128, 8192, 131072, 1048576)]
+        times = {128: {"hopper_decode": 1.0}, 8192: {"a_plugin_with_a_long_name": 2.0, "triton": 2.0}}
+        for phase in found["phases"]:
+            phase["points"] = [
+                {"batch": batch, "query_len": 1, "kv_len": length, "us": times[min(length, 8192)]} for batch, length in sizes
+            ]
+        route.fulfill(response=answer, json=found)
+
+    for page in _page(browser, served.url):
+        page.route("**/headway/table", grow)
+        page.reload()
+        heat, cells = page.locator("#heat"), page.locator("#heat button")
+        expect(cells).to_have_count(12)
+        expect(heat).to_have_class("scroll")
+        for width in (320, 390, 460):
+            page.set_viewport_size({"width": width, "height": 844})
+            expect(heat).to_have_class("scroll grouped")
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+            assert heat.evaluate("each => each.scrollWidth <= each.clientWidth"), "the table needs no scrolling sideways"
+            assert cells.evaluate_all("all => all.every((each) => each.scrollWidth <= each.clientWidth)")
+            lines = heat.locator("th[scope=row]").or_(heat.get_by_text("hopper_decode"))
+            assert lines.evaluate_all("all => all.every((each) => each.offsetHeight < 30)"), "each stands in one line"
+            lengths = cells.evaluate_all("all => all.map((each) => getComputedStyle(each, '::before').content)")
+            assert lengths[:2] == ['"128 tokens"', '"8,192 tokens"'], "cells show their lengths, for no column has a heading"
 
 
 def test_the_last_question_has_the_answer_whichever_comes_last(page: sync_api.Page) -> None:
@@ -234,16 +282,16 @@ def test_everything_is_reached_by_keyboard(page: sync_api.Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280, 1900])
-def test_both_themes_at_every_width(browser: sync_api.Browser, served: Running, scheme: str, width: int) -> None:
+def test_both_themes_at_every_width(browser: sync_api.Browser, served: Running, scheme: str) -> None:
     for page in _page(browser, served.url, color_scheme=scheme):
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+        for width in (360, 1280, 1900):
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width, "nothing is wider than the window"
+            picture(page, f"{scheme}-{width}")
         ground, ink = (
             page.locator("body").evaluate(f"each => getComputedStyle(each).{name}") for name in ("backgroundColor", "color")
         )
         assert (_brightness(ground) > _brightness(ink)) == (scheme == "light")
-        picture(page, f"{scheme}-{width}")
         other = {"light": "dark", "dark": "light"}[scheme]
         theme = page.locator("#theme")
         while theme.text_content() != f"Theme: {other}":
