@@ -27,7 +27,7 @@ _DEFAULTS: Final = {
 def default_params(folder: Path, model: str = "") -> SamplingParams:
     """Return the parameters that a model recommends; SamplingParams() if it recommends none.
 
-    They are read from generation_config.json as in vLLM. A built-in model without such values has those of `RECOMMENDED_SAMPLING`.
+    They are read from generation_config.json as in vLLM; those that it leaves out, from `RECOMMENDED_SAMPLING`.
 
     folder: of generation_config.json. model: name that the model was loaded by.
 
