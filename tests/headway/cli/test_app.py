@@ -170,10 +170,7 @@ def test_no_column_of_the_table_is_empty(headway: Headway, columns: int) -> None
     """The columns are found by the two rows of built-ins that every machine has: at no place is a whole column blank."""
     lines = headway("backends", columns=columns).out.splitlines()
     header = next(number for number, line in enumerate(lines) if "kind" in line)
-    starts = [
-        lines[header].index(word)
-        for word in ("name", "kind", "phases", "layouts", "block", "dtypes")
-    ]
+    starts = [lines[header].index(word) for word in ("name", "kind", "phases", "layouts", "block", "dtypes")]
     assert starts == sorted(starts)
     row = next(line for line in lines if line.strip("│ ").startswith("sdpa "))
     for start, end in zip(starts, [*starts[1:], len(row)], strict=True):
