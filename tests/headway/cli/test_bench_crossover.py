@@ -413,7 +413,7 @@ def test_the_list_of_backends_is_what_it_was(headway: Headway) -> None:
 
 
 def test_generate_obeys_a_table_and_survives_a_faulty_one(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
-    model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2")
+    model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2", "--stats")
     record = SpecRecord.of(SPEC).model_copy(update={"head_dim": 8, "scale": 8**-0.5})
     path = tmp_path / "t.json"
     write_json(crossing().model_copy(update={"spec": record}), path)
