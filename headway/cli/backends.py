@@ -30,7 +30,7 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """List the backends: those ready here, those that need a GPU, and their features.
+    """List the backends, those that are ready here first.
 
     The first table is of attention, the second of layers with a state.
     """

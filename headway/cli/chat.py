@@ -38,13 +38,13 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
 @takes_sampling_options("n", "logprobs", max_tokens=_MAX_TOKENS)
 def chat(
-    engine: dict[str, Any],
     sampling: dict[str, Any],
+    engine: dict[str, Any],
     lora: AdapterFolder = None,
     system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
 ) -> None:
-    """Talk to a model in its chat template.
+    """Talk to a model in the terminal, in its chat template.
 
     Tokens are sampled as the model recommends, unless flags say otherwise.
     """

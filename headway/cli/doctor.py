@@ -31,7 +31,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show this machine, the backends that are ready, and the commands that install the others.
+    """Show what is ready on this machine, and what installs the rest.
 
     With --json, also every reason why a backend is not ready.
     """

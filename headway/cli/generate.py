@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @takes_sampling_options(max_tokens=64)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
-    engine: dict[str, Any],
     sampling: dict[str, Any],
+    engine: dict[str, Any],
     lora: AdapterFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
     stats: Annotated[

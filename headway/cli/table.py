@@ -19,7 +19,7 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.bench.crossover.regret import RegretReport
 
-table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check, judge.", no_args_is_help=True)
+table = typer.Typer(help="Show, compare, merge, draw and check crossover tables.", no_args_is_help=True)
 
 _FILE = typer.Argument(help="A table file. Default: the newest that auto keeps for this machine.")
 

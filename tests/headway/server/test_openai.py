@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,7 +12,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from headway import LLM, SamplingParams
+from headway.server import launch
+from headway.server.launch import ready_lines
 from headway.server.options import ServerOptions
+from server_clients import posted
 from server_thread import Running, running
 
 ASK = [{"role": "user", "content": "the quick fox"}]
@@ -25,6 +30,34 @@ def offline(llm: LLM, prompt: str, **params: object) -> list[str]:
 def test_models_are_listed_by_their_served_names(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "small"]
     assert client.models.retrieve("small").object == "model"
+
+
+def test_the_links_and_the_call_shown_at_the_start_work_as_printed(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServerOptions(served_model_names=("tiny",))
+    listening, page, docs, _, call = ready_lines(served.url, served.llm, options)
+    assert listening == f"listening on {served.url} (Ctrl-C stops it)"
+    for link in (page, docs):
+        answer = httpx.get(link.rpartition(" ")[2])
+        assert answer.status_code == 200
+        assert "text/html" in answer.headers["content-type"]
+    assert posted(call)["choices"][0]["message"]["role"] == "assistant"
+    monkeypatch.setattr(launch, "chat_format_of", lambda llm, options: SimpleNamespace(template=""))
+    assert posted(ready_lines(served.url, served.llm, options)[-1])["object"] == "text_completion"
+
+
+def test_the_lines_at_the_start_fit_keys_hosts_and_names(served: Running) -> None:
+    def lines(url: str, **options: object) -> list[str]:
+        return ready_lines(url, served.llm, ServerOptions(served_model_names=("it's \u00fc",), **options))
+
+    *_, page, docs, _, call = lines("http://0.0.0.0:80")
+    assert (page, docs) == ("web page: http://127.0.0.1:80/", "API docs: http://127.0.0.1:80/docs")
+    assert json.loads(shlex.split(call)[-1])["model"] == "it's \u00fc"
+    assert "http://[::1]:80/v1/" in lines("http://[::]:80")[-1]
+    *_, intro, call = secret = lines("http://127.0.0.1:80", api_key="secret")
+    assert intro == "example, with the API key in HEADWAY_API_KEY:"
+    assert '-H "Authorization: Bearer $HEADWAY_API_KEY"' in call
+    assert not [line for line in secret if "secret" in line or "/docs" in line]
+    assert len(lines("http://127.0.0.1:80", allowed_hosts=("example.org",))) == 1
 
 
 def test_a_chat_answers_as_the_engine_does_offline(llm: LLM, served: Running, client: OpenAI) -> None:
