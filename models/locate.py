@@ -83,8 +83,8 @@ def _nearest(model: str) -> str:
     known, path = [*ALIASES, *shape_names()], _path(model)
     if path is not None:
         with suppress(OSError):
-            inside = [each for each in path.parent.iterdir() if each.is_dir() or each.suffix.lower() == ".gguf"]
-            known += map(str, inside)
+            inside = path.parent.iterdir()
+            known += [str(each) for each in inside if each.suffix.lower() == ".gguf" or (each / "config.json").is_file()]
     near = difflib.get_close_matches(model, known, n=1, cutoff=0.8)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -106,7 +106,7 @@ def serve(
     generation_config: Annotated[
         str,
         typer.Option(
-            help="Sampling where a request is silent: auto (generation_config.json of the model), vllm (no file), or a folder.",
+            help="Sampling of requests that leave it open: auto (as the model recommends), vllm (vLLM's defaults), or a folder.",
             rich_help_panel=SERVER,
         ),
     ] = "auto",
