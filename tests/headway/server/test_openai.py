@@ -12,9 +12,10 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from headway import LLM, SamplingParams
+from headway.core.contract.errors import ConfigError
 from headway.server import launch
 from headway.server.launch import ready_lines
-from headway.server.options import ServerOptions
+from headway.server.options import ServerOptions, bound_socket
 from server_clients import posted
 from server_thread import Running, running
 
@@ -250,3 +251,10 @@ def test_continuous_usage_is_in_every_chunk(served: Running, client: OpenAI) -> 
     counts = [chunk.usage.completion_tokens for chunk in client.completions.create(**asked) if chunk.usage]
     assert counts == sorted(counts)
     assert counts[-1] == 5
+
+
+def test_a_port_that_is_taken_is_refused_with_the_option_that_helps(served: Running) -> None:
+    with pytest.raises(ConfigError, match=r"an address of this machine that is free, .*in use\) \(--port 0 takes a free port\)"):
+        bound_socket("127.0.0.1", served.server.port)
+    with pytest.raises(ConfigError, match=r"\(--host 127\.0\.0\.1 serves this machine\)"):
+        bound_socket("192.0.2.1", 0)  # an address that documentation reserves
