@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -17,7 +17,7 @@ from rich.text import Text
 from headway.cli.bench_crossover import GEOMETRY, LAYERS, layer
 from headway.cli.explain_products import tell_products
 from headway.cli.explain_states import explain_states, print_states
-from headway.cli.explain_view import print_explanation
+from headway.cli.explain_view import BackendTime, Explanation, print_explanation
 from headway.cli.options import PluginFiles, dtype_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
-    from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
+    from headway.tuning.table.schema import Cell, CrossoverTable
 
 
 _GEOMETRY = (
@@ -51,47 +51,6 @@ class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str En
     extend = "extend"
     decode = "decode"
     verify = "verify"
-
-
-@dataclass(frozen=True)
-class BackendTime:
-    """One backend's time in a step, or the reasons for having none."""
-
-    name: str
-    step_us: float | None
-    """Microseconds of the plan and all layers of a step; None: not measured, or the backend cannot serve the step."""
-    reasons: tuple[str, ...]
-    """Why the backend has no time, or takes no part."""
-    runs_here: bool = True
-    """True if the backend can run on the device of the step."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `auto` (or a named backend) would do with one step."""
-
-    shape: Shape
-    layers: int
-    selection: str
-    choice: str
-    candidates: list[BackendTime]
-    """The choice first, then the others by time, then those without a time."""
-    nearest: Cell | None
-    """The row of the table that lies nearest to the step; None without a table."""
-    covered: bool
-    """Whether the times were measured around the step; else they are those of the nearest measured edge. True without times."""
-    table: str
-    age: str
-    prior: PriorRecord | None
-    """The shipped table that cells of the table are taken from; None: all of them were measured on its machine."""
-
-    @property
-    def gap(self) -> tuple[str, float] | None:
-        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
-        timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
-        if len(timed) < 2 or timed[0].name != self.choice:
-            return None
-        return timed[1].name, (timed[1].step_us or 0.0) / (timed[0].step_us or 1.0)
 
 
 def explain(

@@ -1,8 +1,9 @@
-"""The printed form of `headway backends explain`, for terminals of 80 columns or more."""
+"""The result of `headway backends explain`, and its printed form for terminals of 80 columns or more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -11,9 +12,49 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from headway.cli.explain import BackendTime, Explanation
     from headway.core.select.costs import Shape
     from headway.tuning.table.schema import Cell, PriorRecord
+
+
+@dataclass(frozen=True)
+class BackendTime:
+    """One backend's time in a step, or the reasons for having none."""
+
+    name: str
+    step_us: float | None
+    """Microseconds of the plan and all layers of a step; None: not measured, or the backend cannot serve the step."""
+    reasons: tuple[str, ...]
+    """Why the backend has no time, or takes no part."""
+    runs_here: bool = True
+    """True if the backend can run on the device of the step."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `auto` (or a named backend) would do with one step."""
+
+    shape: Shape
+    layers: int
+    selection: str
+    choice: str
+    candidates: list[BackendTime]
+    """The choice first, then the others by time, then those without a time."""
+    nearest: Cell | None
+    """The row of the table that lies nearest to the step; None without a table."""
+    covered: bool
+    """Whether the times were measured around the step; else they are those of the nearest measured edge. True without times."""
+    table: str
+    age: str
+    prior: PriorRecord | None
+    """The shipped table that cells of the table are taken from; None: all of them were measured on its machine."""
+
+    @property
+    def gap(self) -> tuple[str, float] | None:
+        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
+        timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
+        if len(timed) < 2 or timed[0].name != self.choice:
+            return None
+        return timed[1].name, (timed[1].step_us or 0.0) / (timed[0].step_us or 1.0)
 
 
 def print_explanation(found: Explanation, console: Console, all_backends: bool) -> None:
