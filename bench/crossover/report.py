@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -31,14 +32,27 @@ _MOST_LAID_OUT: Final = 500
 """Rows of all blocks together up to which rich lays them out, in colours."""
 
 
-def print_view(view: View, console: Console) -> None:
-    """Print one block for each batch size: a column for each backend, the winner, and its speed-up over the runner-up.
+_MARKS: Final = {
+    "unsupported": "the backend cannot compute this point",
+    "OOM": "the point needs more memory than there is",
+    "incorrect": "the answer differed from float64 by too much",
+    "error": "the backend raised an error",
+    "loser": "a slower candidate that was not timed",
+}
+"""Word in a cell without a time, as `show` writes it -> its meaning."""
 
-    A terminal that is too narrow for that gets the winner and the runner-up of each row, with their times.
+
+def print_view(view: View, console: Console, all_backends: bool = False) -> None:
+    """Print a summary, a block for each batch size, the meaning of the marks, and the notes.
+
+    A block has a column for each backend, the winner, and its speed-up over the runner-up. A terminal that is too narrow for that
+    gets the winner and the runner-up of each row, with their times.
+
+    all_backends: also print why backends could not run where the table was measured.
     """
     table = view.table
-    console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(f"{table.title} · {view.where}"), soft_wrap=True)
-    console.print(Text(software(table.device), "dim"), soft_wrap=True)
+    console.print(Text("CROSSOVER ANALYSIS", "bold"), Text(table.title))
+    console.print(Text(f"{view.where}; {_wins(view)}"))
     plain = sum(len(block.rows) for block in view.blocks) > _MOST_LAID_OUT
     blocks = [_block(block, view.backends, plain) for block in view.blocks]
     unbounded = console.options.update(width=10_000)
@@ -48,8 +62,28 @@ def print_view(view: View, console: Console) -> None:
         console.print(Segments([Segment(f"{block}\n")]) if isinstance(block, Text) else block, crop=False)
     if not fits:
         console.print(Text("the two fastest of each row; a wider terminal, --json or --export shows every backend", "dim"))
-    for line in notes(view):
-        console.print(Text(line), soft_wrap=True)
+    for mark, meaning in legend(view).items():
+        console.print(Text(f"{mark}: {meaning}", "dim"))
+    absent = _absent(table)
+    if absent and not all_backends:
+        console.print(Text(f"not listed: {len(absent)} backends that could not run where this was measured (--all)", "dim"))
+    for line in [*(absent if all_backends else ()), *_remarks(view), software(table.device), _measured(table)]:
+        console.print(Text(line))
+
+
+def _wins(view: View) -> str:
+    """Say how many points each backend wins."""
+    counts = Counter(winner(row) if len(row.winners) < 2 else "tie" for row in view.rows)
+    total = counts.total()
+    return f"fastest of {total} point{'s' * (total != 1)}: " + ", ".join(f"{name} {won}" for name, won in counts.most_common())
+
+
+def legend(view: View) -> dict[str, str]:
+    """Return the marks of the view and their meanings."""
+    words = {show(cell) for row in view.rows for cell in row.cells.values() if cell.median_us is None}
+    tie = TIE_RULE.partition(": ")[2]
+    marks = {"speed-up": "the runner-up's time over the winner's", "tie (=)": tie, "~": "a slower candidate, timed in few runs"}
+    return marks | {word: meaning for word, meaning in _MARKS.items() if word in words}
 
 
 def _as_lines(block: Table) -> Text:
@@ -117,7 +151,7 @@ def speedup(row: TableRow) -> str:
 
 
 def software(device: DeviceIdentity) -> str:
-    """What the times depend on beside the device, in one line."""
+    """Return what the times depend on besides the device, in one line."""
     parts = [f"compute capability {device.compute_capability}"] if device.compute_capability else []
     parts += [f"driver {device.driver}"] if device.driver else []
     parts += [f"{device.clock_mhz} MHz"] if device.clock_mhz else []
@@ -127,9 +161,24 @@ def software(device: DeviceIdentity) -> str:
 
 
 def notes(view: View) -> list[str]:
-    """Who took no part, who was measured over other layouts, why cells have no time, and whether the run is complete."""
+    """Return the notes of exports: backends that took no part, remarks, marks, and what the times depend on."""
+    marks = [f"{mark}: {meaning}" for mark, meaning in legend(view).items()]
+    return [*_absent(view.table), *_remarks(view), *marks, _measured(view.table)]
+
+
+def _absent(table: CrossoverTable) -> list[str]:
+    """Return why backends could not run where the table was measured."""
+    return [f"{record.name} takes no part: {record.reason}" for record in table.backends if not record.available]
+
+
+def _measured(table: CrossoverTable) -> str:
+    return f"measured {table.date}; median spread of the times {table.noise:.1%}"
+
+
+def _remarks(view: View) -> list[str]:
+    """Return who failed, who was measured over other layouts, why cells have no time, and whether the run is complete."""
     table = view.table
-    lines = [f"{record.name} takes no part: {record.reason}" for record in table.backends if not record.usable]
+    lines = [f"{record.name} takes no part: {record.reason}" for record in table.backends if record.available and record.reason]
     for name, pairs in view.elsewhere.items():
         others = ", ".join(f"{layout} {size}" for layout, size in pairs)
         lines.append(f"{name} has no time over {view.where}; it was measured over {others} (--kv-layout, --block-size)")
@@ -152,7 +201,6 @@ def notes(view: View) -> list[str]:
         lines.append(f"{taken} of {len(table.cells)} cells are those of the {table.prior}")
     if not table.complete:
         lines.append("not complete: interrupted, or the budget ended; --resume goes on")
-    lines.append(f"measured {table.date}; median spread of the times {table.noise:.1%}; {TIE_RULE}; ~: a clear loser, few runs")
     return lines
 
 

@@ -50,6 +50,11 @@ class Support:
         more = f"; and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
         return str(self.reasons[0]) + more
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Return whether an NVIDIA GPU is needed and there is none that torch can use."""
+        return any(reason.what == "device" and "cuda" in reason.need.lower() for reason in self.reasons)
+
     @classmethod
     def no(cls, what: str, need: str, got: object, hint: str = "") -> Support:
         """Make a refusal with one reason."""

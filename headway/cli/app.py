@@ -80,31 +80,33 @@ class Command(TyperCommand):
                     raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
 
 
+_EXAMPLE = 'Example: headway generate --chat "What is the capital of France?"'
+RUN, CHOOSE = "Run a model", "Choose a backend"
+MEASURE, WRITE = "Measure and check", "Write a backend"
+"""Panels of `headway --help`."""
+
 app = typer.Typer(
     name="headway",
-    help="LLM inference on whichever attention kernel is fastest here, now, for this batch.",
+    help="Run LLMs on the attention kernels that are fastest on this machine.",
+    epilog=_EXAMPLE,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure, and compare with others.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-app.add_typer(table, name="table")
+for panel, commands in (
+    (RUN, (generate, chat, serve, batch)),
+    (CHOOSE, (doctor, plan, warm, build)),
+    (MEASURE, (diff,)),
+    (WRITE, (new_backend, check, plugins)),
+):
+    for each in commands:
+        app.command(each.__name__.replace("_", "-"), cls=Command, rich_help_panel=panel)(each)
 listing = typer.Typer(invoke_without_command=True, callback=backends)
 listing.command(cls=Command)(explain)
-app.add_typer(listing, name="backends")
-app.command(cls=Command)(generate)
-app.command(cls=Command)(chat)
-app.command(cls=Command)(serve)
-app.command(cls=Command)(batch)
-app.command(cls=Command)(diff)
-app.command(cls=Command)(doctor)
-app.command(cls=Command)(build)
-app.command(cls=Command)(warm)
-app.command(cls=Command)(check)
-app.command(cls=Command)(plugins)
-app.command(cls=Command)(plan)
-app.command("new-backend", cls=Command)(new_backend)
+app.add_typer(listing, name="backends", rich_help_panel=CHOOSE)
+bench = typer.Typer(help="Measure speed: generation, kernels, crossover tables, servers.", no_args_is_help=True)
+app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
+app.add_typer(table, name="table", rich_help_panel=MEASURE)
 bench.command(cls=Command)(throughput)
 bench.command(cls=Command)(kernel)
 bench.command(cls=Command)(crossover)

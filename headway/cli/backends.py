@@ -1,9 +1,9 @@
-"""`headway backends`: every registered backend, its owner, its availability here, and its capabilities."""
+"""`headway backends`: every registered backend by readiness, with its owner and capabilities."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,13 +17,23 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.core.contract.support import Support
 
+READY, NEEDS_GPU, NOT_READY = "ready here", "needs an NVIDIA GPU", "not ready"
+"""Groups of backends, in the order in which commands show them."""
+
+
+Groups = Mapping[str, Sequence[str]]
+"""Name of a group -> its backends; see `by_readiness`."""
+
 
 def backends(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show every backend of attention and of layers with a state: available here or why not, phases, layouts, dtypes."""
+    """List the backends, those that are ready here first.
+
+    The first table is of attention, the second of layers with a state.
+    """
     if context.invoked_subcommand is not None:
         return
     from headway.cli.backend_rows import describe, describe_states
@@ -39,61 +49,75 @@ def backends(
         print(json.dumps({"backends": rows, "state_backends": states, "failures": failures}, indent=2))
         return
     out = Terminal()
-    out.print(_table(rows, out.width, len(registry.layouts)))
-    missing = {name: registry.availability(name) for name in registry.backends}
-    _print_missing(out, missing)
-    if not all(missing.values()):
-        out.print(" headway doctor: every reason, and what installs the missing ones here", highlight=False)
+    groups = by_readiness(registry.backends, registry.availability)
+    out.print(_table(rows, groups, out.width, len(registry.layouts)))
+    _print_not_ready(out, groups, registry.availability)
+    if list(groups) != [READY]:
+        out.print(" headway doctor: every reason, and the commands that install what is missing", highlight=False)
     out.print()
-    out.print(_state_table(states, out.width))
-    _print_missing(out, {name: registry.state_availability(name) for name in registry.state_backends})
+    groups = by_readiness(registry.state_backends, registry.state_availability)
+    out.print(_state_table(states, groups, out.width, len(registry.state_layouts)))
+    _print_not_ready(out, groups, registry.state_availability)
     for failure in registry.failures:
         out.print(Text("plugin not loaded: ", "bold red").append(str(failure), "default"))
 
 
-def _print_missing(out: Terminal, supports: Mapping[str, Support]) -> None:
-    for name, support in supports.items():
-        if not support:  # below the table, where a whole sentence fits
-            out.print(Text(f" {name} is not available: ", "red").append(support.brief, "default"))
+def by_readiness(names: Iterable[str], availability: Callable[[str], Support]) -> Groups:
+    """Return the names in each group that has any."""
+    groups: dict[str, list[str]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
+    for name in names:
+        support = availability(name)
+        groups[READY if support else NEEDS_GPU if support.needs_gpu else NOT_READY].append(name)
+    return {group: members for group, members in groups.items() if members}
+
+
+def _print_not_ready(out: Terminal, groups: Groups, availability: Callable[[str], Support]) -> None:
+    for name in groups.get(NOT_READY, ()):  # below the table, where a whole sentence fits
+        out.print(Text(f" {name} is not ready: ", "red").append(availability(name).brief, "default"))
 
 
 _SHORTER = {"prefill extend decode": "all", "prefill extend": "prompts", "extend decode": "cached"}
 """Phases in a narrow terminal."""
 
 
-def _table(rows: list[dict[str, Any]], width: int, num_layouts: int) -> Table:
-    """One line for each backend; a narrow terminal gets shorter words for the same."""
+def _table(rows: list[dict[str, Any]], groups: Groups, width: int, num_layouts: int) -> Table:
+    """Return a table with a row for each backend; a narrow terminal gets shorter words for the same."""
     wide = width >= _WIDE
     table = _empty_table("attention backends", wide, ("phases", "layouts", "block", "dtypes"))
-    for row in rows:
+    for row in _in_groups(table, rows, groups):
         start = _start(row, wide)
         if "phases" not in row:
             table.add_row(*start, "?", "?", "?", "?")
             continue
         multiple = row["block_multiple"]
         block = "any" if multiple == 1 else f"n x {multiple}" if wide else f"x{multiple}"
-        layouts = " ".join(row["layouts"])
-        if not wide and len(row["layouts"]) > 2:
-            layouts = (
-                "all" if len(row["layouts"]) == num_layouts else f"{' '.join(row['layouts'][:2])} +{len(row['layouts']) - 2}"
-            )
-        table.add_row(*start, _phases(row, wide), layouts, block, _short(row["dtypes"]))
+        table.add_row(*start, _phases(row, wide), _layouts(row, wide, num_layouts), block, _short(row["dtypes"]))
     return table
 
 
-def _state_table(rows: list[dict[str, Any]], width: int) -> Table:
-    """One line for each backend that serves layers with a state."""
+def _in_groups(table: Table, rows: list[dict[str, Any]], groups: Groups) -> Iterator[dict[str, Any]]:
+    """Yield the rows by group, after adding the group's name to the table."""
+    by_name = {row["name"]: row for row in rows}
+    for group, names in groups.items():
+        table.add_row(Text(group, "green" if group == READY else "dim" if group == NEEDS_GPU else "red"))
+        for name in names:
+            yield by_name[name]
+        table.add_section()
+
+
+def _state_table(rows: list[dict[str, Any]], groups: Groups, width: int, num_layouts: int) -> Table:
+    """Return a table with a row for each backend of layers with a state."""
     from headway.core.contract.state import STATE_KINDS
 
     wide = width >= _WIDE
     table = _empty_table("backends of layers with a state", wide, ("phases", "layouts", "dtypes", "kinds"))
-    for row in rows:
+    for row in _in_groups(table, rows, groups):
         start = _start(row, wide)
         if "phases" not in row:
             table.add_row(*start, "?", "?", "?", "?")
             continue
         kinds = "all" if len(row["state_kinds"]) == len(STATE_KINDS) else " ".join(row["state_kinds"])
-        table.add_row(*start, _phases(row, wide), " ".join(row["layouts"]), _short(row["dtypes"]), kinds)
+        table.add_row(*start, _phases(row, wide), _layouts(row, wide, num_layouts), _short(row["dtypes"]), kinds)
     return table
 
 
@@ -101,19 +125,27 @@ def _empty_table(title: str, wide: bool, columns: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("name", style="bold", no_wrap=True)
     table.add_column("kind", no_wrap=not wide, overflow="ellipsis")
-    for column in ("available" if wide else "here", *columns):
+    for column in columns:
         table.add_column(column, no_wrap=column != "kinds")
     return table
 
 
-def _start(row: dict[str, Any], wide: bool) -> tuple[str, str, Text]:
-    kind = row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
-    return row["name"], kind, Text("yes", "green") if row["available"] else Text("no", "red")
+def _start(row: dict[str, Any], wide: bool) -> tuple[str, str]:
+    return f"  {row['name']}", row["kind"] if wide else row["kind"].split()[0]  # a plugin's distribution, without its version
 
 
 def _phases(row: dict[str, Any], wide: bool) -> str:
     phases = " ".join(row["phases"])
     return phases if wide else _SHORTER.get(phases, phases)
+
+
+def _layouts(row: dict[str, Any], wide: bool, num_layouts: int) -> str:
+    layouts = row["layouts"]
+    if wide or len(layouts) < 2:
+        return " ".join(layouts)
+    if len(layouts) == num_layouts:
+        return "all"
+    return " ".join(layouts[:2]) + (f" +{len(layouts) - 2}" if len(layouts) > 2 else "")
 
 
 def _short(dtypes: Iterable[str]) -> str:

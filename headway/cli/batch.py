@@ -59,7 +59,10 @@ def batch(
         typer.Option(min=1, help="Lines at a time. Default: twice what a step of the engine serves.", rich_help_panel=BATCH),
     ] = None,
 ) -> None:
-    """Answer the requests in FILE. Each gets an answer or an error; a run that was stopped goes on when it is repeated."""
+    """Answer the requests in FILE, and resume a run that was stopped.
+
+    Each request gets an answer or an error.
+    """
     source = input_file or file
     if source is None or (file is not None and input_file is not None):
         raise ConfigError("headway batch", "one file of requests", "none" if source is None else "two: FILE and --input-file")

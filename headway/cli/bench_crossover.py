@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from headway.tuning.table.schema import CrossoverTable
 
 GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
-"""Geometries of the model that `headway generate` takes on a CPU, and of an 8B model."""
+"""Geometries of smollm2, which `headway generate` runs if no model is named, and of an 8B model."""
+LAYERS = {"9/3/64": 30, "32/8/128": 32}
+"""Number of layers of the models with these geometries."""
 _FILE_WIDTH = 160
 """Columns of the table where no terminal says how many it has."""
 

@@ -20,7 +20,10 @@ def build(
     kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype) or fp8_e4m3.")] = "auto",
     arch: Annotated[str | None, typer.Option(help="Such as sm_90. Default: that of the GPU here.")] = None,
 ) -> None:
-    """Compile kernels for layers of these shapes, half a second each; without it the first use of each does that."""
+    """Compile kernels for layers of these shapes ahead of time.
+
+    Each takes half a second. Without this command the first use of a kernel compiles it.
+    """
     import torch
 
     from headway.backends.nvrtc.compiler import Variant, architecture, find_compiler

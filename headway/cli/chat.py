@@ -24,10 +24,9 @@ from headway.engine_args import help_texts
 if TYPE_CHECKING:
     from headway.core.contract.adapters import LoRARequest
     from headway.llm import LLM
+    from headway.outputs import RequestOutput
 
 _MAX_TOKENS: Final = 1024
-_TEMPERATURE: Final = 0.7
-"""Temperature for models that recommend none."""
 _HELP: Final = """\
 /reset   forget the conversation
 /stats   what the engine has done: tokens a second, prompts found in the cache, backends
@@ -39,13 +38,16 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
 @takes_sampling_options("n", "logprobs", max_tokens=_MAX_TOKENS)
 def chat(
-    engine: dict[str, Any],
     sampling: dict[str, Any],
+    engine: dict[str, Any],
     lora: AdapterFolder = None,
     system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
 ) -> None:
-    """Talk to a model that has a chat template. Sampling is what the model recommends, where no flag says otherwise."""
+    """Talk to a model in the terminal, in its chat template.
+
+    Tokens are sampled as the model recommends, unless flags say otherwise.
+    """
     SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
     adapter = adapter_of(lora, engine)
     err = Terminal(stderr=True, highlight=False, soft_wrap=True)
@@ -56,10 +58,8 @@ def chat(
     if adapter is not None:
         llm.add_lora(adapter)  # one that cannot be served is refused before anybody types
     llm.chat_prompt("")  # a model without a template is refused before anybody types
-    recommended = llm.get_default_sampling_params()
-    if recommended == SamplingParams():
-        recommended = replace(recommended, temperature=_TEMPERATURE)
-    talk = ChatSession(llm, replace(recommended, **sampling), err, system, stats, adapter)
+    params = replace(llm.get_default_sampling_params(), **sampling)
+    talk = ChatSession(llm, params, err, system, stats, adapter)
     if sys.stdin.isatty():
         err.print(f"{llm.model.name}: /help lists the commands, /exit or Ctrl-D leaves", style="dim")
     for message in _messages():
@@ -105,19 +105,25 @@ class ChatSession:
 
     def _answer(self, message: str) -> None:
         messages = [*self._messages, {"role": "user", "content": message}]
+        begun = self._llm.stats().totals
         try:
             with _noted_interrupts(self._llm) as interrupts:
-                text, reason = self._stream(messages, interrupts)
+                text, output = self._stream(messages, interrupts)
         except HeadwayError as error:  # of this message alone
             hint = "; /reset forgets the conversation" if isinstance(error, PromptError) and self._messages else ""
             self._err.print(f"headway: {error}{hint}", style="red")
             return
         self._messages = [*messages, {"role": "assistant", "content": text}]
+        reason = output.outputs[0].finish_reason
         if reason in ("abort", "length"):
             self._err.print("(stopped)" if reason == "abort" else "(cut off at max_tokens or the model's length)", style="dim")
+        if output.outputs[0].token_ids:
+            from headway.hosting.stats_report import answer_line
 
-    def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, str | None]:
-        """Write an answer as it grows; returns the text, and its finish_reason.
+            self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
+
+    def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
+        """Write an answer as it grows; return its text, and the output of its request.
 
         :raises HeadwayError: the answer cannot be made.
         """
@@ -142,7 +148,7 @@ class ChatSession:
         (completion,) = last.outputs
         if completion.error is not None:
             raise BackendError(completion.error)
-        return text, completion.finish_reason
+        return text, last
 
     def _print_stats(self) -> None:
         from headway.hosting.stats_report import stats_page

@@ -47,7 +47,9 @@ def check(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
 ) -> None:
-    """Test TARGET against the contract; exit with 1 if anything fails. Ctrl-C shows what was found by then.
+    """Test a backend against the contract.
+
+    The exit code is 1 if anything fails. Ctrl-C shows what was found by then.
 
     The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
     """

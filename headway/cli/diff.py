@@ -60,7 +60,9 @@ def diff(
     output: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw each layer's error by phase, as a .png.")] = None,
 ) -> None:
-    """Compare attention backend A with B, layer by layer and head by head, and show what the difference does to the next tokens.
+    """Compare the answers of two backends, layer by layer.
+
+    The report ends with what the difference does to the next tokens.
 
     With --quantization the weights are compared as well.
 

@@ -1,4 +1,4 @@
-"""`headway doctor`: one screen with the machine, each backend's state, and what would install the missing ones here."""
+"""`headway doctor`: one screen with the machine, the backends that are ready, and what would install the others here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from headway.cli.backends import NEEDS_GPU, NOT_READY, READY
 from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
@@ -21,9 +22,8 @@ if TYPE_CHECKING:
     from headway.machine.description import Machine
     from headway.registry import BackendEntry, Registry
 
-_NAME = 14
+_NAME = 16
 """Columns of the names."""
-_STATE = 9
 _REASON_CHARACTERS = 160
 
 
@@ -31,7 +31,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
     plugin: PluginFiles = None,
 ) -> None:
-    """Show this machine and every backend of attention and of states: ready, or why not and the command that installs it here."""
+    """Show what is ready on this machine, and what installs the rest.
+
+    With --json, also every reason why a backend is not ready.
+    """
     from headway.machine.description import examine
     from headway.machine.doctor import PACKAGES, library
     from headway.tuning.isolated.trial import create_registry
@@ -65,14 +68,14 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
 
 
 def _vllm_library(machine: Machine) -> dict[str, Any]:
-    """Whether products over quantised weights have vLLM's library to choose from."""
+    """Return what the doctor found of vLLM's library, which has GEMM kernels for quantized weights."""
     from headway.backends.vllm_library.library import find_library
     from headway.machine.doctor import Advice, advise_vllm_library
 
     support = find_library()
     return {
         "name": "vllm",
-        "summary": "products over quantised weights: marlin, cutlass",
+        "summary": "GEMM over quantized weights: marlin, cutlass",
         "available": bool(support),
         "origin": "",
         "reasons": [reason._asdict() for reason in support.reasons],
@@ -112,22 +115,35 @@ def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]
     lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
     lines += [Text(), Text("attention backends", "bold"), *_rows(findings["backends"], width)]
     lines += [Text(), Text("backends of layers with a state", "bold"), *_rows(findings["state_backends"], width)]
-    lines += [Text(), Text("libraries of products", "bold"), *_rows(findings["libraries"], width)]
+    lines += [Text(), Text("libraries for quantized weights", "bold"), *_rows(findings["libraries"], width)]
+    if findings["failures"]:
+        lines += [Text(), Text("plugins that failed", "bold red")]
     for failure in findings["failures"]:
-        lines += _entry("plugin", _short(failure["error"]), width, Text("failed".ljust(_STATE), "bold red"))
+        lines += _entry(failure["plugin"], _short(failure["error"]), width)
     return lines
 
 
 def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
-    """Backends, each ready or with the reason why not and what would help."""
-    lines = []
+    """Return the lines of backends by group: ready, of no use without a GPU, and others with the reason and what would help."""
+    from headway.machine.doctor import NO_GPU
+
+    groups: dict[str, list[dict[str, Any]]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
     for row in rows:
+        needs_gpu = row["advice"]["text"] == NO_GPU.text
+        groups[READY if row["available"] else NEEDS_GPU if needs_gpu else NOT_READY].append(row)
+    lines = []
+    if groups[READY]:
+        lines.append(Text(READY, "green"))
+    for row in groups[READY]:
+        where = f" (from {row['origin']})" if row["origin"] else ""
+        lines += _entry(f"  {row['name']}", row["summary"] + where, width)
+    if groups[NEEDS_GPU]:  # nothing here would help, so names are enough
+        lines += [Text(NEEDS_GPU, "dim"), *_indented(", ".join(row["name"] for row in groups[NEEDS_GPU]), width, 2)]
+    if groups[NOT_READY]:
+        lines.append(Text(NOT_READY, "red"))
+    for row in groups[NOT_READY]:
         advice = row["advice"]
-        if row["available"]:
-            where = f" (from {row['origin']})" if row["origin"] else ""
-            lines += _entry(row["name"], row["summary"] + where, width, Text("ready".ljust(_STATE), "green"))
-            continue
-        lines += _entry(row["name"], _short("; ".join(map(_why, row["reasons"]))), width, Text("missing".ljust(_STATE), "red"))
+        lines += _entry(f"  {row['name']}", _short("; ".join(map(_why, row["reasons"]))), width)
         lines += _indented(advice["text"], width)
         for command in advice["commands"]:
             lines += [Text(line, "bold") for line in command_lines(command, width)]
@@ -173,17 +189,17 @@ def _devices(load: Callable[[str], type[AttentionBackend | StateBackend]], name:
     return load(name).capabilities.devices
 
 
-def _entry(name: str, text: str, width: int, state: Text | None = None) -> list[Text]:
-    indent = _NAME + (len(state) if state else 0)
-    wrapped = textwrap.wrap(text, width - indent, break_on_hyphens=False) or [""]
-    first = Text(name.ljust(_NAME), "bold") if len(name) < _NAME else Text(f"{name} ", "bold")
-    lines = [first.append_text(state or Text()).append(wrapped[0], "default")]
-    return lines + [Text(" " * indent + line) for line in wrapped[1:]]
+def _entry(name: str, text: str, width: int) -> list[Text]:
+    wrapped = textwrap.wrap(text, width - _NAME, break_on_hyphens=False) or [""]
+    lines = [Text(" " * _NAME + line) for line in wrapped]
+    if len(name) >= _NAME:
+        return [Text(name, "bold"), *lines]
+    return [Text(name.ljust(_NAME), "bold").append(wrapped[0], "default"), *lines[1:]]
 
 
-def _indented(text: str, width: int) -> list[Text]:
-    wrapped = textwrap.wrap(text, width - 2, break_long_words=False, break_on_hyphens=False)
-    return [Text("  " + line) for line in wrapped]
+def _indented(text: str, width: int, columns: int = 4) -> list[Text]:
+    wrapped = textwrap.wrap(text, width - columns, break_long_words=False, break_on_hyphens=False)
+    return [Text(" " * columns + line) for line in wrapped]
 
 
 def _why(reason: dict[str, str]) -> str:

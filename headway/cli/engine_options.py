@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from headway.cli.options import PLUGIN_HELP, parse_attn_options, parse_block_size, sizes_of
+from headway.cli.options import PLUGIN_HELP, in_place_of, parse_attn_options, parse_block_size, sizes_of
 from headway.engine_args import EngineArgs, help_texts, option_types
 
 Command = Callable[..., None]
@@ -92,17 +92,15 @@ class _Flag(NamedTuple):
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command the flags of these options; it receives their values in its parameter `engine`, a dict by option.
+    """Give a command the flags of these options in the place of its parameter `engine`, a dict of their values.
 
-    names: of EngineArgs; none: all that a command line can say. defaults: where the command's differ.
+    names: options of EngineArgs; none means all that a command line can give. defaults: where the command's differ.
     """
 
     def decorate(command: Command) -> Command:
         flags = {name: _flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY}
-        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "engine"]
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*own, *map(_parameter, flags.values())]]
-        if "autotune_budget" in flags:
-            parameters.append(_parameter(_NO_AUTOTUNE))
+        added = [*flags.values(), *([_NO_AUTOTUNE] if "autotune_budget" in flags else [])]
+        parameters = in_place_of("engine", command, [_parameter(flag) for flag in added])
 
         def run(**values: Any) -> None:
             engine = {name: flag.value(values.pop(_word(flag))) for name, flag in flags.items()}

@@ -1,25 +1,23 @@
-"""`headway backends explain`: which backend a step would take, and why it would take no other."""
+"""`headway backends explain`: the backend that a step would take, and why it would take no other."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from headway.cli.bench_crossover import layer
+from headway.cli.bench_crossover import GEOMETRY, LAYERS, layer
 from headway.cli.explain_products import tell_products
 from headway.cli.explain_states import explain_states, print_states
+from headway.cli.explain_view import BackendTime, Explanation, print_explanation
 from headway.cli.options import PluginFiles, dtype_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from headway.core.select.layer_specs import LayerSpecs
     from headway.core.select.selector import Selector
     from headway.registry import Registry
-    from headway.tuning.table.schema import Cell, CrossoverTable, PriorRecord
+    from headway.tuning.table.schema import Cell, CrossoverTable
 
 
 _GEOMETRY = (
@@ -38,6 +36,10 @@ _GEOMETRY = (
 )
 
 _MODEL = "A model's layers, by a folder, a config.json or a name; no weights are read. In place of --geometry and --layers."
+
+_LAYERS = "Number of layers that share a step's plan. Default: those of the model with this geometry; 32 for another one."
+
+_ALL = "List all backends, also those that cannot run on this device, with the reasons."
 
 _LINEAR = "With --model: say instead which way multiplies over each kind of quantised weight, for how many rows."
 
@@ -51,45 +53,6 @@ class StepPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str En
     verify = "verify"
 
 
-@dataclass(frozen=True)
-class BackendTime:
-    """One backend's time in a step, or the reasons for having none."""
-
-    name: str
-    step_us: float | None
-    """Microseconds of the plan and all layers of a step; None: not measured, or the backend cannot serve the step."""
-    reasons: tuple[str, ...]
-    """Why the backend has no time, or takes no part."""
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What `auto` (or a named backend) would do with one step."""
-
-    shape: Shape
-    layers: int
-    selection: str
-    choice: str
-    candidates: list[BackendTime]
-    """The choice first, then the others by time, then those without a time."""
-    nearest: Cell | None
-    """The row of the table that lies nearest to the step; None without a table."""
-    covered: bool
-    """Whether the times were measured around the step; else they are those of the nearest measured edge. True without times."""
-    table: str
-    age: str
-    prior: PriorRecord | None
-    """The shipped table that cells of the table are taken from; None: all of them were measured on its machine."""
-
-    @property
-    def gap(self) -> tuple[str, float] | None:
-        """(the fastest of the others, its time over the choice's); below 1 where a slower backend was named."""
-        timed = [candidate for candidate in self.candidates if candidate.step_us is not None]
-        if len(timed) < 2 or timed[0].name != self.choice:
-            return None
-        return timed[1].name, (timed[1].step_us or 0.0) / (timed[0].step_us or 1.0)
-
-
 def explain(
     phase: Annotated[StepPhase, typer.Option(help="Phase of the step.")] = StepPhase.decode,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in the step.")] = 1,
@@ -101,7 +64,7 @@ def explain(
     workload: Annotated[str, typer.Option(help="chat, long, batch, or BATCHxINPUT+OUTPUT.")] = "chat",
     model: Annotated[str | None, typer.Option(help=_MODEL)] = None,
     geometry: Annotated[str | None, typer.Option(help=_GEOMETRY)] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="How many layers share a step's plan. Default: 32.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help=_LAYERS)] = None,
     state_backend: Annotated[str, typer.Option(help="For layers with a state, as --attn-backend.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
@@ -112,9 +75,13 @@ def explain(
     linear: Annotated[bool, typer.Option("--linear", help=_LINEAR)] = False,
     quantization: Annotated[str | None, typer.Option(help="With --linear: what plain weights are rounded to (fp8).")] = None,
     plugin: PluginFiles = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    all_backends: Annotated[bool, typer.Option("--all", help=_ALL)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all backends and reasons.")] = False,
 ) -> None:
-    """Say which backend a step takes, the runner-up and the gap, and why each other one does not."""
+    """Show the backend that a step takes, the runner-up and the gap between them.
+
+    The table below lists each backend's time, or the reason why it has none.
+    """
     if linear or quantization is not None:
         tell_products(model, quantization, dtype, device, as_json)
         return
@@ -152,11 +119,11 @@ def explain(
         more = {"states": states, "all_reduce": sums}
         print(json.dumps(_plain(found) | {name: value for name, value in more.items() if value is not None}, indent=2))
         return
-    _print(found, Terminal())
+    print_explanation(found, Terminal(highlight=False), all_backends)
     if sums is not None:
         Terminal().print(Text(f"sums over {tensor_parallel_size} ranks: {sums}", "dim"), soft_wrap=True)
     if states is not None:
-        print_states(states, Terminal())
+        print_states(states, Terminal(highlight=False), all_backends)
 
 
 def explanation(
@@ -178,14 +145,14 @@ def explanation(
     choice = next(iter(selector.backends_of(shape).values())).name
     chosen = selector.selection
     failed = {} if table is None else {record.name: record.reason for record in table.backends if record.available}
-    candidates = []
+    candidates, able = [], registry.able(spec.device)
     for name in registry.backends:
         support = registry.supports(name, spec, selector.layout_of(spec), chosen.block_size, shape.phase)
         reasons = [str(reason) for reason in support.reasons] + ([failed[name]] if failed.get(name) else [])
         us = costs.step_us(name, shape) if costs is not None and not reasons else float("inf")
         if us == float("inf") and not reasons:
             reasons = [_unmeasured(name, shape, table)]
-        candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons)))
+        candidates.append(BackendTime(name, us if us < float("inf") else None, tuple(reasons), name in able))
     candidates.sort(key=lambda candidate: (candidate.name != choice, candidate.step_us is None, candidate.step_us or 0.0))
     nearest = None if table is None else _nearest(table, shape, choice, chosen.layout.name, chosen.block_size)
     age = "" if table is None else _age(table.date)
@@ -210,7 +177,8 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
     if model is None:
         specs = [layer(part, dtype, "auto", place) for part in (geometry.split("+", 1) if geometry else [None])]
         expanded = {} if len(specs) == 1 else {specs[0]: replace(specs[1], dense=True)}
-        return LayerSpecs(specs[:1] * (layers or 32), expanded)
+        named = geometry or GEOMETRY.get(place.type, GEOMETRY["cuda"])
+        return LayerSpecs(specs[:1] * (layers or LAYERS.get(named, 32)), expanded)
     if geometry is not None or layers is not None:
         raise ConfigError("--model", "no --geometry and no --layers, which the model has", geometry or layers)
     from headway.models.layer_specs import read_layer_specs
@@ -306,60 +274,6 @@ def _age(date: str) -> str:
     except (ValueError, TypeError):
         return f"measured {date}"
     return f"measured {date}, {f'{days} days ago' if days > 0 else 'today'}"
-
-
-def _print(found: Explanation, console: Console) -> None:
-    shape = found.shape
-    sequences = "1 sequence" if shape.batch == 1 else f"{shape.batch} sequences"
-    step = f"{sequences}, {shape.query_len} new of {shape.kv_len} tokens"
-    console.print(Text(f"{shape.phase.value}, {step}: ", "bold").append(found.choice, "bold green"), soft_wrap=True)
-    if found.gap is not None:
-        name, factor = found.gap
-        verdict = "as fast within a hundredth" if abs(factor - 1) < 0.01 else f"{factor:.2f} times as long"
-        rank = "runner-up" if factor > 0.99 else "faster here,"
-        console.print(Text(f"{rank} {name}: {verdict}"), soft_wrap=True)
-    if shape.captured:
-        console.print(Text("one prompt alone is one graph: launches cost the host nothing here, beside other sequences they do"))
-    console.print(Text(f"{found.selection}", "dim"), soft_wrap=True)
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("backend", no_wrap=True)
-    shown.add_column(f"us per step of {found.layers} layers", justify="right")
-    shown.add_column("why not", overflow="fold")
-    for candidate in found.candidates:
-        us = "" if candidate.step_us is None else f"{candidate.step_us:,.0f}"
-        style = "bold green" if candidate.name == found.choice else ""
-        more = f"; and {len(candidate.reasons) - 1} more" if len(candidate.reasons) > 1 else ""
-        shown.add_row(Text(candidate.name, style), us, Text("".join(candidate.reasons[:1]) + more))
-    console.print(shown)
-    if not found.covered:
-        console.print(
-            Text("the step lies beyond what was measured: these are times of the nearest measured edge"), soft_wrap=True
-        )
-    if found.nearest is not None:
-        cell = found.nearest
-        time = "no time"
-        if cell.median_us is not None:
-            time = f"{cell.median_us:.1f} us per layer (p20 {cell.p20_us:.1f}, p80 {cell.p80_us:.1f})"
-        where = f"{cell.layout} {cell.block_size}" if cell.layout else "any layout"
-        source = "" if found.prior is None else f", {_source(cell, found.prior)}"
-        row = f"nearest row of the table: {cell.phase} {cell.case}, {cell.backend}, {where}: {time}, {cell.status}{source}"
-        console.print(Text(row), soft_wrap=True)
-        console.print(Text(f"table: {found.table}, {found.age}", "dim"), soft_wrap=True)
-    if found.prior is not None:
-        console.print(Text(f"prior: {found.prior}", "dim"), soft_wrap=True)
-        for line in found.prior.differs:
-            console.print(Text(f"  other there: {line}", "dim"), soft_wrap=True)
-        for line in found.prior.disagreed:
-            console.print(Text(f"  not used around {line}", "dim"), soft_wrap=True)
-        for line in found.prior.corrected:
-            console.print(Text(f"  corrected around {line}", "dim"), soft_wrap=True)
-
-
-def _source(cell: Cell, prior: PriorRecord) -> str:
-    """Whether a cell was measured here."""
-    if not cell.prior:
-        return "measured here"
-    return "prior, checked here" if prior.checked else "prior, not checked here"
 
 
 def _plain(found: Explanation) -> dict[str, object]:

@@ -1,11 +1,11 @@
-"""`headway generate`: continue a prompt, or answer a message, and report the speed."""
+"""`headway generate`: continue a prompt, or answer a message."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,28 +24,33 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from headway.core.engine.cache.usage import CacheUsage
+    from headway.core.engine.state.stats import EngineSnapshot
     from headway.llm import LLM
     from headway.outputs import RequestOutput
 
 
 @takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
-@takes_sampling_options(max_tokens=64, temperature=0.0)
+@takes_sampling_options(max_tokens=64)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the message to answer.")],
-    engine: dict[str, Any],
     sampling: dict[str, Any],
+    engine: dict[str, Any],
     lora: AdapterFolder = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put PROMPT into the model's chat template and answer it.")] = False,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Show what the engine does while it runs, and all of it at the end.")
+        bool,
+        typer.Option("--stats", help="Show what the engine does while it runs, and at the end its times, steps and backends."),
     ] = False,
     show_cache: Annotated[
         bool, typer.Option("--show-cache", help="Draw the cache's blocks as they were at the last token, by sequence and group.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the text is complete.")] = False,
 ) -> None:
-    """Continue PROMPT, token by token; then say how fast."""
-    params = SamplingParams(**sampling)
+    """Continue PROMPT, or answer it with --chat.
+
+    Answers are sampled as the model recommends, continuations at temperature 0, unless flags say otherwise.
+    """
+    SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
     adapter = adapter_of(lora, engine)
     if not prompt:
         raise ConfigError("prompt", "at least one character", "an empty text")
@@ -53,12 +58,15 @@ def generate(
     started = time.perf_counter()
     with err.status(f"loading {engine['model']}"):
         from headway.cli.engine_view import LiveStats
-        from headway.hosting.stats_report import stats_page
+        from headway.hosting.stats_report import answer_line
         from headway.llm import LLM
 
         llm = LLM(**engine)
     loaded = time.perf_counter() - started
     request = llm.chat_prompt(prompt) if chat else prompt
+    params = replace(llm.get_default_sampling_params() if chat else SamplingParams(temperature=0.0), **sampling)
+    if not chat and not as_json and getattr(llm.get_tokenizer(), "chat_template", None):
+        err.print("PROMPT is continued as plain text; --chat answers it", style="dim", highlight=False, soft_wrap=True)
     usages: list[CacheUsage] = []
 
     def keep_usage() -> None:
@@ -84,16 +92,13 @@ def generate(
         return
     if params.logprobs is not None:
         _print_logprobs(err, output)
-    _report(err, output, loaded)
     if stats:
-        for line in [*stats_page(llm.stats(), begun), f"start      {llm.start_times}"]:
-            err.print(line, highlight=False, markup=False, soft_wrap=True)
+        _report(err, output, loaded, llm, begun)
+    else:
+        line = answer_line(output, llm.stats().totals - begun.totals, "--stats")
+        err.print(line, style="dim", highlight=False, soft_wrap=True)
     if engine["speculate"] is not None or engine["speculative_model"] is not None:
         err.print(f"speculation: {_guesses(llm)}", highlight=False, markup=False, soft_wrap=True)
-    err.print(f"model: computed by {llm.model.implementation}", highlight=False, markup=False, soft_wrap=True)
-    if llm.model.rounding:
-        err.print(llm.model.rounding, highlight=False, markup=False, soft_wrap=True)
-    err.print(f"attention: {llm.engine.selection}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write(
@@ -169,10 +174,16 @@ def _seconds(output: RequestOutput) -> float:
     return (output.metrics.finished_time or output.metrics.arrival_time) - output.metrics.arrival_time
 
 
-def _report(err: Console, output: RequestOutput, loaded: float) -> None:
+def _report(err: Console, output: RequestOutput, loaded: float, llm: LLM, begun: EngineSnapshot) -> None:
+    """Print what --stats shows when the text is complete: times, counters since `begun`, and what computed the model."""
+    from headway.hosting.stats_report import stats_page
+
     tokens, seconds = sum(len(each.token_ids) for each in output.outputs), _seconds(output)
     rest = (
         f" ({tokens} tokens in {seconds:.2f} s, the first after {output.metrics.time_to_first_token * 1e3:.0f} ms; "
         f"{output.outputs[0].finish_reason}; loaded in {loaded:.1f} s)"
     )
     err.print(Text(f"{tokens / seconds:.1f} tokens/s", "bold").append(rest, "default"), highlight=False, soft_wrap=True)
+    computed = f"model: computed by {llm.model.implementation}", llm.model.rounding, f"attention: {llm.engine.selection}"
+    for line in [*stats_page(llm.stats(), begun), f"start      {llm.start_times}", *filter(None, computed)]:
+        err.print(line, highlight=False, markup=False, soft_wrap=True)

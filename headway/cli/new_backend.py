@@ -22,7 +22,10 @@ def new_backend(
     name: Annotated[str, typer.Argument(help="The backend's name, as --attn-backend will take it: my_kernel.")],
     into: Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")] = None,
 ) -> None:
-    """Write a package: a backend that runs, its conformance test, a README and a workflow. docs/tutorial-backend.md goes on."""
+    """Write the package of a backend that runs, with its tests.
+
+    It has a README and a workflow too. docs/tutorial-backend.md continues from there.
+    """
     from headway.tuning.isolated.trial import create_registry
 
     folder = into or Path(distribution_of(name))

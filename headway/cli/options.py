@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,6 +32,14 @@ AdapterFolder = Annotated[
     typer.Option(help="Folder of an adapter (LoRA) to write with; turns --enable-lora on.", rich_help_panel="Adapters"),
 ]
 """The option --lora, of commands that write with one adapter."""
+
+
+def in_place_of(name: str, command: Callable[..., None], flags: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters of a command with flags in the place of the parameter `name`: help lists options in this order."""
+    parameters: list[inspect.Parameter] = []
+    for each in inspect.signature(command, eval_str=True).parameters.values():
+        parameters += flags if each.name == name else [each.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+    return parameters
 
 
 def names_of(text: str | None) -> list[str] | None:

@@ -61,7 +61,10 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw tokens a GPU over tokens a user into this .png file.")] = None,
 ) -> None:
-    """Rank ways to serve a model: how it is cut, how many replicas, cache, batch; with latencies, memory and why others lose."""
+    """Rank deployments of a model by predicted throughput.
+
+    A deployment is a number of ranks and replicas, a cache and a batch, shown with its latencies and memory.
+    """
     from headway.core.system.json_files import write_json
     from headway.core.system.provenance import command_line
     from headway.plan.demand import Demand, LatencyLimits

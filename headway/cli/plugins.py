@@ -31,7 +31,7 @@ def plugins(
     retry: Annotated[bool, typer.Option("--retry", help="Try every plugin again, whatever is remembered of it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Show every installed plugin: its distribution, file, hooks, what it brings, and why it was left out.
+    """List installed plugins: what they add, or why not.
 
     A plugin is tried in a process of its own before it is let in, once for each version: a crash, a hang or an exit there leaves
     it out until --retry. headway -v plugins shows tracebacks and what it printed. HEADWAY_PLUGINS and --plugins choose.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from headway.cli.options import in_place_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 
@@ -57,16 +58,14 @@ _FORMS: Final = (
 
 
 def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
-    """Give a command these flags; the given ones reach its parameter `sampling`, a dict for SamplingParams.
+    """Give a command these flags in the place of its parameter `sampling`, a dict for SamplingParams of the given ones.
 
     without: fields that make no sense for the command. defaults: of the command, where they are not the field's.
     """
     flags = [flag for flag in (*_FLAGS, *_FORMS) if flag.field not in without]
 
     def decorate(command: Command) -> Command:
-        own = [each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "sampling"]
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-        parameters += [_parameter(flag, defaults.get(flag.field)) for flag in flags]
+        parameters = in_place_of("sampling", command, [_parameter(flag, defaults.get(flag.field)) for flag in flags])
 
         def run(**values: Any) -> None:
             given = {flag: values.pop(_word(flag)) for flag in flags}

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from headway.cli.config_file import ConfigFile
-from headway.cli.engine_options import takes_engine_options
+from headway.cli.engine_options import PANEL, takes_engine_options
 from headway.cli.options import AdapterModules, adapters_of, on_command_line
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
@@ -38,14 +38,17 @@ _KEY_VARIABLE = "HEADWAY_API_KEY"
 @takes_engine_options(*(name for name in help_texts() if name not in ("model", "generation_config")))  # which the server has
 def serve(
     context: typer.Context,
-    engine: dict[str, Any],
     model: Annotated[str, typer.Argument(help=help_texts()["model"])] = "smollm2",
-    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", rich_help_panel=SERVER)] = None,
+    model_option: Annotated[str | None, typer.Option("--model", help="Another way to give MODEL.", rich_help_panel=PANEL)] = None,
+    *,
+    engine: dict[str, Any],
     config: ConfigFile = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 is every address of this machine.", rich_help_panel=SERVER)
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.", rich_help_panel=SERVER)] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0 picks a free port.", rich_help_panel=SERVER)
+    ] = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -103,7 +106,7 @@ def serve(
     generation_config: Annotated[
         str,
         typer.Option(
-            help="Sampling where a request is silent: auto (generation_config.json of the model), vllm (no file), or a folder.",
+            help="Sampling of requests that leave it open: auto (as the model recommends), vllm (vLLM's defaults), or a folder.",
             rich_help_panel=SERVER,
         ),
     ] = "auto",
@@ -185,7 +188,10 @@ def serve(
         ),
     ] = 0,
 ) -> None:
-    """Serve MODEL with OpenAI's API: chats and completions, or embeddings and scores, and Prometheus' metrics."""
+    """Serve MODEL over HTTP, with OpenAI's API and a web page.
+
+    The API has chats and completions, or embeddings and scores, by the model. /metrics is for Prometheus.
+    """
     from headway.server.options import ServerOptions, bound_socket
 
     model = _model(context, model, model_option)
@@ -292,6 +298,7 @@ def _listen(
     # so has one that pools, whose texts wait for no other process.
     spawned = None if sys.platform == "win32" or pooled is not None else spawn_engine()
     try:
+        from headway.server.launch import ready_lines
         from headway.server.launch import serve as listen
     except ImportError as error:
         if spawned is not None:
@@ -307,7 +314,7 @@ def _listen(
     from headway.hosting.host import EngineDeadError
 
     try:
-        listen(llm, options, host, sock, log_requests, lambda url: err.print(f"listening on {url} (Ctrl-C stops it)"))
+        listen(llm, options, host, sock, log_requests, lambda url: err.print("\n".join(ready_lines(url, llm, options))))
     except EngineDeadError as error:
         err.print(f"headway: the server has ended with its engine: {error}")
         raise typer.Exit(1) from error

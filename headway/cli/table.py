@@ -19,7 +19,7 @@ from headway.core.system.terminal import Terminal
 if TYPE_CHECKING:
     from headway.bench.crossover.regret import RegretReport
 
-table = typer.Typer(help="Crossover tables: show, compare, merge, draw, check, judge.", no_args_is_help=True)
+table = typer.Typer(help="Show, compare, merge, draw and check crossover tables.", no_args_is_help=True)
 
 _FILE = typer.Argument(help="A table file. Default: the newest that auto keeps for this machine.")
 
@@ -30,9 +30,12 @@ def show(
     layout: Annotated[str | None, typer.Option("--kv-layout", help="Cache layout to show. Default: the fastest.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Block size to show. Default: the fastest.")] = None,
     export_to: Annotated[list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png.")] = None,
+    all_backends: Annotated[
+        bool, typer.Option("--all", help="Also print why backends could not run where the table was measured.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
-    """Print a table over one layout and block size: a column for each backend, the winner, and by how much."""
+    """Print a table over one layout and block size: the winners, and the time of each backend."""
     from headway.bench.crossover.export import check_target, export
     from headway.bench.crossover.report import print_view, to_plain
     from headway.bench.crossover.view import view
@@ -46,8 +49,8 @@ def show(
     if as_json:
         print(json.dumps(to_plain(shown), indent=2))
         return
-    console = _console()
-    print_view(shown, console)
+    console = Terminal()
+    print_view(shown, console, all_backends)
     for target in export_to or ():
         console.print(Text(f"written to {target}"), soft_wrap=True)
 

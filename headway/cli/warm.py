@@ -26,7 +26,9 @@ from headway.engine_args import help_texts
     *(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init", "num_threads")), load_format="dummy"
 )
 def warm(engine: dict[str, Any]) -> None:
-    """Compile and keep every kernel that a model may need on this GPU, so that its engine is ready in seconds.
+    """Compile every kernel that a model may need on this GPU.
+
+    Engines that start later are ready in seconds.
 
     Give the options that the engine will be started with. The weights are random unless --load-format says otherwise, so that a
     config.json is all it takes.

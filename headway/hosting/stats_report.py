@@ -7,7 +7,8 @@ import time
 from collections import Counter
 
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.stats import EngineSnapshot
+from headway.core.engine.state.stats import EngineSnapshot, EngineStats
+from headway.outputs import RequestOutput
 
 log = logging.getLogger("headway.stats")
 
@@ -87,6 +88,22 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
             f"{done.rows_of_candidates:,} as candidates"
         )
     return lines
+
+
+def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
+    """Write one line under an answer: its speed, and the backends that computed it.
+
+    done: counters of the answer's steps. more: option or command that shows more.
+    """
+    tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
+    seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time
+    served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
+    for (phase, name), _ in done.steps_by_phase.most_common():
+        served[phase].append(name)
+    backends = ", ".join(f"{phase}: {' and '.join(names)}" for phase, names in served.items() if names)
+    counted = f"{tokens} token{'s' * (tokens != 1)}{', cut off' * (output.outputs[0].finish_reason == 'length')}"
+    first = f"first after {metrics.time_to_first_token:.2f} s"
+    return f"{_rate(tokens, seconds)} tokens/s ({counted}; {first}) - {backends} - {more}: more"
 
 
 class StatsLog:

@@ -138,11 +138,14 @@ def build_jobs(machine: Machine, build_gib: int) -> int:
 
 _AGAIN = " && headway doctor"
 
+NO_GPU: Final = Advice("needs an NVIDIA GPU; nothing to install")
+"""Advice on a machine without a GPU."""
+
 
 def _gpu_in_the_way(package: Package | None, machine: Machine) -> Advice | None:
     """Advise on GPU, driver and torch, which any library for GPUs needs; None where they work."""
     if not machine.gpus:
-        return Advice("needs an NVIDIA GPU; nothing to install")
+        return NO_GPU
     newest = max(gpu.capability for gpu in machine.gpus)
     if package is not None and package.capability is not None and newest < package.capability:
         need, got = ("{}.{}".format(*version) for version in (package.capability, newest))

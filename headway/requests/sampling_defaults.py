@@ -11,6 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
+from headway.models.locate import RECOMMENDED_SAMPLING
 
 _DEFAULTS: Final = {
     "temperature": "temperature",
@@ -23,13 +24,18 @@ _DEFAULTS: Final = {
 """Name in generation_config.json -> name in SamplingParams."""
 
 
-def default_params(folder: Path) -> SamplingParams:
-    """The parameters that the model's generation_config.json recommends, read as vLLM reads it; SamplingParams() without one.
+def default_params(folder: Path, model: str = "") -> SamplingParams:
+    """Return the parameters that a model recommends; SamplingParams() if it recommends none.
+
+    They are read from generation_config.json as in vLLM; those that it leaves out, from `RECOMMENDED_SAMPLING`.
+
+    folder: of generation_config.json. model: name that the model was loaded by.
 
     :raises ConfigError: a value that is not allowed, with the file's name.
     """
     path = folder / "generation_config.json"
     read = parse_json(read_text(path), str(path), dict, any_number=True) if path.is_file() else {}
+    read = {**RECOMMENDED_SAMPLING.get(model, {}), **read}
     try:
         return SamplingParams(**{ours: read[name] for name, ours in _DEFAULTS.items() if read.get(name) is not None})
     except ConfigError as error:

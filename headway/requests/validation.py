@@ -118,12 +118,14 @@ class RequestValidator:
         return ControlTokens(self.tokenizer)
 
     def default_params(self) -> SamplingParams:
-        """The parameters that the model's generation_config.json recommends, or vLLM's: see the option generation_config."""
+        """Return the parameters that the model recommends, or vLLM's: see the option generation_config."""
         return self._default_params.clone()
 
     @cached_property
     def _default_params(self) -> SamplingParams:
-        return default_params(self.model.folder) if self._rules.generation_config == "auto" else SamplingParams()
+        if self._rules.generation_config == "vllm":
+            return SamplingParams()
+        return default_params(self.model.folder, self.model.name)
 
     def _resolve(self, params: SamplingParams, streamed: bool) -> SamplingParams:
         if streamed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -23,7 +25,7 @@ from headway.server.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
 from headway.server.pooling_app import create_pooling_app
 from headway.server.protocol import limited_protocol
-from headway.server.service import Service
+from headway.server.service import Service, chat_format_of
 
 log = logging.getLogger("headway")
 
@@ -164,6 +166,43 @@ def serve(
     Server(llm, options, host, 0, log_requests, started_at).run([sock])
     if llm.failure is not None:
         raise llm.failure
+
+
+def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> list[str]:
+    """Return what to show once a server listens on `url`: links, and a first call for a shell on this machine.
+
+    There are only links that a browser here may open: none if the server answers to other host names, and no API docs with a key,
+    which a browser does not send.
+    """
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    lines = [f"listening on {url} (Ctrl-C stops it)"]
+    if options.allowed_hosts and host.strip("[]") not in options.allowed_hosts:
+        return lines
+    here = f"http://{host}:{port}"
+    if isinstance(llm, AsyncLLM):
+        lines.append(f"web page: {here}/")
+    if options.api_key is None:
+        lines.append(f"API docs: {here}/docs")
+    path, fields = _first_call(llm, options)
+    body = json.dumps({"model": options.served_model_names[0], **fields} if options.served_model_names else fields)
+    key = "" if options.api_key is None else ' -H "Authorization: Bearer $HEADWAY_API_KEY"'
+    lines.append("example, with the API key in HEADWAY_API_KEY:" if key else "example:")
+    return [*lines, f"  curl {here}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"]
+
+
+def _first_call(llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> tuple[str, dict[str, object]]:
+    """Return a path that the model answers, and a body for it."""
+    question, answer = "What is the capital of France?", "Paris is the capital of France."
+    if isinstance(llm, AsyncLLM):
+        if chat_format_of(llm, options).template:
+            return "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]}
+        return "/v1/completions", {"prompt": "The capital of France is"}
+    if llm.model.task == "embed":
+        return "/v1/embeddings", {"input": question}
+    if llm.model.task == "score" and llm.model.network.size == 1:
+        return "/score", {"text_1": question, "text_2": answer}
+    return "/classify" if llm.model.task == "score" else "/pooling", {"input": answer}
 
 
 def most_connections() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -141,7 +142,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise ConfigError("--host and --port", "an address of this machine that is free", f"{host}:{port} ({error})") from error
+        got = f"{host}:{port} ({error})"
+        hint = "--port 0 takes a free port" if error.errno == errno.EADDRINUSE else "--host 127.0.0.1 serves this machine"
+        raise ConfigError("--host and --port", "an address of this machine that is free", got, hint) from error
     return sock
 
 

@@ -115,7 +115,7 @@ def test_a_shape_that_ends_the_process_costs_the_files_backend_alone(folder: Pat
     done = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
     assert done.code == 0, done
     assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in done.err
-    assert "attention: prefill=sdpa" in done.err
+    assert "prefill: sdpa" in done.err
     again = run_headway("generate", "--model", model, *options, "the quick fox", cwd=folder)
     assert again.code == 0, again
     assert "auto leaves out segfaults-at-a-shape: crashed the measuring process" in again.err, "the reason is kept"

@@ -120,6 +120,13 @@ def test_invalid_sampling_defaults_of_a_model_are_refused_with_the_file_name(tmp
             default_params(tmp_path)
 
 
+def test_a_built_in_model_has_a_recommendation_that_its_own_file_overrules(tmp_path: Path) -> None:
+    assert default_params(tmp_path, "smollm2").temperature == 0
+    assert default_params(tmp_path, "another") == default_params(tmp_path) == SamplingParams()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.4, "top_p": 0.8}))
+    assert default_params(tmp_path, "smollm2") == default_params(tmp_path) == SamplingParams(temperature=0.4, top_p=0.8)
+
+
 def test_lone_surrogates_are_refused(llm: LLM) -> None:
     with pytest.raises(PromptError, match="Unicode"):
         llm.generate("caf\udce9", GOOD, use_tqdm=False)

@@ -220,7 +220,7 @@ def test_a_backend_that_cannot_is_refused_with_reasons_and_a_fix_that_works(
     refused = headway(*generate(tiny_model_folder, "--attn-backend", wish))
     assert_refused(refused, "cannot be used here", *words)
     (fix,) = re.findall(r"nearest fix: (.+)", refused.err)
-    followed = headway(*generate(tiny_model_folder, *fix.split()))
+    followed = headway(*generate(tiny_model_folder, *fix.split(), "--stats"))
     assert followed.code == 0, followed
     if wish == "toy.decode":
         assert "decode=toy.decode" in followed.err
@@ -242,7 +242,7 @@ def test_a_layout_or_block_size_that_the_backend_cannot_read_is_refused(
     refused = headway(*generate(tiny_model_folder, *wish, *option))
     assert_refused(refused, option[0].strip("-").replace("-", "_"), "needs", f"got {option[1]}")
     (fix,) = re.findall(r"nearest fix: (.+)", refused.err)
-    followed = headway(*generate(tiny_model_folder, *fix.split()))
+    followed = headway(*generate(tiny_model_folder, *fix.split(), "--stats"))
     assert "decode=toy.decode; kv_layout=hnd, block_size=64" in followed.err, followed
 
 
@@ -423,7 +423,7 @@ def test_what_the_decoder_does_not_compute_is_left_to_transformers_or_refused(
     caplog.set_level("INFO", "headway")
     edit_config(**change)(model_copy)
     assert_refused(headway(*generate(model_copy, "--model-impl", "headway")), *words)
-    adapted = headway(*generate(model_copy))
+    adapted = headway(*generate(model_copy, "--stats"))
     assert adapted.code == 0, adapted
     assert "model: computed by transformers" in adapted.err
     assert all(word in caplog.text for word in words)

@@ -222,7 +222,7 @@ def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> N
 
 def test_on_the_command_line(headway: Headway, tiny_model_folder: Path, toy: Registry) -> None:
     arguments = ("generate", "--deterministic", "--model", str(tiny_model_folder), "--max-tokens", "4", "the fox")
-    result = headway(*arguments)
+    result = headway(*arguments, "--stats")
     assert result.code == 0, result
     assert "attention: prefill=sdpa, extend=sdpa, decode=sdpa; " in result.err
     assert "(deterministic: pinned)" in result.err

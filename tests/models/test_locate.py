@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,21 @@ def test_converted_models_are_kept_where_the_environment_says(tmp_path: Path, mo
     assert cache_folder() == tmp_path / "xdg" / "headway"
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
+
+
+def test_a_name_that_is_nearly_right_is_answered_by_the_right_one(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-model").mkdir()
+    (tmp_path / "qwen3-model" / "config.json").touch()
+    (tmp_path / "weights.gguf").touch()
+    (tmp_path / "qwen-model").mkdir()  # without a config.json, so no model
+    for wrong, right in (
+        ("smolm2", "smollm2"),
+        ("lama-3-8b", "llama-3-8b"),
+        (f"{tmp_path}/qwen3model", f"{tmp_path}/qwen3-model"),
+        (f"{tmp_path}/weigths", f"{tmp_path}/weights.gguf"),
+    ):
+        with pytest.raises(ModelError, match=f"is unknown: .*; did you mean {re.escape(right)}\\?$"):
+            find(wrong)
+    with pytest.raises(ModelError) as far:
+        find("/nowhere/at/all")
+    assert "did you mean" not in str(far.value)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shlex
+from itertools import pairwise
+from typing import Any
 
 import httpx
 
@@ -77,3 +80,11 @@ def work(count: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     draw = random.Random(seed)
     prompts = [[draw.randrange(1, 300) for _ in range(draw.randint(1, 24))] for _ in range(count)]
     return prompts, [draw.randint(1, 24) for _ in prompts]
+
+
+def posted(call: str) -> Any:
+    """Send the request that a curl command in a shell would send; return the JSON of its answer."""
+    _, url, *options = shlex.split(call)
+    headers = dict(value.split(": ", 1) for flag, value in pairwise(options) if flag == "-H")
+    (body,) = [value for flag, value in pairwise(options) if flag == "-d"]
+    return httpx.post(url, content=body, headers=headers, timeout=60).raise_for_status().json()

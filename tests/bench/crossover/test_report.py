@@ -232,4 +232,26 @@ def test_who_takes_no_part_is_named() -> None:
         BackendRecord(name="a", owner="x", available=True),
         BackendRecord(name="z", owner="x", available=False, reason="no GPU"),
     ]
-    assert "z takes no part: no GPU" in text_of(a_table(a_cell(), backends=records))
+    table = a_table(a_cell(), backends=records)
+    short = text_of(table)
+    assert "z takes no part" not in short
+    assert "not listed: 1 backends that could not run where this was measured (--all)" in short
+    console = Console(file=io.StringIO(), width=160)
+    print_view(view(table), console, all_backends=True)
+    assert "z takes no part: no GPU" in console.file.getvalue()
+    assert "z takes no part: no GPU" in to_plain(view(table))["notes"]
+    records[1] = BackendRecord(name="z", owner="x", available=True, reason="self-test: decode is wrong")
+    assert "z takes no part: self-test: decode is wrong" in text_of(a_table(a_cell(), backends=records))
+
+
+def test_a_summary_comes_first_and_every_mark_is_explained() -> None:
+    summary, marks = text_of(crossing()).splitlines(), text_of(crossing(), width=80)
+    assert summary[:3] == [
+        f"CROSSOVER ANALYSIS {crossing().title}",
+        "kv_layout nhd, block_size 16; fastest of 3 points: tie 1, b 1, a 1",
+        "decode, batch size 2 (us per layer)".ljust(len(summary[2])),
+    ]
+    for mark in ("speed-up: ", "tie (=): ", "~: ", "OOM: "):
+        assert f"\n{mark}" in marks
+    assert "\nunsupported: " not in marks, "no cell says so"
+    assert max(map(len, marks.splitlines())) <= 80

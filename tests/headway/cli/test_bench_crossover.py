@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,12 +263,24 @@ def test_explain_names_choice_runner_up_gap_row_and_age(headway: Headway, kept: 
     assert lines[0] == "decode, 2 sequences, 1 new of 4000 tokens: sdpa.math"
     assert lines[1].startswith("runner-up sdpa: 1.9")
     assert "kv_layout=nhd, block_size=16 (auto: crossover table of 2026-11-21" in result.out
-    assert "triton" in result.out
-    assert "needs a CUDA GPU" in result.out
-    assert "nearest row of the table: decode 1q1s4096, sdpa.math, nhd 16: 100.0 us per layer" in result.out
+    assert "triton" not in result.out, "it cannot run on this device"
+    assert re.match(r"not listed: \d+ backends that cannot run on this device \(--all\)", lines[2])
+    assert "why not" not in result.out, "each backend that is listed has a time"
+    assert (
+        "nearest row of the table: decode, 1 sequence, 1 new of 4096 tokens, sdpa.math, nhd 16: 100.0 us per layer" in result.out
+    )
     assert "measured 2026-11-21T10:00:00+00:00, " in result.out
-    short = headway("backends", "explain", *TINY, "--len", "64", columns=200).out
+    everything = headway("backends", "explain", *TINY, "--all", columns=200).out
+    assert "not listed" not in everything
+    assert re.search(r"triton +device: needs a CUDA GPU", everything)
+    short = headway("backends", "explain", *TINY, "--len", "64").out
     assert short.splitlines()[0].endswith("tokens: sdpa")
+    assert max(map(len, short.splitlines())) <= 80
+
+
+def test_explain_counts_the_layers_of_the_model_with_the_geometry(headway: Headway) -> None:
+    for options, layers in (((), 30), (("--geometry", "9/3/64"), 30), (("--geometry", "4/2/32"), 32), (("--layers", "3"), 3)):
+        assert f"us per step of {layers} layers" in headway("backends", "explain", "--device", "cpu", *options).out
 
 
 def test_explain_says_where_a_step_lies_beyond_what_was_measured(headway: Headway, kept: Path) -> None:
@@ -400,7 +413,7 @@ def test_the_list_of_backends_is_what_it_was(headway: Headway) -> None:
 
 
 def test_generate_obeys_a_table_and_survives_a_faulty_one(headway: Headway, tiny_model_folder: Path, tmp_path: Path) -> None:
-    model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2")
+    model = ("--model", str(tiny_model_folder), "--device", "cpu", "--max-tokens", "2", "--stats")
     record = SpecRecord.of(SPEC).model_copy(update={"head_dim": 8, "scale": 8**-0.5})
     path = tmp_path / "t.json"
     write_json(crossing().model_copy(update={"spec": record}), path)

@@ -8,15 +8,18 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import sys
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from headway import LLM, SamplingParams
 from sandbox import Result, assert_refused, save_tiny_model
 
 Headway = Callable[..., Result]
@@ -54,6 +57,8 @@ def test_piped_lines_are_messages_of_one_conversation_until_reset(chat: Headway)
     assert found is not None
     assert int(found[2]) > 0.4 * int(found[1]), "the conversation so far is in the cache"
     assert "attention  prefill=" in result.err
+    assert result.err.count("tokens/s (8 tokens, cut off; first after ") == 3
+    assert "extend: sdpa" in result.err, "the second message follows a cached prefix"
     assert "Traceback" not in result.err
 
 
@@ -165,6 +170,32 @@ def test_bad_sampling_is_refused_before_a_model_is_loaded(headway: Headway, tmp_
         for command in (["generate", "hello"], ["chat"]):
             assert_refused(headway(*command, "--model", "/nowhere", *arguments), *words)
     assert_refused(headway("generate", "hello", "--model", "/nowhere", "--n", "0"), "n:", "from 1 to")
+
+
+@pytest.mark.parametrize("recommended", [{"temperature": 0.3, "top_k": 7}, {}], ids=["recommended", "nothing"])
+def test_both_commands_sample_as_the_model_recommends(
+    headway: Headway, chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recommended: dict[str, float]
+) -> None:
+    folder = Path(shutil.copytree(chatty, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    used: list[SamplingParams] = []
+    stream = LLM.stream
+
+    def noting(self: LLM, prompt: Any, params: SamplingParams, **more: Any) -> Any:
+        used.append(params)
+        return stream(self, prompt, params, **more)
+
+    monkeypatch.setattr(LLM, "stream", noting)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n"))
+    options = ("--model", str(folder), "--kv-cache-memory", "8MiB", "--num-threads", "1", "--no-autotune", "--max-tokens", "2")
+    answers = [headway(*command, *options) for command in (["chat"], ["generate", "--chat", "the fox"])]
+    plain = headway("generate", "the fox", *options)
+    assert [each.code for each in (*answers, plain)] == [0, 0, 0], (answers, plain)
+    assert used[:2] == [SamplingParams(max_tokens=2, **recommended)] * 2
+    assert used[2] == SamplingParams(max_tokens=2, temperature=0)
+    hint = "PROMPT is continued as plain text; --chat answers it"
+    assert [hint in each.err for each in (*answers, plain)] == [False, False, True]
+    assert hint not in headway("generate", "the fox", *options, "--json").err
 
 
 def test_generate_takes_the_same_flags(headway: Headway, chatty: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -10,7 +12,11 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from headway import LLM, SamplingParams
-from headway.server.options import ServerOptions
+from headway.core.contract.errors import ConfigError
+from headway.server import launch
+from headway.server.launch import ready_lines
+from headway.server.options import ServerOptions, bound_socket
+from server_clients import posted
 from server_thread import Running, running
 
 ASK = [{"role": "user", "content": "the quick fox"}]
@@ -25,6 +31,34 @@ def offline(llm: LLM, prompt: str, **params: object) -> list[str]:
 def test_models_are_listed_by_their_served_names(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "small"]
     assert client.models.retrieve("small").object == "model"
+
+
+def test_the_links_and_the_call_shown_at_the_start_work_as_printed(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServerOptions(served_model_names=("tiny",))
+    listening, page, docs, _, call = ready_lines(served.url, served.llm, options)
+    assert listening == f"listening on {served.url} (Ctrl-C stops it)"
+    for link in (page, docs):
+        answer = httpx.get(link.rpartition(" ")[2])
+        assert answer.status_code == 200
+        assert "text/html" in answer.headers["content-type"]
+    assert posted(call)["choices"][0]["message"]["role"] == "assistant"
+    monkeypatch.setattr(launch, "chat_format_of", lambda llm, options: SimpleNamespace(template=""))
+    assert posted(ready_lines(served.url, served.llm, options)[-1])["object"] == "text_completion"
+
+
+def test_the_lines_at_the_start_fit_keys_hosts_and_names(served: Running) -> None:
+    def lines(url: str, **options: object) -> list[str]:
+        return ready_lines(url, served.llm, ServerOptions(served_model_names=("it's \u00fc",), **options))
+
+    *_, page, docs, _, call = lines("http://0.0.0.0:80")
+    assert (page, docs) == ("web page: http://127.0.0.1:80/", "API docs: http://127.0.0.1:80/docs")
+    assert json.loads(shlex.split(call)[-1])["model"] == "it's \u00fc"
+    assert "http://[::1]:80/v1/" in lines("http://[::]:80")[-1]
+    *_, intro, call = secret = lines("http://127.0.0.1:80", api_key="secret")
+    assert intro == "example, with the API key in HEADWAY_API_KEY:"
+    assert '-H "Authorization: Bearer $HEADWAY_API_KEY"' in call
+    assert not [line for line in secret if "secret" in line or "/docs" in line]
+    assert len(lines("http://127.0.0.1:80", allowed_hosts=("example.org",))) == 1
 
 
 def test_a_chat_answers_as_the_engine_does_offline(llm: LLM, served: Running, client: OpenAI) -> None:
@@ -258,3 +292,10 @@ def test_what_several_conversations_cannot_have_is_refused(http: httpx.Client, f
 def test_a_message_without_reasoning_says_so(served: Running, client: OpenAI) -> None:
     message = client.chat.completions.create(model="tiny", messages=ASK, max_completion_tokens=2).choices[0].message
     assert (message.reasoning, message.reasoning_content) == (None, None)  # type: ignore[attr-defined]
+
+
+def test_a_port_that_is_taken_is_refused_with_the_option_that_helps(served: Running) -> None:
+    with pytest.raises(ConfigError, match=r"an address of this machine that is free, .*in use\) \(--port 0 takes a free port\)"):
+        bound_socket("127.0.0.1", served.server.port)
+    with pytest.raises(ConfigError, match=r"\(--host 127\.0\.0\.1 serves this machine\)"):
+        bound_socket("192.0.2.1", 0)  # an address that documentation reserves

@@ -17,10 +17,23 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from headway import LLM
 from headway.pooling.async_pooling import AsyncPooling
-from headway.server.launch import Server
+from headway.server.launch import Server, ready_lines
 from headway.server.options import ServerOptions
+from server_clients import posted
 from tiny_encoders import LONGEST, SCORERS, TEXTS, embedder, save, scorer
 from tiny_rewards import STEP, rewarding
+
+CALLS = {"embeds": "/v1/embeddings", "classifies": "/classify", "scores": "/score"}
+
+
+@pytest.mark.parametrize("which", CALLS)
+def test_the_call_shown_at_the_start_works_as_printed(which: str, request: pytest.FixtureRequest) -> None:
+    llm, url = request.getfixturevalue(which)
+    lines = ready_lines(url, AsyncPooling(llm.pooling), ServerOptions(served_model_names=("tiny",)))
+    assert f"{url}{CALLS[which]} " in lines[-1]
+    assert posted(lines[-1])["data"]
+    assert not [line for line in lines if line.startswith("web page")], "a pooling model has none"
+
 
 LONG = "the quick brown fox " * 40
 
