@@ -162,7 +162,7 @@ def test_bad_sampling_is_refused_before_a_model_is_loaded(headway: Headway, tmp_
         ("--max-tokens", "0"): ("max_tokens", "at least 1", "got 0"),
         ("--min-p", "2"): ("min_p", "from 0 to 1", "got 2.0"),
         ("--json-schema", str(tmp_path / "none.json")): ("--json-schema", "a file that can be read", "No such file"),
-        ("--json-schema", str(tmp_path / "bad.json")): ("structured_outputs.json", "a JSON schema"),
+        ("--json-schema", str(tmp_path / "bad.json")): ("structured_outputs.json", "needs JSON"),
         ("--regex", "a", "--choice", "b"): ("--choice", "one form of the text alone", "--regex as well"),
         ("--choice", ""): ("choice", "not empty"),
     }

@@ -277,7 +277,7 @@ def test_several_conversations_are_answered_as_each_is_by_itself(served: Running
         ({"use_beam_search": True}, "use_beam_search: needs false"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: needs none"),
         ({"messages": []}, "messages: list should have at least 1 item"),
-        ({"messages": ASK}, "messages.0: input should be a valid array"),
+        ({"messages": ASK}, "messages.0: input should be an array"),
         ({"messages": [ASK, []]}, "messages.1: needs at least one message"),
         ({"messages": [ASK, ASK * 500]}, "messages.1: needs at most"),
         ({"messages": [ASK], "top_logprobs": 2}, "top_logprobs: needs logprobs=true"),
