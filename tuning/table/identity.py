@@ -36,8 +36,17 @@ class DeviceIdentity(BaseModel):
     """The CUDA version torch was built for."""
     libraries: dict[str, str]
     """Distribution -> version, of LIBRARIES that are installed."""
+    compilers: dict[str, str] | None = None
+    """Compiler -> version of those that made the GPU's code, ptxas and nvrtc; empty on a CPU. None in files of before this
+    field, whose compilers are unknown."""
     date: str
     """UTC, ISO 8601."""
+
+    def compilers_beside(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
+        """Return (compiler, version here, version in `other`) of each that either has; "unknown" in files without the field."""
+        both = self.compilers, other.compilers
+        names = dict.fromkeys(name for known in both if known for name in known)
+        return [(name, *("unknown" if known is None else known.get(name, "none") for known in both)) for name in names]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
