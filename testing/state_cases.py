@@ -26,10 +26,9 @@ from headway.core.contract.state import (
 from headway.core.contract.state_backend import StateBackend
 from headway.testing.cells import Finding
 
-
 REGIMES = ("mild", "strong", "faint")
-"""How far a step's numbers are from the usual. strong: one decay in five forgets everything, the others hardly anything. faint: one
-gate in three is at either end, some tokens are zero, and the keys and queries of the first key head are too."""
+"""How far a step's numbers are from the usual. strong: one decay in five forgets everything, the others hardly anything. faint:
+one gate in three is at either end, some tokens are zero, and keys and queries of the first key head are nearly zero."""
 MILD, STRONG, FAINT = REGIMES
 
 
@@ -68,9 +67,10 @@ def make_state_case(
 
     lens: (query_len, kv_len) of each sequence, prompts and extensions first; one with a context and at most 8 new tokens decodes,
     and has a slot for each of its tokens. padding_rows: rows without slots at the end, as a CUDA graph's unused rows are.
-    checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt, or out of place at every second. in_place: the first slot written is the one read.
-    strided: x and gates are slices of wider tensors. in_order: slots follow one another, as those of an engine that has just begun
-    do. regime: out of REGIMES. draw_on: draws the numbers; a GPU draws others than the CPU, and sooner.
+    checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt, or out of place at every second one. in_place: the first
+    slot written is the one read. strided: x and gates are slices of wider tensors. in_order: slots follow one another, as those
+    of an engine that has just begun. regime: one of REGIMES. draw_on: device that draws the numbers; a GPU draws others than the
+    CPU, and sooner.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
@@ -115,7 +115,9 @@ def put_in(regime: str, case: StateCase) -> StateCase:
     if regime == STRONG and case.gates:
         case.gates[0].copy_(torch.where(_some(case.gates[0], 5), 300.0, -8.0))
     elif regime == STRONG and case.spec.kind == LIGHTNING:
-        return replace(case, parameters=replace(case.parameters, A_log=torch.where(_some(_of(case.parameters.A_log), 2), 4.0, -9.0)))
+        return replace(
+            case, parameters=replace(case.parameters, A_log=torch.where(_some(_of(case.parameters.A_log), 2), 4.0, -9.0))
+        )
     elif regime == FAINT:
         for gate in case.gates[:1] if case.spec.kind == MAMBA1 else case.gates:  # its others are B and C
             ends = torch.where(_some(gate, 2), 30.0, -30.0).to(gate.dtype)
@@ -222,8 +224,7 @@ def run_states(backend: StateBackend, case: StateCase) -> Tensor:
 def run_layers(scans: StateBackend, steps: StateBackend, layers: Sequence[StateCase]) -> list[Tensor]:
     """Run one step as the engine calls it: planned once, and then layer by layer, all of which have the first one's metadata.
 
-    The outputs are filled with NaN, so that a missed row shows. Their rows are parts of wider ones, as those of a fused projection
-    are. scans: runs prompts and extensions. steps: runs decodes.
+    The outputs are filled with NaN, so that a missed row shows. Their rows are parts of wider ones, as in a fused projection. scans: runs prompts and extensions. steps: runs decodes.
     """
     metadata, n = layers[0].metadata, layers[0].metadata.step.num_prefill_tokens
     scanned = None if metadata.prefill is None else scans.plan(metadata.prefill)

@@ -18,8 +18,8 @@ STATE_AXES = ("kind", "layout", "dtype", "state_dtype", "heads", "key_dim", "val
 HEADS = ("4/2", "3/3", "10/2")
 """Heads of the state and key heads; of `mamba1`, whose heads are channels, eight times as many."""
 CONVOLUTIONS = ("silu", "bare", "short", "none")
-"""silu: four taps, a bias and silu; bare: three taps, a bias and nothing after them; short: two taps and silu, without a bias; none:
-the recurrence alone."""
+"""silu: four taps, a bias and silu; bare: three taps, a bias and nothing after them; short: two taps and silu without a bias;
+none: no convolution."""
 WORK = ("edges", "many", "long")
 """edges: a few sequences whose lengths lie around the ends of chunks; many: sequences by the dozen; long: more than a thousand
 tokens."""

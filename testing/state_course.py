@@ -1,4 +1,4 @@
-"""The course of a session of layers with states: which sequences come, what they do in each step, and what is done to their slots."""
+"""The course of a session of layers with states: which sequences come, what each does in a step, and what happens to slots."""
 
 from __future__ import annotations
 

@@ -57,12 +57,32 @@ class Operands:
     """[..., num_heads, value_dim], added to the output."""
 
 
-def read(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> Operands:
-    """Read a token's input, behind the convolution, and its gates."""
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)), without overflow."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x))."""
+    return 1 / (1 + torch.exp(-x))
+
+
+Curve = Callable[[Tensor], Tensor]
+
+
+def read(
+    spec: StateSpec,
+    parameters: StateParameters,
+    x: Tensor,
+    gates: Sequence[Tensor],
+    positive: Curve = softplus,
+    strength: Curve = sigmoid,
+) -> Operands:
+    """Read a token's input, after the convolution, and its gates. positive, strength: curves of the gates of decay and of beta."""
     if spec.kind == MAMBA1:
-        return _read_mamba1(spec, parameters, x, gates)
+        return _read_mamba1(parameters, x, gates, positive)
     if spec.kind == MAMBA2:
-        return _read_mamba2(spec, parameters, x, gates)
+        return _read_mamba2(spec, parameters, x, gates, positive)
     value, query, key = _cut(spec, x, value_first=False)
     if spec.qk_norm:
         query, key = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
@@ -73,21 +93,21 @@ def read(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequenc
     a, b = gates
     a, rate = (a, rate[:, None]) if spec.kind == KDA else (a[..., None], rate[:, None])
     bias = _double(parameters.dt_bias)
-    decay = torch.exp(-rate * softplus(a + (bias if spec.kind == KDA else bias[:, None])))
-    return Operands(decay, key, value, query, spec.beta_scale / (1 + torch.exp(-b)))
+    decay = torch.exp(-rate * positive(a + (bias if spec.kind == KDA else bias[:, None])))
+    return Operands(decay, key, value, query, spec.beta_scale * strength(b))
 
 
-def _read_mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> Operands:
+def _read_mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> Operands:
     value, key, query = _cut(spec, x, value_first=True)
     low, high = spec.dt_limits
-    dt = softplus(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
+    dt = positive(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log))[:, None] * dt)
     return Operands(decay, key, dt * value, query, skip=_double(parameters.D)[:, None] * value)
 
 
-def _read_mamba1(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> Operands:
+def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> Operands:
     dt, key, query = gates
-    dt = softplus(dt + _double(parameters.dt_bias))[..., None]
+    dt = positive(dt + _double(parameters.dt_bias))[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
     key, query = (rows[..., None, :].expand(*decay.shape[:-1], -1) for rows in (key, query))
     return Operands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
@@ -119,7 +139,7 @@ def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
     """Add the bias to what a convolution has summed, and apply the activation."""
     if parameters.conv_bias is not None:
         x = x + _double(parameters.conv_bias)
-    return x / (1 + torch.exp(-x)) if spec.activation == "silu" else x
+    return x * sigmoid(x) if spec.activation == "silu" else x
 
 
 @dataclass(frozen=True)
@@ -232,11 +252,6 @@ def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
 def _double(weight: Tensor | None) -> Tensor:
     assert weight is not None
     return weight.cpu().double()
-
-
-def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp(x)), without overflow."""
-    return torch.logaddexp(x, torch.zeros_like(x))
 
 
 def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:

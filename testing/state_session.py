@@ -194,7 +194,9 @@ class StateSession:
                     continue
                 error = distance(logical[seq.slot].cpu(), right)
                 if not error <= self.served.tolerance:
-                    text = f"the state of the {name} in layer {layer} after all {seq.done} tokens must be what one run over them leaves"
+                    text = (
+                        f"state of the {name}, layer {layer}, after all {seq.done} tokens: must be what one run over them leaves"
+                    )
                     raise Finding(text, error=error, tolerance=self.served.tolerance / ROW_FACTOR)
         self.give_back(seq.slot)
 

@@ -110,7 +110,9 @@ class StateSubject:
         if cell.kind == CONV:
             if cell.conv == "none":
                 return None
-            return cell.plain(cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")})
+            return cell.plain(
+                cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")}
+            )
         return cell.plain(cell.check, cell.about, value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
 
     def refusal_of(self, kind: str) -> str:
@@ -121,7 +123,7 @@ class StateSubject:
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
     def cover(self, quick: bool) -> list[tuple[StateCell, frozenset[str]]]:
-        """Few layers that hold, in every phase, each pair of values that is accepted in it; quick: each pair of a kind and a value.
+        """Return few layers that hold, in every phase, each pair of values that it accepts; quick: each pair of a kind and a value.
 
         The layers of a kind are dealt the regimes in turn.
         """

@@ -94,7 +94,7 @@ def tolerance(subject: StateSubject, cell: StateCell) -> str:
 
 
 def answer(subject: StateSubject, cell: StateCell) -> str:
-    """A step's output and states against float64: in place from strided rows, out of place, and in slots that follow one another."""
+    """Check output and states against float64: in place from strided rows, out of place, and in slots that follow one another."""
     Judge.of(_case(subject, cell, strided=True)).run(subject.make(cell))
     Judge.of(_case(subject, cell, in_place=False, seed=1)).run(subject.make(cell))
     if cell.work == WORK[0] and cell.phase in _STEPS:
@@ -113,7 +113,7 @@ def _case(subject: StateSubject, cell: StateCell, *, padding: int = 2, seed: int
 
 
 def session(subject: StateSubject, cell: StateCell) -> str:
-    """Sequences that come, are cut anywhere, verify drafts, share prefixes, are moved and end, against lone runs over all tokens."""
+    """Check sequences that are cut anywhere, verify drafts, share prefixes, are moved and end against lone runs over all tokens."""
     drafts = min(subject.claims.max_draft_tokens, _MOST_DRAFTS)
     running = StateSession(Served.of(subject, cell), subject.spec(cell), subject.layouts[cell.layout])
     return Course(running, drafts).run()

@@ -24,14 +24,20 @@ from headway.testing.state_subject import state_subject_of
 from headway.testing.subject import load_subject
 
 NAMED = {
-    "begins-with-the-slot": (StateCell("answer", "prefill"), "begins with what the slot holds"),
+    "begins-with-the-slot": (StateCell("answer", "prefill"), "reads the slot's old content"),
     "forgets-the-convolution": (StateCell("answer", "extend"), "ignores the inputs that the convolution remembers"),
     "writes-padding-slots": (StateCell("answer", "decode"), "writes padding rows"),
     "one-state-for-drafts": (StateCell("answer", "verify"), "the state after new token 4 of its sequence, in place of 1"),
     "late-checkpoints": (StateCell("answer", "prefill"), "the state after new token 150 of its sequence, in place of"),
     "newest-input-first": (StateCell("answer", "decode", "mamba2"), "keeps the convolution's inputs newest first"),
-    "wrong-key-heads": (StateCell("answer", "decode", "lightning", conv="none"), ""),
-    "transposes-states": (StateCell("answer", "prefill", layout="value_key", conv="none"), "takes layout value_key for its"),
+    "wrong-key-heads": (
+        StateCell("answer", "decode", "lightning", conv="none"),
+        "wrong head group: state head h reads key head h % num_key_heads",
+    ),
+    "transposes-states": (
+        StateCell("answer", "prefill", layout="value_key", conv="none"),
+        "state transposed: takes layout value_key for its",
+    ),
     "overflowing-decays": (StateCell("answer", "extend", "kda", decays="strong"), "NaN"),
     "stale-slots-on-replay": (StateCell("graph", "decode", "conv"), ""),
 }
