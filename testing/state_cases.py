@@ -57,6 +57,7 @@ def make_state_case(
     in_place: bool = True,
     strided: bool = False,
     in_order: bool = False,
+    decodes: bool = True,
     regime: str = MILD,
     draw_on: torch.device | None = None,
 ) -> StateCase:
@@ -69,22 +70,23 @@ def make_state_case(
     and has a slot for each of its tokens. padding_rows: rows without slots at the end, as a CUDA graph's unused rows are.
     checkpoints: at every multiple of CHECKPOINT_TOKENS of every prompt, or out of place at every second one. in_place: the first
     slot written is the one read. strided: x and gates are slices of wider tensors. in_order: slots follow one another, as those
-    of an engine that has just begun. regime: one of REGIMES. draw_on: device that draws the numbers; a GPU draws others than the
+    of an engine that has just begun. decodes: False if short sequences with a context are extensions as well. regime: one of
+    REGIMES. draw_on: device that draws the numbers; a GPU draws others than the
     CPU, and sooner.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = generator if draw_on is None else torch.Generator(draw_on).manual_seed(seed)
-    decodes = [kv > query and query <= 8 for query, kv in lens]
-    widths = [query if decode else 1 for (query, _), decode in zip(lens, decodes, strict=True)]
+    decoding = [decodes and kv > query and query <= 8 for query, kv in lens]
+    widths = [query if decode else 1 for (query, _), decode in zip(lens, decoding, strict=True)]
     width = max(widths, default=1)
-    padding = width if padding_rows and any(decodes) and all(query == width for query, _ in lens) else 1
+    padding = width if padding_rows and any(decoding) and all(query == width for query, _ in lens) else 1
     query_lens = [query for query, _ in lens] + [padding] * padding_rows
     contexts = [kv - query for query, kv in lens] + [-padding] * padding_rows
-    drafts = [count - 1 for count in widths] + [padding - 1] * padding_rows
+    drafts = [count - 1 if decode else -1 for count, decode in zip(widths, decoding, strict=True)] + [padding - 1] * padding_rows
     marks = [
         (row, tokens)
         for row, (query, _) in enumerate(lens)
-        if checkpoints and not decodes[row]
+        if checkpoints and not decoding[row]
         for tokens in range(CHECKPOINT_TOKENS, query + 1, CHECKPOINT_TOKENS)
         if in_place or (row + tokens // CHECKPOINT_TOKENS) % 2
     ]
@@ -224,7 +226,8 @@ def run_states(backend: StateBackend, case: StateCase) -> Tensor:
 def run_layers(scans: StateBackend, steps: StateBackend, layers: Sequence[StateCase]) -> list[Tensor]:
     """Run one step as the engine calls it: planned once, and then layer by layer, all of which have the first one's metadata.
 
-    The outputs are filled with NaN, so that a missed row shows. Their rows are parts of wider ones, as in a fused projection. scans: runs prompts and extensions. steps: runs decodes.
+    The outputs are filled with NaN, so that a missed row shows. Their rows are parts of wider ones, as in a fused projection.
+    scans: runs prompts and extensions. steps: runs decodes.
     """
     metadata, n = layers[0].metadata, layers[0].metadata.step.num_prefill_tokens
     scanned = None if metadata.prefill is None else scans.plan(metadata.prefill)

@@ -10,7 +10,8 @@ from headway.testing.state_session import StateSession, StateTokens, StateTurn
 _SIDE_BY_SIDE = 4
 _LENGTHS = (20, 64, 33, 90, 41, 7)
 """Tokens of the sequences that come after the first three, each when another has ended."""
-_CUTS = (1, 5, 64, 37, 2)
+_CUTS = (1, 2, 64, 3, 5, 37)
+"""New tokens of a prompt in a step: fewer than a convolution remembers, a whole chunk, and parts of one."""
 
 
 class Course:
@@ -53,7 +54,7 @@ class Course:
 
     def _turn(self, seq: StateTokens, number: int) -> StateTurn:
         draw = self._draw()
-        if seq.done and (seq.left < 40 or (number + self._steps) % 3 == 0):
+        if seq.done and (number + self._steps) % 2:
             held = min(seq.left, 1 + draw % (self._drafts + 1))
             return StateTurn(seq, min(held + draw % 3, self._drafts + 1), accepted=held)
         return StateTurn(seq, min(seq.left, _CUTS[draw % len(_CUTS)]))

@@ -78,7 +78,7 @@ def read(
     positive: Curve = softplus,
     strength: Curve = sigmoid,
 ) -> Operands:
-    """Read a token's input, after the convolution, and its gates. positive, strength: curves of the gates of decay and of beta."""
+    """Read a token's input, after the convolution, and its gates. positive, strength: curves of decay's and beta's gates."""
     if spec.kind == MAMBA1:
         return _read_mamba1(parameters, x, gates, positive)
     if spec.kind == MAMBA2:

@@ -27,7 +27,7 @@ Lens = list[tuple[int, int]]
 LENS: dict[str, dict[str, Lens]] = {
     "edges": {
         "prefill": [(1, 1), (150, 150), (7, 7), (64, 64), (65, 65), (2, 2), (33, 33), (128, 128)],
-        "extend": [(130, 140), (9, 10), (64, 200), (20, 21), (63, 300)],
+        "extend": [(130, 140), (9, 10), (64, 200), (20, 21), (63, 300), (1, 9), (2, 5), (3, 40)],
         "decode": [(1, 2), (1, 30), (1, 9), (1, 70), (1, 5)],
         "verify": [(4, 9), (4, 5), (4, 30), (4, 12)],
         "ragged": [(1, 4), (8, 20), (3, 30), (5, 6), (1, 2)],
@@ -44,7 +44,7 @@ LENS: dict[str, dict[str, Lens]] = {
     },
 }
 """Work -> phase -> (query_len, kv_len) of each sequence of a step."""
-_STEPS = ("decode", "verify", "ragged")
+_SCANS, _STEPS = ("prefill", "extend"), ("decode", "verify", "ragged")
 _PADDED = ("decode", "verify", "ragged", "mixed")
 _ROWS = 6
 _MOST_DRAFTS = 7
@@ -106,14 +106,15 @@ def _case(subject: StateSubject, cell: StateCell, *, padding: int = 2, seed: int
     """Make a step of a cell. padding: rows of it, where an engine has some; how: see `make_state_case`."""
     most = subject.claims.max_draft_tokens + 1
     wanted = LENS[cell.work][cell.phase]
-    lens = [(min(new, most), kv) if kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in wanted]
+    decodes = cell.phase not in _SCANS
+    lens = [(min(new, most), kv) if decodes and kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in wanted]
     rows, seed = (padding if cell.phase in _PADDED else 0), seed + len(str(cell))
     spec, layout = subject.spec(cell), subject.layouts[cell.layout]
-    return make_state_case(lens, spec, layout, padding_rows=rows, seed=seed, regime=cell.decays, **how)
+    return make_state_case(lens, spec, layout, padding_rows=rows, seed=seed, regime=cell.decays, decodes=decodes, **how)
 
 
 def session(subject: StateSubject, cell: StateCell) -> str:
-    """Check sequences that are cut anywhere, verify drafts, share prefixes, are moved and end against lone runs over all tokens."""
+    """Check sequences that are cut anywhere, verify drafts, share prefixes, move and end against lone runs over all tokens."""
     drafts = min(subject.claims.max_draft_tokens, _MOST_DRAFTS)
     running = StateSession(Served.of(subject, cell), subject.spec(cell), subject.layouts[cell.layout])
     return Course(running, drafts).run()
