@@ -21,7 +21,7 @@ _PATIENCE = 4.0
 """Seconds for which mistakes are tried."""
 _SAID = 2
 """Mistakes that are said where several give the same answer."""
-_CHUNKS = (64, 16, 32, 128, 8, 256)
+_CHUNKS = (64, 16, 32, 128, 8, 256, 512, 1024)
 Mistakes = Iterator[tuple[str, Rules]]
 
 
@@ -103,7 +103,7 @@ def _beginnings(case: StateCase) -> Mistakes:
 
     yield (
         "reads the slot's old content: begins with what the slot holds where there is no context",
-        Rules(begin=lambda case, row: right.state_of(case, int(case.metadata.slots_cpu[row]))),
+        Rules(begin=lambda case, row: right.state_of(case, int(case.metadata.slots_cpu[row])).changed(torch.nan_to_num)),
     )
     yield "ignores the context: every step begins with zeros", changed(lambda state: zeros.copy())
     if spec.conv_channels:
@@ -188,6 +188,7 @@ def _readings(spec: StateSpec) -> Mistakes:
             yield name, Rules(read=partial(_of_spec, changes=changes))
     yield "the gate's sigmoid is missing (beta)", Rules(read=partial(right.read, strength=lambda x: x))
     yield "the gate's softplus is missing", Rules(read=partial(right.read, positive=lambda x: x))
+    yield "the gate's softplus is taken for max(x, 0)", Rules(read=partial(right.read, positive=lambda x: x.clamp(min=0)))
     yield "the gate's softplus is taken for exp", Rules(read=partial(right.read, positive=torch.exp))
     yield "dt_bias is not added", Rules(read=_without_bias)
 

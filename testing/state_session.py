@@ -21,6 +21,8 @@ from headway.testing.state_verdict import ROW_FACTOR, distance
 
 _LONGEST = 1 << 16
 _LAYERS = 2
+_NAN = "NaN: reads a slot that holds nobody's state"
+_LAYER = "right in the first layer: keeps something of a layer, its weights or its states, for the next one over the plan"
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ class StateSession:
         raise Finding(
             f"{how}, after {turn.seq.done} tokens in steps of other sizes, must be what one run over all of them returns "
             f"(layer {layer} of {_LAYERS} over one plan)",
-            guess="NaN: reads a slot that holds nobody's state" if got.isnan().any() else "",
+            guess=_NAN if got.isnan().any() else _LAYER if layer else "",
             error=error,
             tolerance=self.served.tolerance / ROW_FACTOR,
         )

@@ -123,7 +123,7 @@ class StateSubject:
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
     def cover(self, quick: bool) -> list[tuple[StateCell, frozenset[str]]]:
-        """Return few layers that hold, in every phase, each pair of values that it accepts; quick: each pair of a kind and a value.
+        """Return few layers that hold, in every phase, each pair of accepted values; quick: each pair of a kind and a value.
 
         The layers of a kind are dealt the regimes in turn.
         """

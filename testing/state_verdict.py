@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -128,9 +128,8 @@ class Judge:
             return Seen(chosen, lambda other: [other.out[rows[row]] for row in chosen], found)
 
         lens = self.case.metadata.step.query_lens
-        return guess(
-            self.earlier, *(seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine)), ROW_FACTOR * tolerance
-        )
+        chosen = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
+        return guess(self.earlier, *chosen, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
 
     def _state(self, slot: int, state: SequenceState, tolerance: float) -> None:
         cache = self.case.cache
@@ -173,7 +172,7 @@ class Judge:
         row, due = self.expected.writers[slot]
         for other in (row, *(each for each in range(len(self.case.metadata.slots_cpu)) if each != row)):
             for tokens, state in states_along(self.earlier, other):
-                if distance(got, getattr(state, part)) < 1e-3:
+                if (other, tokens) != (row, due) and distance(got, getattr(state, part)) < 1e-3:
                     whose = "its sequence" if other == row else f"sequence {other}"
                     return f"the state after new token {tokens} of {whose}, in place of {due}" + (
                         "" if other == row else " of its own"
@@ -204,6 +203,15 @@ def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState
     for token in range(length):
         advance(case.spec, case.parameters, x[start + token], [gate[start + token] for gate in gates], state)
         yield token + 1, state
+
+
+def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
+    """Say what the wrong sequences have, and no right one; empty if nothing or if none is right."""
+    if fine and min(wrong) > max(fine):
+        return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
+    if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):
+        return f"wrong in those of more than {most:,} new tokens, and right in all others"
+    return ""
 
 
 def _usual(sizes: Tensor) -> float:
