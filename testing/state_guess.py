@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.core.contract.state import MAMBA1, StateParameters, StateSpec
 from headway.testing import state_reference as right
 from headway.testing.state_cases import StateCase
-from headway.testing.state_reference import Operands, Rules, SequenceState, StateAnswer, answer
+from headway.testing.state_reference import Rules, SequenceState, StateAnswer, TokenOperands, answer
 
 _CLEARLY = 0.25
 """A mistake explains what is found if that lies nearer to it than this share of its distance from the right answer."""
@@ -125,24 +125,24 @@ def _beginnings(case: StateCase) -> Mistakes:
 def _updates(spec: StateSpec) -> Mistakes:
     """What a token does to the state, and what is read from it."""
 
-    def after(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+    def after(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         out, new = right.update(replace(operands, decay=torch.ones_like(operands.decay)), state)
         return out, operands.decay[..., None] * new
 
-    def everything(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+    def everything(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         _, new = after(operands, state)
         return _read_out(operands, new), new
 
-    def early(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+    def early(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         return _read_out(operands, state), right.update(operands, state)[1]
 
-    def stale(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+    def stale(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         assert operands.beta is not None
         added = operands.beta[..., None] * (operands.value - right.seen(state, operands.key))
         new = operands.decay[..., None] * state + operands.key[..., None] * added[..., None, :]
         return _read_out(operands, new), new
 
-    def half(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+    def half(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         assert operands.beta is not None
         state = operands.decay[..., None] * state
         added = operands.beta[..., None] * operands.value - right.seen(state, operands.key)
@@ -253,26 +253,26 @@ def _rounded(token: int, state: SequenceState, dtype: torch.dtype) -> SequenceSt
     return replace(state, recurrent=_of(state.recurrent).to(dtype).double())
 
 
-def _reading(change: Callable[[Operands], Operands]) -> Rules:
+def _reading(change: Callable[[TokenOperands], TokenOperands]) -> Rules:
     return Rules(read=lambda *given: change(right.read(*given)))
 
 
-def _dealt(operands: Operands, heads: Tensor) -> Operands:
+def _dealt(operands: TokenOperands, heads: Tensor) -> TokenOperands:
     return replace(operands, key=operands.key[..., heads, :], query=operands.query[..., heads, :])
 
 
 def _of_spec(
     spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], changes: dict[str, object]
-) -> Operands:
+) -> TokenOperands:
     return right.read(replace(spec, **changes), parameters, x, gates)  # type: ignore[arg-type]
 
 
-def _without_bias(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> Operands:
+def _without_bias(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> TokenOperands:
     bias = parameters.dt_bias
     return right.read(spec, parameters if bias is None else replace(parameters, dt_bias=torch.zeros_like(bias)), x, gates)
 
 
-def _read_out(operands: Operands, state: Tensor) -> Tensor:
+def _read_out(operands: TokenOperands, state: Tensor) -> Tensor:
     out = right.seen(state, operands.query)
     return out if operands.skip is None else out + operands.skip
 

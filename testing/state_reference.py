@@ -40,7 +40,7 @@ class SequenceState:
 
 
 @dataclass(frozen=True)
-class Operands:
+class TokenOperands:
     """What one token does to the state of each head; float64, the axes of sequences first."""
 
     decay: Tensor
@@ -77,7 +77,7 @@ def read(
     gates: Sequence[Tensor],
     positive: Curve = softplus,
     strength: Curve = sigmoid,
-) -> Operands:
+) -> TokenOperands:
     """Read a token's input, after the convolution, and its gates. positive, strength: curves of decay's and beta's gates."""
     if spec.kind == MAMBA1:
         return _read_mamba1(parameters, x, gates, positive)
@@ -89,31 +89,33 @@ def read(
     query = query * spec.scale
     rate = torch.exp(_double(parameters.A_log))
     if spec.kind == LIGHTNING:
-        return Operands(torch.exp(-rate)[:, None], key, value, query)
+        return TokenOperands(torch.exp(-rate)[:, None], key, value, query)
     a, b = gates
     a, rate = (a, rate[:, None]) if spec.kind == KDA else (a[..., None], rate[:, None])
     bias = _double(parameters.dt_bias)
     decay = torch.exp(-rate * positive(a + (bias if spec.kind == KDA else bias[:, None])))
-    return Operands(decay, key, value, query, spec.beta_scale * strength(b))
+    return TokenOperands(decay, key, value, query, spec.beta_scale * strength(b))
 
 
-def _read_mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> Operands:
+def _read_mamba2(
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve
+) -> TokenOperands:
     value, key, query = _cut(spec, x, value_first=True)
     low, high = spec.dt_limits
     dt = positive(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log))[:, None] * dt)
-    return Operands(decay, key, dt * value, query, skip=_double(parameters.D)[:, None] * value)
+    return TokenOperands(decay, key, dt * value, query, skip=_double(parameters.D)[:, None] * value)
 
 
-def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> Operands:
+def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> TokenOperands:
     dt, key, query = gates
     dt = positive(dt + _double(parameters.dt_bias))[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
     key, query = (rows[..., None, :].expand(*decay.shape[:-1], -1) for rows in (key, query))
-    return Operands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
+    return TokenOperands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
 
 
-def update(operands: Operands, state: Tensor) -> tuple[Tensor, Tensor]:
+def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return a token's output [..., num_heads, value_dim] and the state after it."""
     state = operands.decay[..., None] * state
     added = operands.value
@@ -151,8 +153,8 @@ class Rules:
     before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
     """The state that a new token finds, by its number in the sequence."""
     convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
-    read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], Operands] = read
-    update: Callable[[Operands, Tensor], tuple[Tensor, Tensor]] = update
+    read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
+    update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
 
 
 RIGHT = Rules()

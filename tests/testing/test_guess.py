@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-import math
 
 import pytest
 import torch

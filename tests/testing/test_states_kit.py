@@ -23,7 +23,7 @@ from headway.testing.kit import Kit, make_kit, run_cell
 from headway.testing.report import CellResult
 from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
-from headway.testing.state_reference import Operands, Rules, SequenceState, advance, convolve, read
+from headway.testing.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
 from headway.testing.state_subject import ODD_LAYOUT, state_subject_of
 from headway.testing.subject import load_subject
 
@@ -122,11 +122,11 @@ def with_rules(**rules: object) -> type[PlainStates]:
     return type("WithRules", (PlainStates,), {"advance": wrong})
 
 
-def without_a_sigmoid(*given: Any) -> Operands:
+def without_a_sigmoid(*given: Any) -> TokenOperands:
     return read(*given, strength=lambda gate: gate)
 
 
-def of_a_head_in_turn(*given: Any) -> Operands:
+def of_a_head_in_turn(*given: Any) -> TokenOperands:
     right, spec = read(*given), given[0]
     dealt = torch.arange(spec.num_heads) % spec.num_key_heads * (spec.num_heads // spec.num_key_heads)
     return replace(right, key=right.key[..., dealt, :], query=right.query[..., dealt, :])
