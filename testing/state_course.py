@@ -38,7 +38,8 @@ class Course:
                 running.append(session.open(waiting.pop(0)))
                 count += 1
             self._change_slots(running)
-            prompts, decodes = [], []
+            prompts: list[StateTurn] = []
+            decodes: list[StateTurn] = []
             for number, seq in enumerate(running):
                 turn = self._turn(seq, number)
                 (decodes if turn.accepted else prompts).append(turn)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,7 +176,7 @@ def _readings(spec: StateSpec) -> Mistakes:
         for name, dealt in (("h % num_key_heads", heads % groups * share), ("0 for every head", 0 * heads)):
             turn = partial(_dealt, heads=dealt)
             yield f"wrong head group: state head h reads key head {name}", _reading(turn)
-    for name, changes in (
+    changed: tuple[tuple[str, dict[str, Any]], ...] = (
         ("without the scale", {"scale": 1.0}),
         ("scale 1/sqrt(key_dim) in place of the layer's", {"scale": spec.key_dim**-0.5}),
         ("the scale is applied twice", {"scale": spec.scale**2}),
@@ -183,7 +184,8 @@ def _readings(spec: StateSpec) -> Mistakes:
         ("q and k are normed where qk_norm is False", {"qk_norm": True}),
         ("without beta_scale", {"beta_scale": 1.0}),
         ("dt is not clamped to dt_limits", {"dt_limits": (0.0, float("inf"))}),
-    ):
+    )
+    for name, changes in changed:
         if replace(spec, **changes) != spec:
             yield name, Rules(read=partial(_of_spec, changes=changes))
     yield "the gate's sigmoid is missing (beta)", Rules(read=partial(right.read, strength=lambda x: x))
@@ -202,8 +204,8 @@ def _convolutions(spec: StateSpec) -> Mistakes:
 
         return Rules(convolve=convolve)
 
-    def with_spec(**changes: object) -> Rules:
-        return Rules(convolve=lambda spec, *rest: right.convolve(replace(spec, **changes), *rest))  # type: ignore[arg-type]
+    def with_spec(**changes: Any) -> Rules:
+        return Rules(convolve=lambda spec, *rest: right.convolve(replace(spec, **changes), *rest))
 
     def unbiased(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
         return right.convolve(spec, replace(parameters, conv_bias=None), x, remembered)
@@ -262,9 +264,9 @@ def _dealt(operands: TokenOperands, heads: Tensor) -> TokenOperands:
 
 
 def _of_spec(
-    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], changes: dict[str, object]
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], changes: dict[str, Any]
 ) -> TokenOperands:
-    return right.read(replace(spec, **changes), parameters, x, gates)  # type: ignore[arg-type]
+    return right.read(replace(spec, **changes), parameters, x, gates)
 
 
 def _without_bias(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]) -> TokenOperands:

@@ -134,7 +134,8 @@ class StateSubject:
         rows = [self.rows[number] for number in order]
         table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in STATE_AXES] for cell, _ in rows])
         served = numpy.array([[phase in phases for phase in PHASES] for _, phases in rows])
-        pairs = [pair for pair in combinations(range(len(STATE_AXES)), 2) if not quick or STATE_AXES[pair[0]] == "kind"]
+        pairs: list[tuple[int, ...]] = list(combinations(range(len(STATE_AXES)), 2))
+        pairs = [pair for pair in pairs if not quick or STATE_AXES[pair[0]] == "kind"]
         found, dealt = [], Counter[str]()
         for row in greedy(table, served, pairs):
             cell, phases = rows[row]

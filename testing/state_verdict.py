@@ -128,8 +128,8 @@ class Judge:
             return Seen(chosen, lambda other: [other.out[rows[row]] for row in chosen], found)
 
         lens = self.case.metadata.step.query_lens
-        chosen = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
-        return guess(self.earlier, *chosen, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
+        one, other = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
+        return guess(self.earlier, one, other, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
 
     def _state(self, slot: int, state: SequenceState, tolerance: float) -> None:
         cache = self.case.cache

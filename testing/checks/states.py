@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def answer(subject: StateSubject, cell: StateCell) -> str:
     return ""
 
 
-def _case(subject: StateSubject, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: bool) -> StateCase:
+def _case(subject: StateSubject, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: Any) -> StateCase:
     """Make a step of a cell. padding: rows of it, where an engine has some; how: see `make_state_case`."""
     most = subject.claims.max_draft_tokens + 1
     wanted = LENS[cell.work][cell.phase]

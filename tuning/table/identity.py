@@ -44,9 +44,8 @@ class DeviceIdentity(BaseModel):
 
     def compilers_beside(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
         """Return (compiler, version here, version in `other`) of each that either has; "unknown" in files without the field."""
-        both = self.compilers, other.compilers
-        names = dict.fromkeys(name for known in both if known for name in known)
-        return [(name, *("unknown" if known is None else known.get(name, "none") for known in both)) for name in names]
+        names = dict.fromkeys([*(self.compilers or {}), *(other.compilers or {})])
+        return [(name, _version(self.compilers, name), _version(other.compilers, name)) for name in names]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
@@ -60,6 +59,10 @@ class DeviceIdentity(BaseModel):
             why = "threads are given" if self.threads is not None else "no compute_capability is given"
             raise ValueError(f"type: needs cpu, because {why}, got cuda")
         return self
+
+
+def _version(compilers: dict[str, str] | None, name: str) -> str:
+    return "unknown" if compilers is None else compilers.get(name, "none")
 
 
 class DeviceInfo(DeviceIdentity):
