@@ -21,6 +21,7 @@ from headway.core.contract.backend import API_VERSION
 from headway.core.system.files import read_text, write_whole
 from headway.core.system.folders import cache_folder
 from headway.core.system.json_text import parse_json
+from headway.core.system.provenance import compiler_versions
 from headway.registry.plugin_sources import PluginSource
 
 TRUST = "HEADWAY_TRUST_PLUGINS"
@@ -91,7 +92,8 @@ def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool =
 
 def _path(plugin: PluginSource) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    facts = (plugin.digest(), platform.python_version(), torch.__version__, gpu, API_VERSION, _VERSION)
+    compilers = sorted(compiler_versions(torch.cuda.get_device_capability()).items()) if gpu else []
+    facts = (plugin.digest(), platform.python_version(), torch.__version__, gpu, compilers, API_VERSION, _VERSION)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
     return cache_folder() / "plugins" / f"{key}.json"
 

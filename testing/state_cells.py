@@ -11,15 +11,18 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPES
 from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, MAMBA1, STATE_KINDS, StateSpec
 from headway.testing.cells import CheckCell
+from headway.testing.state_cases import MILD, REGIMES
 
 STATE_AXES = ("kind", "layout", "dtype", "state_dtype", "heads", "key_dim", "value_dim", "conv")
 """What makes up a layer and its states, in the order of a cell's name."""
-HEADS = ("4/2", "3/3", "4/1")
+HEADS = ("4/2", "3/3", "10/2")
 """Heads of the state and key heads; of `mamba1`, whose heads are channels, eight times as many."""
-CONVOLUTIONS = ("silu", "bare", "none")
-"""silu: four taps, a bias and silu; bare: three taps and nothing after them; none: the recurrence alone."""
-DECAYS = ("mild", "strong")
-"""strong: one gate in five forgets everything, and the others hardly anything."""
+CONVOLUTIONS = ("silu", "bare", "short", "none")
+"""silu: four taps, a bias and silu; bare: three taps, a bias and nothing after them; short: two taps and silu without a bias;
+none: no convolution."""
+WORK = ("edges", "many", "long")
+"""edges: a few sequences whose lengths lie around the ends of chunks; many: sequences by the dozen; long: more than a thousand
+tokens."""
 _PREFIX = {"heads": "h", "key_dim": "k", "value_dim": "v"}
 _MARK = "states"
 _CHANNELS = 24
@@ -42,8 +45,10 @@ class StateCell:
     value_dim: int = 16
     conv: str = CONVOLUTIONS[0]
     """Out of CONVOLUTIONS."""
-    decays: str = DECAYS[0]
-    """Out of DECAYS."""
+    decays: str = MILD
+    """Out of REGIMES."""
+    work: str = WORK[0]
+    """Out of WORK."""
     about: str = "-"
     """The axis of a refusal."""
     layer: ClassVar[str] = ""
@@ -72,7 +77,8 @@ class StateCell:
             known = (
                 cell.kind in STATE_KINDS,
                 cell.conv in CONVOLUTIONS,
-                cell.decays in DECAYS,
+                cell.decays in REGIMES,
+                cell.work in WORK,
                 cell.key_dim > 0,
                 cell.value_dim > 0,
             )
@@ -98,6 +104,7 @@ class StateCell:
             "feature": self.kind,
             "head_dim": self.key_dim,
             "group": int(heads) // int(key_heads),
+            "work": self.work,
             "state": f"{self.state_dtype} states, {self.value_dim} values, convolution {self.conv}, {self.decays} decays",
         }
 
@@ -128,13 +135,13 @@ def make_state_spec(cell: StateCell, device: torch.device) -> StateSpec:
         key_dim,
         value_dim,
         conv_channels=0 if cell.conv == "none" else channels,
-        conv_width={"silu": 4, "bare": 3, "none": 0}[cell.conv],
+        conv_width={"silu": 4, "bare": 3, "short": 2, "none": 0}[cell.conv],
         activation="none" if cell.conv == "bare" else "silu",
         dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
         state_dtype=DTYPES.get(cell.state_dtype, torch.float64),
         scale=1.37 * key_dim**-0.5 if cell.kind in (GATED_DELTA, KDA, LIGHTNING) else 1.0,
         qk_norm=normed,
-        beta_scale=2.0 if normed and (heads == key_heads) != (cell.conv == "none") else 1.0,
+        beta_scale=2.0 if normed and cell.conv != "silu" else 1.0,
         dt_limits=(0.05, 2.0) if cell.conv == "bare" else (0.0, float("inf")),
     )

@@ -11,7 +11,7 @@ from headway.core.contract.state import STATE_KINDS
 from headway.testing.checks import states
 from headway.testing.outcome import result_of
 from headway.testing.report import CellResult
-from headway.testing.state_cells import StateCell
+from headway.testing.state_cells import WORK, StateCell
 from headway.testing.state_subject import StateSubject
 
 StateCheck = Callable[[StateSubject, StateCell], str]
@@ -51,7 +51,7 @@ class StateKit:
         return self.subject.layouts
 
     def cells(self, quick: bool = False) -> list[StateCell]:
-        """The cells of a backend; quick: each value once in place of each pair."""
+        """The cells of a backend; quick: each value of each kind in place of each pair, in every second phase."""
         subject = self.subject
         found = [StateCell("claims")]
         plain = subject.plainest()
@@ -61,15 +61,17 @@ class StateKit:
         found += [plain[0].plain("tolerance", dtype=str(dtype)) for dtype in subject.values["dtype"]]
         # Square states of each layout: only there is one that is taken for its transpose no error.
         squares = [row for row in subject.rows if row[0] == plain[0].plain("answer", layout=row[0].layout)]
-        for cell, phases in [*squares, *subject.cover(1 if quick else 2)]:
-            found += [cell.plain("answer", phase=phase) for phase in states.STATE_PHASES if phase in phases]
+        for number, (cell, phases) in enumerate([*squares, *subject.cover(quick)]):
+            tried = states.STATE_PHASES[number % 2 :: 2] if quick and number >= len(squares) else states.STATE_PHASES
+            found += [cell.plain("answer", phase=phase) for phase in tried if phase in phases]
+        found += self._at_work(quick)
         graphs = {"decode": GraphLevel.DECODE, "verify": GraphLevel.UNIFORM}
         for kind in STATE_KINDS:
             row = subject.plainest(kind)
             if row is None:
                 continue
             cell, phases = row
-            found += [cell.plain("session")] if "mixed" in phases else []
+            found.append(cell.plain("session"))
             found += [
                 cell.plain("graph", phase=phase)
                 for phase, level in graphs.items()
@@ -83,6 +85,18 @@ class StateKit:
             ]
         found += [plain[0].plain("memory")]
         return list(dict.fromkeys(found))
+
+    def _at_work(self, quick: bool) -> list[StateCell]:
+        """Many sequences and long ones, with the largest states of each kind, quick: the plainest: what runs in several parts."""
+        layer_of = self.subject.plainest if quick else self.subject.largest
+        rows = [row for kind in STATE_KINDS if (row := layer_of(kind)) is not None]
+        return [
+            cell.plain("answer", phase=phase, work=work)
+            for cell, phases in rows
+            for work, lens in states.LENS.items()
+            for phase in lens
+            if work != WORK[0] and phase in phases
+        ]
 
     def listed(self, quick: bool = False, layout: str = "", cell: str = "") -> dict[str, Any]:
         """See `Kit.listed`.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, MAMBA2, StateParameters, StateSpec
+from headway.core.contract.state import KDA, LIGHTNING, MAMBA1, MAMBA2, StateParameters, StateSpec
 from headway.testing.state_cases import StateCase
 
 
 @dataclass
 class SequenceState:
-    """What a sequence remembers, float64."""
+    """What a sequence remembers, or several of them, whose axis comes first; float64."""
 
     recurrent: Tensor | None
-    """[num_heads, key_dim, value_dim]"""
+    """[..., num_heads, key_dim, value_dim]"""
     conv: Tensor | None
-    """[conv_channels, conv_width - 1], the newest input last."""
+    """[..., conv_channels, conv_width - 1], the newest input last."""
 
     @classmethod
     def zeros(cls, spec: StateSpec) -> SequenceState:
@@ -30,9 +30,150 @@ class SequenceState:
             torch.zeros(spec.conv_channels, spec.conv_width - 1, dtype=torch.float64) if spec.conv_channels else None,
         )
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SequenceState:
+        """Return the state with a change of each of its parts."""
+        return SequenceState(*(None if part is None else change(part) for part in (self.recurrent, self.conv)))
+
     def copy(self) -> SequenceState:
         """Return a copy."""
-        return SequenceState(*(None if part is None else part.clone() for part in (self.recurrent, self.conv)))
+        return self.changed(torch.clone)
+
+
+@dataclass(frozen=True)
+class TokenOperands:
+    """What one token does to the state of each head; float64, the axes of sequences first."""
+
+    decay: Tensor
+    """[..., num_heads, key_dim or 1]: the state is multiplied by it first."""
+    key: Tensor
+    """[..., num_heads, key_dim]"""
+    value: Tensor
+    """[..., num_heads, value_dim]"""
+    query: Tensor
+    """[..., num_heads, key_dim], scaled."""
+    beta: Tensor | None = None
+    """[..., num_heads]: how much of a value replaces what its key holds; None: values are added."""
+    skip: Tensor | None = None
+    """[..., num_heads, value_dim], added to the output."""
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)), without overflow."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x))."""
+    return 1 / (1 + torch.exp(-x))
+
+
+Curve = Callable[[Tensor], Tensor]
+
+
+def read(
+    spec: StateSpec,
+    parameters: StateParameters,
+    x: Tensor,
+    gates: Sequence[Tensor],
+    positive: Curve = softplus,
+    strength: Curve = sigmoid,
+) -> TokenOperands:
+    """Read a token's input, after the convolution, and its gates. positive, strength: curves of decay's and beta's gates."""
+    if spec.kind == MAMBA1:
+        return _read_mamba1(parameters, x, gates, positive)
+    if spec.kind == MAMBA2:
+        return _read_mamba2(spec, parameters, x, gates, positive)
+    value, query, key = _cut(spec, x, value_first=False)
+    if spec.qk_norm:
+        query, key = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query = query * spec.scale
+    rate = torch.exp(_double(parameters.A_log))
+    if spec.kind == LIGHTNING:
+        return TokenOperands(torch.exp(-rate)[:, None], key, value, query)
+    a, b = gates
+    a, rate = (a, rate[:, None]) if spec.kind == KDA else (a[..., None], rate[:, None])
+    bias = _double(parameters.dt_bias)
+    decay = torch.exp(-rate * positive(a + (bias if spec.kind == KDA else bias[:, None])))
+    return TokenOperands(decay, key, value, query, spec.beta_scale * strength(b))
+
+
+def _read_mamba2(
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve
+) -> TokenOperands:
+    value, key, query = _cut(spec, x, value_first=True)
+    low, high = spec.dt_limits
+    dt = positive(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
+    decay = torch.exp(-torch.exp(_double(parameters.A_log))[:, None] * dt)
+    return TokenOperands(decay, key, dt * value, query, skip=_double(parameters.D)[:, None] * value)
+
+
+def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> TokenOperands:
+    dt, key, query = gates
+    dt = positive(dt + _double(parameters.dt_bias))[..., None]
+    decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
+    key, query = (rows[..., None, :].expand(*decay.shape[:-1], -1) for rows in (key, query))
+    return TokenOperands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
+
+
+def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a token's output [..., num_heads, value_dim] and the state after it."""
+    state = operands.decay[..., None] * state
+    added = operands.value
+    if operands.beta is not None:
+        added = operands.beta[..., None] * (added - seen(state, operands.key))
+    state = state + operands.key[..., None] * added[..., None, :]
+    out = seen(state, operands.query)
+    return (out if operands.skip is None else out + operands.skip), state
+
+
+def seen(state: Tensor, by: Tensor) -> Tensor:
+    """Return what a key or query finds in the state of its head, S^T k."""
+    return (state * by[..., None]).sum(-2)
+
+
+def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the convolution makes of a token's input, and the inputs that it remembers then."""
+    window = torch.cat((remembered, x[..., None]), dim=-1)
+    return activate(spec, parameters, (window * _double(parameters.conv_weight)).sum(-1)), window[..., 1:]
+
+
+def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
+    """Add the bias to what a convolution has summed, and apply the activation."""
+    if parameters.conv_bias is not None:
+        x = x + _double(parameters.conv_bias)
+    return x * sigmoid(x) if spec.activation == "silu" else x
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The steps of the definition, each of which a mistake may be in."""
+
+    begin: Callable[[StateCase, int], SequenceState] = field(default=lambda case, row: begin(case, row))
+    """The state that a sequence of the step begins with."""
+    before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
+    """The state that a new token finds, by its number in the sequence."""
+    convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
+    read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
+    update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
+
+
+RIGHT = Rules()
+
+
+def advance(
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
+) -> Tensor:
+    """Take one token, or one of each of several sequences: return its output, float64 [..., out_channels], and move the state on.
+
+    x: float64 [..., input_channels]; gates: float64, one row each.
+    """
+    if state.conv is not None:
+        x, state.conv = rules.convolve(spec, parameters, x, state.conv)
+    if not spec.recurrent:
+        return x
+    assert state.recurrent is not None
+    out, state.recurrent = rules.update(rules.read(spec, parameters, x, gates), state.recurrent)
+    return out.flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -47,41 +188,39 @@ class StateAnswer:
     """The sequence that writes each of those slots, and after how many of its new tokens."""
 
 
-def answer(case: StateCase, misread: Callable[[SequenceState], SequenceState] = lambda state: state) -> StateAnswer:
-    """Compute the whole step, prompts and decodes alike.
+def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = None) -> StateAnswer:
+    """Compute the whole step, prompts and decodes alike. rows: only these sequences; None: all.
 
-    misread: what a mistaken backend makes of the state that it reads.
+    Sequences move on together, token by token: those with the most new tokens come first, so that the ones left are the first.
     """
-    spec, metadata = case.spec, case.metadata
-    step = metadata.step
+    spec, step, slots = case.spec, case.metadata.step, case.metadata.slots_cpu.tolist()
     out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
     written: dict[int, SequenceState] = {}
     writers: dict[int, tuple[int, int]] = {}
-    token = 0
-    for row, length in enumerate(step.query_lens):
-        slot = int(metadata.slots_cpu[row])
-        if slot >= 0:
-            state = misread(_begin(case, row))
-            targets = _targets(case, row, length)
-            for index in range(length):
-                gates = [gate[token + index].cpu().double() for gate in case.gates]
-                out[token + index] = advance(spec, case.parameters, case.x[token + index].cpu().double(), gates, state)
-                for target in targets.get(index + 1, ()):
-                    written[target], writers[target] = state.copy(), (row, index + 1)
-        token += length
+    lens, starts = step.query_lens, step.query_start_loc_cpu.tolist()
+    wanted = [row for row in (range(len(lens)) if rows is None else rows) if slots[row] >= 0]
+    order = sorted(wanted, key=lambda row: -lens[row])
+    if not order:
+        return StateAnswer(out, written, writers)
+    begun = [rules.begin(case, row) for row in order]
+    joined = [[getattr(each, part) for each in begun] for part in ("recurrent", "conv")]
+    state = SequenceState(*(None if parts[0] is None else torch.stack(parts) for parts in joined))
+    targets = [targets_of(case, row) for row in order]
+    x, gates = case.x.cpu().double(), [gate.cpu().double() for gate in case.gates]
+    for token in range(lens[order[0]]):
+        left = sum(lens[row] > token for row in order)
+        state = rules.before(token, state.changed(lambda part, left=left: part[:left]))  # type: ignore[misc]
+        at = torch.tensor([starts[row] + token for row in order[:left]])
+        out[at] = advance(spec, case.parameters, x[at], [gate[at] for gate in gates], state, rules)
+        for place, row in enumerate(order[:left]):
+            for slot in targets[place].get(token + 1, ()):
+                written[slot] = state.changed(lambda part, place=place: part[place].clone())  # type: ignore[misc]
+                writers[slot] = row, token + 1
     return StateAnswer(out, written, writers)
 
 
-def states_along(case: StateCase, row: int) -> Iterator[SequenceState]:
-    """Yield the state of one sequence after each of its new tokens."""
-    state, starts = _begin(case, row), case.metadata.step.query_start_loc_cpu
-    for token in range(int(starts[row]), int(starts[row + 1])):
-        gates = [gate[token].cpu().double() for gate in case.gates]
-        advance(case.spec, case.parameters, case.x[token].cpu().double(), gates, state)
-        yield state
-
-
-def _begin(case: StateCase, row: int) -> SequenceState:
+def begin(case: StateCase, row: int) -> SequenceState:
+    """Return the state that a sequence begins with: zeros where it has no context."""
     step = case.metadata.step
     if step.kv_lens[row] == step.query_lens[row]:
         return SequenceState.zeros(case.spec)
@@ -97,9 +236,9 @@ def state_of(case: StateCase, slot: int) -> SequenceState:
     )
 
 
-def _targets(case: StateCase, row: int, length: int) -> dict[int, list[int]]:
-    """The slots that get a sequence's state, by its number of new tokens."""
-    metadata = case.metadata
+def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
+    """Return the slots that get a sequence's state, by its number of new tokens."""
+    metadata, length = case.metadata, case.metadata.step.query_lens[row]
     slots = [int(slot) for slot in metadata.out_slots_cpu[row]]
     decodes = row >= metadata.step.num_prefills
     pairs = list(enumerate(slots[:length], start=1)) if decodes else [(length, slots[0])]
@@ -112,106 +251,16 @@ def _targets(case: StateCase, row: int, length: int) -> dict[int, list[int]]:
     return found
 
 
-def advance(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-    """Take one token: return its output, float64 [out_channels], and move the state on in place.
-
-    x: float64 [input_channels]; gates: float64, one row each.
-    """
-    if state.conv is not None:
-        assert parameters.conv_weight is not None
-        window = torch.cat((state.conv, x[:, None]), dim=1)
-        state.conv = window[:, 1:]
-        x = (window * _double(parameters.conv_weight)).sum(1)
-        if parameters.conv_bias is not None:
-            x = x + _double(parameters.conv_bias)
-        if spec.activation == "silu":
-            x = x / (1 + torch.exp(-x))
-    if not spec.recurrent:
-        return x
-    return _RULES[spec.kind](spec, parameters, x, gates, state).flatten()
-
-
 def _double(weight: Tensor | None) -> Tensor:
     assert weight is not None
     return weight.cpu().double()
 
 
-def _softplus(x: Tensor) -> Tensor:
-    return torch.logaddexp(x, torch.zeros_like(x))
-
-
-def _per_head(spec: StateSpec, rows: Tensor) -> Tensor:
-    """Give each state head the row of its key head; rows: [num_key_heads * key_dim]."""
-    rows = rows.reshape(spec.num_key_heads, spec.key_dim)
-    share = spec.num_heads // spec.num_key_heads
-    return torch.stack([rows[head // share] for head in range(spec.num_heads)])
-
-
 def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The value [heads, value_dim] and the two of key_dim, in their order in x, [heads, key_dim]."""
+    """The value [..., heads, value_dim] and the two of key_dim, in their order in x, each state head's [..., heads, key_dim]."""
     keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-    value = x[:values] if value_first else x[2 * keys :]
-    first = values if value_first else 0
-    one, two = (_per_head(spec, x[first + i * keys : first + (i + 1) * keys]) for i in range(2))
-    return value.reshape(spec.num_heads, spec.value_dim), one, two
-
-
-def _delta(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-    v, q, k = _cut(spec, x, value_first=False)
-    if spec.qk_norm:
-        q, k = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    q = q * spec.scale
-    a, b = gates
-    rate = torch.exp(_double(parameters.A_log))
-    rate = rate[:, None] if spec.kind == KDA else rate
-    decay = torch.exp(-rate * _softplus(a + _double(parameters.dt_bias)))
-    beta = spec.beta_scale / (1 + torch.exp(-b))
-    outputs = []
-    assert state.recurrent is not None
-    for head in range(spec.num_heads):
-        old = state.recurrent[head] * (decay[head][:, None] if spec.kind == KDA else decay[head])
-        change = beta[head] * (v[head] - old.T @ k[head])
-        new = old + torch.outer(k[head], change)
-        state.recurrent[head] = new
-        outputs.append(new.T @ q[head])
-    return torch.stack(outputs)
-
-
-def _mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-    value, B, C = _cut(spec, x, value_first=True)
-    low, high = spec.dt_limits
-    dt = _softplus(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)
-    decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
-    assert state.recurrent is not None
-    state.recurrent = decay[:, None, None] * state.recurrent + B[:, :, None] * (dt[:, None] * value)[:, None, :]
-    return (state.recurrent * C[:, :, None]).sum(1) + _double(parameters.D)[:, None] * value
-
-
-def _mamba1(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-    dt, B, C = gates
-    dt = _softplus(dt + _double(parameters.dt_bias))
-    assert state.recurrent is not None
-    decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt[:, None])
-    new = decay * state.recurrent[:, :, 0] + (dt * x)[:, None] * B
-    state.recurrent = new[:, :, None]
-    return new @ C + _double(parameters.D) * x
-
-
-def _lightning(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
-    v, q, k = _cut(spec, x, value_first=False)
-    if spec.qk_norm:
-        q, k = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    decay = torch.exp(-torch.exp(_double(parameters.A_log)))
-    assert state.recurrent is not None
-    state.recurrent = decay[:, None, None] * state.recurrent + k[:, :, None] * v[:, None, :]
-    return spec.scale * (state.recurrent * q[:, :, None]).sum(1)
-
-
-_Rule = Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor], SequenceState], Tensor]
-_RULES: Mapping[str, _Rule] = {
-    GATED_DELTA: _delta,
-    KDA: _delta,
-    MAMBA2: _mamba2,
-    MAMBA1: _mamba1,
-    LIGHTNING: _lightning,
-}
+    parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)
+    value, one, two = parts if value_first else (parts[2], *parts[:2])
+    of_head = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_key_heads)
+    first, second = (torch.unflatten(part, -1, (spec.num_key_heads, spec.key_dim))[..., of_head, :] for part in (one, two))
+    return torch.unflatten(value, -1, (spec.num_heads, spec.value_dim)), first, second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -13,16 +14,18 @@ import torch
 
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.contract.state import CONV, LIGHTNING, MAMBA1, STATE_KINDS, StateLayout, StateSpec
+from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateCapabilities, make_state_backend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import StateClassPlugin, has_hooks
 from headway.testing.cells import PHASES
 from headway.testing.covering import greedy
-from headway.testing.state_cells import CONVOLUTIONS, DECAYS, HEADS, STATE_AXES, StateCell, make_state_spec
+from headway.testing.state_cases import REGIMES
+from headway.testing.state_cells import CONVOLUTIONS, HEADS, STATE_AXES, StateCell, make_state_spec
 
-_KEY_DIMS, _VALUE_DIMS = (16, 7, 128), (16, 5, 128)
+_KEY_DIMS, _VALUE_DIMS = (16, 7, 72), (16, 5, 136)
+"""A whole tile; less than one; and a part of one after others."""
 _MOST_DIMS = 4
 ODD_LAYOUT = StateLayout("kit_odd", ("slot", "value", "head", "key"), ("slot", "time", "channel"))
 """A layout that nobody has registered, for backends that take every one, and for refusals."""
@@ -96,22 +99,34 @@ class StateSubject:
         """Every layer of these values that is accepted, and in which phases."""
         found: dict[StateCell, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
-            cell = self._whole(StateCell("answer", **dict(zip(STATE_AXES, chosen, strict=True))))  # type: ignore[arg-type]
+            cell = self.whole(StateCell("answer", **dict(zip(STATE_AXES, chosen, strict=True))))  # type: ignore[arg-type]
             if cell is not None and cell not in found:
                 found[cell] = self.phases(cell)
         return [(cell, phases) for cell, phases in found.items() if phases]
 
-    def _whole(self, cell: StateCell) -> StateCell | None:
+    def whole(self, cell: StateCell) -> StateCell | None:
         """Return the cell with the axes that its kind has no use for at their plainest; None where there is no such layer."""
         plain = {axis: values[0] for axis, values in self.values.items()}
         if cell.kind == CONV:
             if cell.conv == "none":
                 return None
-            return cell.plain(cell.check, "-", **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")})
-        return cell.plain(cell.check, "-", value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
+            return cell.plain(
+                cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")}
+            )
+        return cell.plain(cell.check, cell.about, value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
 
-    def cover(self, strength: int) -> list[tuple[StateCell, frozenset[str]]]:
-        """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
+    def refusal_of(self, kind: str) -> str:
+        """Return the reasons why the plainest layer of a kind is refused in every phase."""
+        plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
+        cell = self.whole(StateCell("answer", **plain))  # type: ignore[arg-type]
+        assert cell is not None
+        return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
+
+    def cover(self, quick: bool) -> list[tuple[StateCell, frozenset[str]]]:
+        """Return few layers that hold, in every phase, each pair of accepted values; quick: each pair of a kind and a value.
+
+        The layers of a kind are dealt the regimes in turn.
+        """
         if not self.rows:
             return []
         numbers = {axis: {value: n for n, value in enumerate(self.values[axis])} for axis in STATE_AXES}
@@ -119,17 +134,23 @@ class StateSubject:
         rows = [self.rows[number] for number in order]
         table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in STATE_AXES] for cell, _ in rows])
         served = numpy.array([[phase in phases for phase in PHASES] for _, phases in rows])
-        chosen = greedy(table, served, list(combinations(range(len(STATE_AXES)), strength)))
-        found = []
-        for number, row in enumerate(chosen):
+        pairs: list[tuple[int, ...]] = list(combinations(range(len(STATE_AXES)), 2))
+        pairs = [pair for pair in pairs if not quick or STATE_AXES[pair[0]] == "kind"]
+        found, dealt = [], Counter[str]()
+        for row in greedy(table, served, pairs):
             cell, phases = rows[row]
-            decays = DECAYS[0] if cell.kind in (CONV, LIGHTNING) else DECAYS[number % 2]
-            found.append((cell.plain("answer", decays=decays), phases))
+            dealt[cell.kind] += 1
+            found.append((cell.plain("answer", decays=REGIMES[dealt[cell.kind] % len(REGIMES)]), phases))
         return found
 
-    def plainest(self, kind: str = "") -> tuple[StateCell, frozenset[str]] | None:
-        """Return the plainest layer of a kind, or of all, that is served in the most phases."""
-        fitting = [row for row in self.rows if kind in ("", row[0].kind)]
+    def largest(self, kind: str) -> tuple[StateCell, frozenset[str]] | None:
+        """Return the layer of a kind with the largest states, of those that are served in the most phases."""
+        fitting = [row for row in self.rows if row[0].kind == kind]
+        return max(fitting, key=lambda row: (len(row[1]), row[0].key_dim * row[0].value_dim), default=None)
+
+    def plainest(self, *kinds: str) -> tuple[StateCell, frozenset[str]] | None:
+        """Return the plainest layer of one of some kinds, or of all, that is served in the most phases."""
+        fitting = [row for row in self.rows if not kinds or row[0].kind in kinds]
         return max(fitting, key=lambda row: len(row[1]), default=None)
 
 

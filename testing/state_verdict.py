@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,12 +13,11 @@ from headway.core.contract.state import StateCache
 from headway.core.contract.state_backend import StateBackend
 from headway.testing.cells import Finding
 from headway.testing.state_cases import StateCase, run_states
-from headway.testing.state_reference import SequenceState, StateAnswer, answer, states_along
+from headway.testing.state_guess import Seen, guess
+from headway.testing.state_reference import SequenceState, StateAnswer, advance, answer, begin, state_of
 
 ROW_FACTOR = 8.0
 """How much farther than the tolerance of a whole step one sequence or state may be off: few numbers scatter more."""
-_CLEARLY = 0.25
-"""A mistake explains an answer that lies nearer to it than this share of its distance from the right one."""
 
 
 @dataclass(frozen=True)
@@ -78,88 +78,153 @@ class Judge:
                 last = changed == [self.case.cache.num_slots - 1] or changed == [0]
                 raise Finding(
                     f"slots {changed[:6]} must keep their bits ({name}): no sequence of the step writes them",
-                    guess="writes padding rows" if padding and last else "writes slots that are not its own",
+                    guess=_PADDING if padding and last else "writes slots that are not its own",
                 )
 
     def _answer(self, out: Tensor, tolerance: float) -> None:
-        out, right, start = out.cpu(), self.expected.out, 0
-        for row, length in enumerate(self.case.metadata.step.query_lens):
-            got, want = out[start : start + length].double(), right[start : start + length]
-            start += length
-            if want.isnan().any():  # a padding row
-                continue
-            context = self.case.metadata.step.kv_lens[row] - length
-            what = f"sequence {row} ({length} new tokens after {context})"
-            if got.isnan().any():
-                guess = (
-                    "begins with what the slot holds where there is no context" if context == 0 else "NaN, or rows not written"
-                )
-                raise Finding(f"{what} must be written with numbers, got NaN", guess=guess)
-            error = distance(got, want)
-            if error > ROW_FACTOR * tolerance:
-                guess = self._looks_like(start - length, got, want)
-                raise Finding(f"{what} is wrong", guess=guess, error=error, tolerance=tolerance)
-        real = ~right.isnan().any(1)
-        error = distance(out[real].double(), right[real])
-        if bool(real.any()) and error > tolerance:
-            raise Finding(
-                "the step's output is wrong in all", error=error, tolerance=tolerance, guess="computes in a shorter type"
-            )
+        out, right = out.cpu(), self.expected.out
+        starts = self.case.metadata.step.query_start_loc_cpu.tolist()
+        rows = [slice(*pair) for pair in pairwise(starts)]
+        real = [row for row, tokens in enumerate(rows) if len(out[tokens]) and not right[tokens].isnan().any()]
+        errors = {row: distance(out[rows[row]], right[rows[row]]) for row in real}
+        wrong = [row for row in real if not errors[row] <= ROW_FACTOR * tolerance]
+        if wrong:
+            got, want = out[rows[wrong[0]]].double(), right[rows[wrong[0]]]
+            shown = self._first_wrong_output(got, want, ROW_FACTOR * tolerance)
+            guess = self._guess_output(out, rows, wrong, [row for row in real if row not in wrong], tolerance)
+            some = f"{len(wrong)} of {len(real)} sequences {'is' if len(wrong) == 1 else 'are'} wrong; " if len(real) > 1 else ""
+            text = f"{some}output of {self._named(wrong[0])}, {shown}"
+            raise Finding(text, guess=guess, error=errors[wrong[0]], tolerance=tolerance)
+        tokens = ~right.isnan().any(1)
+        error = distance(out[tokens], right[tokens])
+        if real and error > tolerance:
+            shown = "the output of all sequences together is off by more than rounding"
+            raise Finding(shown, error=error, tolerance=tolerance, guess="computes in a shorter type")
 
-    def _looks_like(self, start: int, got: Tensor, want: Tensor) -> str:
-        for mistake, wrong in _mistaken(self.earlier):
-            other = wrong[start : start + len(got)]
-            if distance(got, other) < _CLEARLY * distance(want, other):
-                return mistake
-        return ""
+    def _named(self, row: int) -> str:
+        step = self.case.metadata.step
+        length = step.query_lens[row]
+        return f"sequence {row} ({length} new tokens after {step.kv_lens[row] - length})"
+
+    def _first_wrong_output(self, got: Tensor, want: Tensor, tolerance: float) -> str:
+        """Name the first token and head that are wrong, and the element of it that is farthest off."""
+        spec = self.case.spec
+        heads = (spec.num_heads, spec.value_dim) if spec.recurrent else (spec.conv_channels, 1)
+        got, want = (torch.unflatten(rows, -1, heads) for rows in (got, want))
+        token, head = _first((got - want).norm(dim=-1) / _usual(want.norm(dim=-1)), tolerance)
+        element = int((got - want)[token, head].abs().nan_to_num(torch.inf).argmax())
+        what = "channel" if heads[1] == 1 else "head"
+        where = f"token {token}, {what} {head}" + ("" if heads[1] == 1 else f", element {element}")
+        return f"{where}: expected {float(want[token, head, element]):.5g}, got {float(got[token, head, element]):.5g}"
+
+    def _guess_output(self, out: Tensor, rows: list[slice], wrong: list[int], fine: list[int], tolerance: float) -> str:
+        if any(bool(out[rows[row]].isnan().any()) for row in wrong):
+            step = self.case.metadata.step
+            fresh = all(step.kv_lens[row] == step.query_lens[row] for row in wrong if out[rows[row]].isnan().any())
+            return "reads the slot's old content: begins with what the slot holds where there is no context" if fresh else _NAN
+
+        def seen(chosen: list[int]) -> Seen:
+            found = [out[rows[row]].double() for row in chosen]
+            return Seen(chosen, lambda other: [other.out[rows[row]] for row in chosen], found)
+
+        lens = self.case.metadata.step.query_lens
+        one, other = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
+        return guess(self.earlier, one, other, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
 
     def _state(self, slot: int, state: SequenceState, tolerance: float) -> None:
-        cache, before = self.case.cache, self.earlier.cache
+        cache = self.case.cache
+        row, tokens = self.expected.writers[slot]
+        what = f"slot {slot}, the state after new token {tokens} of {self._named(row)}"
         if state.conv is not None:
             got = cache.logical_conv[slot].cpu().double()
             if not torch.equal(got, state.conv):
-                reversed_ = torch.equal(got.flip(1), state.conv)
-                guess = "keeps the convolution's inputs newest first" if reversed_ else self._which(slot, "conv", got)
-                raise Finding(f"slot {slot} must hold the convolution's last inputs, the newest last", guess=guess)
+                channel, time = (got != state.conv).nonzero()[0].tolist()
+                numbers = f"expected {float(state.conv[channel, time]):.5g}, got {float(got[channel, time]):.5g}"
+                raise Finding(
+                    f"{what}: must hold the convolution's inputs, the newest last; channel {channel}, input {time}: {numbers}",
+                    guess=self._guess_state(slot, "conv", got, state.conv, 0.0),
+                )
         if state.recurrent is not None:
             got = cache.logical_recurrent[slot].cpu().double()
             error = distance(got, state.recurrent)
             if not error <= ROW_FACTOR * tolerance:
-                guess = self._which(slot, "recurrent", got)
-                if same_bits(cache.logical_recurrent[slot], before.logical_recurrent[slot]):
-                    guess = "does not write the state"
-                elif got.shape[1] == got.shape[2] and distance(got.transpose(1, 2), state.recurrent) <= ROW_FACTOR * tolerance:
-                    guess = f"takes layout {cache.layout.name} for its transpose"
-                raise Finding(f"slot {slot} must hold the state", guess=guess, error=error, tolerance=tolerance)
+                heads = (got - state.recurrent).flatten(1).norm(dim=1) / _usual(state.recurrent.flatten(1).norm(dim=1))
+                head = _first(heads[None], ROW_FACTOR * tolerance)[1]
+                far = (got[head] - state.recurrent[head]).abs().nan_to_num(torch.inf)
+                key, value = divmod(int(far.argmax()), far.shape[1])
+                numbers = f"expected {float(state.recurrent[head, key, value]):.5g}, got {float(got[head, key, value]):.5g}"
+                raise Finding(
+                    f"{what}: must hold the recurrence's state; head {head}, key {key}, value {value}: {numbers}",
+                    guess=self._guess_state(slot, "recurrent", got, state.recurrent, ROW_FACTOR * tolerance),
+                    error=error,
+                    tolerance=tolerance,
+                )
 
-    def _which(self, slot: int, part: str, got: Tensor) -> str:
-        """Say after which token of its sequence a state would be right."""
+    def _guess_state(self, slot: int, part: str, got: Tensor, want: Tensor, tolerance: float) -> str:
+        """Say what a slot holds in place of what it should."""
+        earlier = getattr(state_of(self.earlier, slot), part)
+        if torch.equal(got.nan_to_num(0.5), earlier.nan_to_num(0.5)):
+            return "does not write the state"
+        if part == "conv" and torch.equal(got.flip(1), want):
+            return "keeps the convolution's inputs newest first"
+        if part == "recurrent" and got.shape[1] == got.shape[2] and distance(got.transpose(1, 2), want) <= tolerance:
+            return f"state transposed: takes layout {self.case.cache.layout.name} for its transpose"
         row, due = self.expected.writers[slot]
-        for tokens, state in enumerate(states_along(self.earlier, row), start=1):
-            if distance(got, getattr(state, part)) < 1e-3:
-                return f"the state after new token {tokens} of its sequence, in place of {due}"
-        return ""
+        for other in (row, *(each for each in range(len(self.case.metadata.slots_cpu)) if each != row)):
+            for tokens, state in states_along(self.earlier, other):
+                if (other, tokens) != (row, due) and distance(got, getattr(state, part)) < 1e-3:
+                    whose = "its sequence" if other == row else f"sequence {other}"
+                    return f"the state after new token {tokens} of {whose}, in place of {due}" + (
+                        "" if other == row else " of its own"
+                    )
+        wrong = Seen([row], lambda answer: [getattr(answer.written[slot], part)], [got])
+        if said := guess(self.earlier, wrong, Seen([], lambda answer: [], []), tolerance):
+            return said
+        if bool((self.case.metadata.slots_cpu < 0).any()) and slot in (0, self.case.cache.num_slots - 1):
+            return _PADDING
+        short = [name for name, dtype in _SHORT.items() if part == "recurrent" and torch.equal(got, got.to(dtype).double())]
+        return f"state kept in 16 bits ({short[0]})" if short and self.case.spec.state_dtype == torch.float32 else ""
 
 
-def _mistaken(case: StateCase) -> Iterator[tuple[str, Tensor]]:
-    """Answers with one mistake each, and its name."""
-    spec, zeros = case.spec, SequenceState.zeros(case.spec)
-    yield "ignores the context", answer(case, lambda state: zeros.copy()).out
-    if spec.conv_channels:
-        nothing, turned = zeros.conv, "keeps the convolution's inputs newest first"
-        yield "ignores the inputs that the convolution remembers", answer(case, lambda state: replace(state, conv=nothing)).out
-        yield turned, answer(case, lambda state: replace(state, conv=_of(state.conv).flip(1))).out
-    if spec.recurrent:
-        empty = zeros.recurrent
-        yield "ignores the recurrence's state", answer(case, lambda state: replace(state, recurrent=empty)).out
-    if spec.recurrent and spec.key_dim == spec.value_dim:
-        transposed = answer(case, lambda state: replace(state, recurrent=_of(state.recurrent).transpose(1, 2))).out
-        yield f"takes layout {case.cache.layout.name} for its transpose", transposed
+_PADDING = "writes padding rows"
+_NAN = "NaN, or rows not written"
+_SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_MOST_TOKENS = 400
+"""Tokens of a sequence along which a state is looked for."""
 
 
-def _of(part: Tensor | None) -> Tensor:
-    assert part is not None
-    return part
+def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState]]:
+    """Yield the numbers of new tokens of one sequence, from 1, with the state after each."""
+    length, start = case.metadata.step.query_lens[row], int(case.metadata.step.query_start_loc_cpu[row])
+    if int(case.metadata.slots_cpu[row]) < 0 or length > _MOST_TOKENS:
+        return
+    state = begin(case, row)
+    x, gates = case.x.cpu().double(), [gate.cpu().double() for gate in case.gates]
+    for token in range(length):
+        advance(case.spec, case.parameters, x[start + token], [gate[start + token] for gate in gates], state)
+        yield token + 1, state
+
+
+def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
+    """Say what the wrong sequences have, and no right one; empty if nothing or if none is right."""
+    if fine and min(wrong) > max(fine):
+        return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
+    if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):
+        return f"wrong in those of more than {most:,} new tokens, and right in all others"
+    return ""
+
+
+def _usual(sizes: Tensor) -> float:
+    """The size that an error is compared with."""
+    return max(float(sizes.square().mean().sqrt()), 1e-30)
+
+
+def _first(errors: Tensor, tolerance: float) -> tuple[int, int]:
+    """Return the first place in errors [n, m] beyond the tolerance, or that of the largest."""
+    errors = errors.nan_to_num(torch.inf)
+    beyond = (errors > tolerance).nonzero()
+    row, column = beyond[0].tolist() if len(beyond) else divmod(int(errors.argmax()), errors.shape[1])
+    return row, column
 
 
 def distance(got: Tensor, right: Tensor) -> float:

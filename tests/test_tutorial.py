@@ -1,4 +1,4 @@
-"""The kernels of docs/tutorial-backend.md are right."""
+"""The kernels of docs/tutorial-backend.md and docs/tutorial-state-backend.md are right."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headway.cli.new_backend import write_package
+from headway.contract import StateBackend
 from headway.registry import create_registry
+from headway.testing.report import CellResult
+from headway.testing.state_cells import parse_cell
+from headway.testing.state_kit import StateKit
+from headway.testing.state_subject import state_subject_of
 from sandbox import run_python
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "tutorial-backend.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, STATES_PAGE = (DOCS / f"tutorial-{name}.md" for name in ("backend", "state-backend"))
+BLOCKS, STATE_BLOCKS = (re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) for page in (PAGE, STATES_PAGE))
 
 
 @pytest.mark.parametrize(("query_len", "kv_len"), [(1, 300), (7, 7), (130, 257)])
@@ -67,3 +73,38 @@ def test_the_notebook_writes_a_text(tmp_path: Path) -> None:
     done = run_python("notebook.py", cwd=tmp_path)
     assert done.code == 0, done
     assert "Paris" in done.out
+
+
+def state_results(text: str, class_name: str, *cells: str) -> list[CellResult]:
+    """What the kit says of a class of the page's text in some cells, or in one of each check."""
+    names: dict[str, Any] = {"__name__": "walnut"}
+    exec(text, names)
+    found: type[StateBackend] = names[class_name]
+    kit = StateKit(state_subject_of(found, torch.device("cpu")))
+    quick = {(cell.check, cell.phase): cell for cell in reversed(kit.cells(quick=True)) if cell.check not in ("memory", "sync")}
+    return [kit.run(cell) for cell in ([parse_cell(cell) for cell in cells] or quick.values())]  # type: ignore[arg-type]
+
+
+def test_the_state_backends_are_right() -> None:
+    whole, decodes = STATE_BLOCKS[0], STATE_BLOCKS[1].replace("from walnut_states import *", "")
+    results = state_results(whole, "WalnutStates") + state_results(whole + decodes, "WalnutDecode")
+    assert [result for result in results if result.status != "passed"] == []
+    assert {"claims", "refuse", "answer", "session", "graph"} <= {result.check for result in results}
+
+
+def test_the_mistake_that_the_page_of_states_shows_is_found_and_named() -> None:
+    decay = "    state = state * g.exp()[..., None, None]\n"
+    late = STATE_BLOCKS[0].replace(decay, "", 1)
+    late = late.replace("    return (q[...", f"{decay}    return (q[...", 1)
+    shown = STATES_PAGE.read_text()
+    (cell,) = set(re.findall(r"✗ (answer:states:\S+)", shown))
+    (result,) = state_results(late, "WalnutStates", cell)
+    assert " ".join(result.reason.split()) in " ".join(shown.split())
+    assert result.guess == "decay applied after instead of before the update"
+
+
+def test_the_hook_of_the_page_registers_the_state_backend() -> None:
+    names: dict[str, Any] = {}
+    exec(STATE_BLOCKS[0] + STATE_BLOCKS[2], names)
+    (info,) = names["headway_register_state_backends"]()
+    assert info.load() is names["WalnutStates"]

@@ -14,7 +14,7 @@ from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits,
 from headway.core.contract.errors import made_by
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
+from headway.core.contract.state import MAMBA1, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.support import YES, Reason, Support
 
 
@@ -38,7 +38,7 @@ class StateCapabilities:
     key_dims: tuple[int, ...] | None = None
     """Accepted key_dim; None: any."""
     value_dims: tuple[int, ...] | None = None
-    """Accepted value_dim; None: any."""
+    """Accepted value_dim, but for `mamba1`, whose channels have one value each; None: any."""
     max_draft_tokens: int = 7
     """Most drafts that a sequence may verify in `step`."""
 
@@ -52,7 +52,8 @@ class StateCapabilities:
         names = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.dtypes)
         states = " or ".join(DTYPE_NAMES.get(dtype, str(dtype)) for dtype in self.state_dtypes)
         fused = self.convolution or not (spec.recurrent and spec.conv_channels)
-        sizes = (("key_dim", spec.key_dim, self.key_dims), ("value_dim", spec.value_dim, self.value_dims))
+        values = None if spec.kind == MAMBA1 else self.value_dims
+        sizes = (("key_dim", spec.key_dim, self.key_dims), ("value_dim", spec.value_dim, values))
         rules = [
             (spec.kind in self.kinds, "kind", " or ".join(sorted(self.kinds)), spec.kind),
             (phase in self.phases, "phase", phases, phase.value),
@@ -69,7 +70,7 @@ class StateCapabilities:
         if spec.recurrent:
             got = DTYPE_NAMES.get(spec.state_dtype, str(spec.state_dtype))
             rules.append((spec.state_dtype in self.state_dtypes, "state_dtype", states, got))
-        yield from (Reason(what, need, str(got)) for kept, what, need, got in rules if not kept)
+        yield from (Reason(what, need or "none", str(got)) for kept, what, need, got in rules if not kept)
 
 
 class StateBackend(ABC):

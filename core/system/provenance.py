@@ -1,13 +1,15 @@
-"""What a result was made with: the commit and version of this code, versions of libraries, the name of the CPU."""
+"""What a result was made with: the commit and version of this code, versions of libraries and compilers, the name of the CPU."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +23,9 @@ _SHORT = 12
 _UNKNOWN = "unknown"
 """The version of sources that are not installed."""
 _SECONDS = 10
+PTXAS, NVRTC = "ptxas", "nvrtc"
+_RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)|\brelease (\d+(?:\.\d+)+)")
+"""A version as `ptxas --version` prints it: release 12.8, V12.8.93."""
 
 
 def command_line(*program: str) -> str:
@@ -76,6 +81,44 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def compiler_versions(capability: tuple[int, int]) -> dict[str, str]:
+    """Return compiler -> version of those that make machine code for GPUs in this process: Triton's ptxas and NVRTC.
+
+    One that is not installed is left out. No GPU is used. capability: compute capability of the GPU; Triton has a ptxas of its
+    own for some.
+    """
+    found = {PTXAS: _ptxas_version(10 * capability[0] + capability[1]), NVRTC: _nvrtc_version()}
+    return {name: version for name, version in found.items() if version}
+
+
+def _ptxas_version(arch: int) -> str:
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        return _release_of(get_ptxas(arch).path)
+    except Exception:  # absent, of another build, or a file that $TRITON_PTXAS_PATH names and that cannot run
+        return ""
+
+
+@cache
+def _release_of(path: str) -> str:
+    """Return the version that a ptxas prints, to the last number: of two that call themselves 12.8, code may differ."""
+    printed = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    releases = [exact or short for exact, short in _RELEASE.findall(printed)]
+    return max(releases, key=len, default=_UNKNOWN)
+
+
+def _nvrtc_version() -> str:
+    """Return NVRTC's version, major and minor, by which compiled kernels are kept as well."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception:  # the loader of CUDA libraries raises classes of its own
+        return ""
+    return f"{major}.{minor}"
 
 
 def cpu_name() -> str:

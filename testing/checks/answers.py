@@ -181,11 +181,14 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     most = allowed + session.numbers.slack
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]
-        apart = float((sums[:, tokens].double() - right).abs().nan_to_num(torch.inf).max())
+        off = (sums[:, tokens].double() - right).abs().nan_to_num(torch.inf)
+        apart = float(off.max())
         if apart > most:
+            query, head = torch.nonzero(off.T.gt(most))[0].tolist()
             raise Finding(
-                f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}): expected {float(right[0, 0]):.5g}, "
-                f"got {float(sums[0, tokens][0]):.5g}; apart by up to {apart:.2g}, allowed {allowed:.2g}",
+                f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}), query {query}, head {head}: "
+                f"expected {float(right[head, query]):.5g}, got {float(sums[head, tokens][query]):.5g}; apart by up to "
+                f"{apart:.2g}, allowed {allowed:.2g}",
                 guess=looks_of_lse(sums.double(), [each for _, each in answers], step.rows[0], number, most),
             )
         limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,26 +12,40 @@ from torch import Tensor
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
+from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateMetadata
 from headway.core.contract.state_backend import StateBackend
-from headway.core.contract.support import Support
 from headway.testing.cells import PHASES, Finding, Skipped
 from headway.testing.checks.graphs import capture
 from headway.testing.checks.steps import no_growth
 from headway.testing.state_cases import StateCase, make_state_case, run_states
-from headway.testing.state_cells import StateCell
-from headway.testing.state_session import StateSession, StateTurn
+from headway.testing.state_cells import CONVOLUTIONS, WORK, StateCell
+from headway.testing.state_course import Course
+from headway.testing.state_session import Served, StateSession
 from headway.testing.state_subject import StateSubject
 from headway.testing.state_verdict import Judge, same_bits
 
-LENS: dict[str, list[tuple[int, int]]] = {
-    "prefill": [(1, 1), (150, 150), (7, 7), (64, 64), (65, 65), (2, 2), (33, 33), (128, 128)],
-    "extend": [(130, 140), (9, 10), (64, 200), (20, 21), (63, 300)],
-    "decode": [(1, 2), (1, 30), (1, 9), (1, 70), (1, 5)],
-    "verify": [(4, 9), (4, 5), (4, 30), (4, 12)],
-    "ragged": [(1, 4), (8, 20), (3, 30), (5, 6), (1, 2)],
-    "mixed": [(70, 70), (9, 12), (64, 100), (1, 1), (1, 7), (4, 9), (1, 30)],
+Lens = list[tuple[int, int]]
+LENS: dict[str, dict[str, Lens]] = {
+    "edges": {
+        "prefill": [(1, 1), (150, 150), (7, 7), (64, 64), (65, 65), (2, 2), (33, 33), (128, 128)],
+        "extend": [(130, 140), (9, 10), (64, 200), (20, 21), (63, 300), (1, 9), (2, 5), (3, 40)],
+        "decode": [(1, 2), (1, 30), (1, 9), (1, 70), (1, 5)],
+        "verify": [(4, 9), (4, 5), (4, 30), (4, 12)],
+        "ragged": [(1, 4), (8, 20), (3, 30), (5, 6), (1, 2)],
+        "mixed": [(70, 70), (9, 12), (64, 100), (1, 1), (1, 7), (4, 9), (1, 30)],
+    },
+    "many": {
+        "prefill": [(1 + n % 9, 1 + n % 9) for n in range(70)],
+        "decode": [(1, 2 + n) for n in range(120)],
+        "ragged": [(1 + n % 4, 9 + n) for n in range(70)],
+    },
+    "long": {
+        "prefill": [(1090, 1090), (3, 3)],
+        "extend": [(520, 3000), (513, 514), (2, 5)],
+    },
 }
+"""Work -> phase -> (query_len, kv_len) of each sequence of a step."""
+_SCANS, _STEPS = ("prefill", "extend"), ("decode", "verify", "ragged")
 _PADDED = ("decode", "verify", "ragged", "mixed")
 _ROWS = 6
 _MOST_DRAFTS = 7
@@ -46,7 +61,8 @@ def claims(subject: StateSubject, cell: StateCell) -> str:
         raise Finding("it accepts no layer of the kit's; needs at least one of a kind, layout and element type that it claims")
     for kind in said.kinds:
         if not any(row.kind == kind for row, _ in subject.rows):
-            raise Finding(f"kind {kind} is claimed, and no layer of it is accepted", guess="a claim that does not hold")
+            why = subject.refusal_of(kind)
+            raise Finding(f"kind {kind} is claimed, and no layer of it is accepted: {why}", guess="a claim that does not hold")
     room = subject.make(subject.rows[0][0]).workspace_bytes(2048, 64)
     if not isinstance(room, int) or room < 0:
         raise Finding(f"workspace_bytes() is {room!r}; needs bytes, 0 or more", guess="a claim that does not hold")
@@ -55,17 +71,15 @@ def claims(subject: StateSubject, cell: StateCell) -> str:
 
 def refuse(subject: StateSubject, cell: StateCell) -> str:
     """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
-    asked = [phase for phase in Phase if cell.phase in ("-", phase.value)]
-    support = Support()
-    for phase in asked:
-        support &= subject.supports(cell, phase)
-    if support:
+    asked = [phase for phase in Phase if (phase in subject.claims.phases if cell.phase == "-" else cell.phase == phase.value)]
+    answers = [subject.supports(cell, phase) for phase in asked]
+    if any(answers):
         value = getattr(cell, cell.about)
         raise Finding(f"{cell.about}={value} must be refused: nothing claims it", guess="accepts what it does not claim")
-    for reason in support.reasons:
+    for reason in (reason for support in answers for reason in support.reasons):
         if not (reason.what and reason.need and reason.got):
             raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
-    return str(support).removeprefix("no: ")
+    return str(answers[0]).removeprefix("no: ")
 
 
 def tolerance(subject: StateSubject, cell: StateCell) -> str:
@@ -81,52 +95,30 @@ def tolerance(subject: StateSubject, cell: StateCell) -> str:
 
 
 def answer(subject: StateSubject, cell: StateCell) -> str:
-    """A step's output and states against float64: in place from strided rows, then out of place."""
-    for strided in (True, False):
-        Judge.of(_case(subject, cell, strided=strided, in_place=strided)).run(subject.make(cell))
+    """Check output and states against float64: in place from strided rows, out of place, and in slots that follow one another."""
+    Judge.of(_case(subject, cell, strided=True)).run(subject.make(cell))
+    Judge.of(_case(subject, cell, in_place=False, seed=1)).run(subject.make(cell))
+    if cell.work == WORK[0] and cell.phase in _STEPS:
+        Judge.of(_case(subject, cell, in_order=True, padding=0)).run(subject.make(cell))
     return ""
 
 
-def _case(subject: StateSubject, cell: StateCell, strided: bool = False, in_place: bool = True) -> StateCase:
-    spec, layout = subject.spec(cell), subject.layouts[cell.layout]
+def _case(subject: StateSubject, cell: StateCell, *, padding: int = 2, seed: int = 0, **how: Any) -> StateCase:
+    """Make a step of a cell. padding: rows of it, where an engine has some; how: see `make_state_case`."""
     most = subject.claims.max_draft_tokens + 1
-    lens = [(min(new, most), kv) if kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in LENS[cell.phase]]
-    padding = 2 if cell.phase in _PADDED else 0
-    seed = len(str(cell))
-    case = make_state_case(lens, spec, layout, padding_rows=padding, seed=seed, strided=strided, in_place=in_place)
-    if cell.decays == "strong" and case.gates:
-        strong = torch.rand(case.gates[0].shape, generator=torch.Generator().manual_seed(1)) < 0.2
-        case.gates[0].copy_(torch.where(strong, 300.0, -8.0))
-    return case
+    wanted = LENS[cell.work][cell.phase]
+    decodes = cell.phase not in _SCANS
+    lens = [(min(new, most), kv) if decodes and kv > new and new <= _MOST_DRAFTS + 1 else (new, kv) for new, kv in wanted]
+    rows, seed = (padding if cell.phase in _PADDED else 0), seed + len(str(cell))
+    spec, layout = subject.spec(cell), subject.layouts[cell.layout]
+    return make_state_case(lens, spec, layout, padding_rows=rows, seed=seed, regime=cell.decays, decodes=decodes, **how)
 
 
 def session(subject: StateSubject, cell: StateCell) -> str:
-    """Prompts cut anywhere, decodes with drafts of which some hold, and a prefix that is taken up, against lone runs."""
-    phases = subject.phases(cell)
-    if "mixed" not in phases:
-        raise Skipped("needs a backend that serves prompts, extensions and decodes")
-    spec = subject.spec(cell)
-    running = StateSession(subject.make(cell), spec, subject.layouts[cell.layout], 64)
-    checkpoint, numbers = running.take(), torch.Generator().manual_seed(2)
-    first, second = running.open(170), running.open(140)
-    running.step([StateTurn(first, 100, checkpoint=(CHECKPOINT_TOKENS, checkpoint)), StateTurn(second, 1)])
-    sequences = [first, second, running.open(120, first, CHECKPOINT_TOKENS, checkpoint)]
+    """Check sequences that are cut anywhere, verify drafts, share prefixes, move and end against lone runs over all tokens."""
     drafts = min(subject.claims.max_draft_tokens, _MOST_DRAFTS)
-    steps = 1
-    while any(seq.left for seq in sequences):
-        prompts, decodes = [], []
-        for number, seq in enumerate(sequences):
-            if not seq.left:
-                continue
-            draw = int(torch.randint(1 << 30, (1,), generator=numbers))
-            if seq.left < 40 or (number + steps) % 3 == 0:
-                held = min(seq.left, 1 + draw % (drafts + 1))
-                decodes.append(StateTurn(seq, min(held + draw % 3, drafts + 1), accepted=held))
-            else:
-                prompts.append(StateTurn(seq, min(seq.left, (1, 5, 64, 37, 2)[draw % 5])))
-        running.step(prompts + decodes)
-        steps += 1
-    return f"{steps} steps of {len(sequences)} sequences"
+    running = StateSession(Served.of(subject, cell), subject.spec(cell), subject.layouts[cell.layout])
+    return Course(running, drafts).run()
 
 
 def repeat(subject: StateSubject, cell: StateCell) -> str:
@@ -285,29 +277,37 @@ class _Recorded:
         self._backend.step(case.x, case.gates, case.parameters, case.cache, self._plan, self._out)
 
 
-_UNCLAIMED: dict[str, str | int] = {"dtype": "float64", "state_dtype": "float64", "key_dim": 24, "value_dim": 24}
+_RECURRENT = tuple(kind for kind in STATE_KINDS if kind != CONV)
+_UNCLAIMED: dict[str, tuple[str | int, tuple[str, ...]]] = {
+    "dtype": ("float64", STATE_KINDS),
+    "state_dtype": ("float64", _RECURRENT),
+    "key_dim": (24, _RECURRENT),
+    "value_dim": (24, tuple(kind for kind in _RECURRENT if kind != MAMBA1)),
+    "conv": (CONVOLUTIONS[0], _RECURRENT),
+}
+"""Axis -> a value that need not be claimed, and the kinds whose layers have the axis."""
 
 
 def refusals(subject: StateSubject, plain: StateCell) -> list[StateCell]:
-    """The cells of `refuse`: one value of each axis that is not claimed, where there is one."""
+    """The cells of `refuse`: one value of each axis that is not claimed, in a layer that is accepted but for it."""
     claims, found = subject.claims, []
     claimed: dict[str, object] = {
         "dtype": torch.float64 in claims.dtypes,
         "state_dtype": torch.float64 in claims.state_dtypes,
         "key_dim": claims.key_dims is None or 24 in claims.key_dims,
         "value_dim": claims.value_dims is None or 24 in claims.value_dims,
+        "conv": claims.convolution,
     }
-    found += [plain.plain("refuse", axis, **{axis: value}) for axis, value in _UNCLAIMED.items() if not claimed[axis]]
-    missing = next((kind for kind in PLAIN_KINDS if kind not in claims.kinds), "")
-    found += [plain.plain("refuse", "kind", kind=missing)] if missing else []
+    for axis, (value, kinds) in _UNCLAIMED.items():
+        row = None if claimed[axis] else subject.plainest(*kinds)
+        found += [] if row is None else [row[0].plain("refuse", axis, **{axis: value})]
+    for kind in (kind for kind in STATE_KINDS if kind not in claims.kinds):
+        asked = plain.plain("refuse", "kind", kind=kind, conv=CONVOLUTIONS[0] if kind == CONV else plain.conv)
+        found += [cell] if (cell := subject.whole(asked)) is not None else []
     other = next((name for name, layout in subject.layouts.items() if claims.layouts and layout not in claims.layouts), "")
     found += [plain.plain("refuse", "layout", layout=other)] if other else []
-    found += [plain.plain("refuse", "conv", conv="silu")] if not claims.convolution and plain.kind != "conv" else []
     found += [plain.plain("refuse", "phase", phase=phase.value) for phase in Phase if phase not in claims.phases]
     return found
 
-
-PLAIN_KINDS = ("gated_delta", "kda", "mamba2", "lightning")
-"""Kinds whose layers have the same axes, so that one may stand for another in a refusal."""
 
 STATE_PHASES = tuple(PHASES)

@@ -13,7 +13,7 @@ import torch
 
 from headway import create_registry
 from headway.core.contract.errors import ConfigError
-from headway.registry import Registry
+from headway.registry import Registry, isolation
 from headway.registry import create_registry as untried_registry
 from headway.registry.isolation import Verdict, verdicts
 from headway.registry.plugin_sources import PluginSource, installed_plugins
@@ -135,6 +135,19 @@ def test_a_verdict_is_remembered_until_a_file_changes(plugins: Path, monkeypatch
     assert "HEADWAY_PLUGIN_TIMEOUT" in str(failure)
     (record,) = [each for each in registry.plugins if each.name == "well_behaved"]
     assert (record.state, record.file) == ("left out", str(plugins / "well_behaved.py"))
+
+
+def test_a_verdict_on_a_gpu_holds_for_the_compiler_that_made_its_kernels(plugins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWAY_TRUST_PLUGINS")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    tried: list[str] = []
+    install_hostile(plugins, "well-behaved")
+    for version in ("12.8.61", "12.8.61", "12.8.93"):
+        monkeypatch.setattr(isolation, "compiler_versions", lambda capability, version=version: {"ptxas": version})
+        verdicts(list(found(plugins).values()), lambda listed, version=version: [tried.append(version) or Verdict()])
+    assert tried == ["12.8.61", "12.8.93"]
 
 
 def test_without_plugins_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

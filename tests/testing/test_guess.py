@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -378,6 +379,44 @@ def test_log_sums_that_are_far_off_fail_by_their_numbers(monkeypatch: pytest.Mon
     monkeypatch.setitem(planted.PLANTED, "made", GivesLogSumsFarOff)
     result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, check="lse"))
     assert result.reason.startswith("lse of sequence"), result
+
+
+class GivesLogSums(PlainBackend):
+    """The right answer with log-sum-exps of a function of the scores, before and after the soft-cap and the mask."""
+
+    of = staticmethod(lambda plain, capped, seen: capped.logsumexp(-1))
+    lse: Tensor
+    at: int
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        assert lse is not None
+        self.lse, self.at = lse, 0
+        super().decode(q, cache, plan, out)
+
+    def cap(self, scores: Tensor) -> Tensor:
+        self.plain = scores
+        return super().cap(scores)
+
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        masked = super().mask(scores, context)
+        plain = self.plain.masked_fill(masked == -torch.inf, -torch.inf)
+        self.lse[:, self.at : self.at + scores.shape[1]] = self.of(plain, masked, self.spec.scale)
+        self.at += scores.shape[1]
+        return masked
+
+
+@pytest.mark.parametrize(
+    ("of", "changes", "words"),
+    [
+        (lambda plain, capped, scale: capped.logsumexp(-1) / math.log(2), {}, "a logarithm to base 2"),
+        (lambda plain, capped, scale: (plain / scale).logsumexp(-1), {}, "lse of scores without a scale"),
+        (lambda plain, capped, scale: plain.logsumexp(-1), {"feature": "softcap"}, "lse without the soft-cap"),
+        (lambda plain, capped, scale: capped.logsumexp(-1) - capped.amax(-1), {}, "lse without the largest score"),
+        (lambda plain, capped, scale: capped.logsumexp(-1), {"feature": "sinks"}, "lse without the sinks"),
+    ],
+)
+def test_a_mistake_in_log_sums_is_named(of: Any, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_guessed(type("Made", (GivesLogSums,), {"of": staticmethod(of)}), {"check": "lse", **changes}, words, monkeypatch)
 
 
 MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.metadata import Phase
-from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateMetadata
+from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.testing.broken.plain_states import PlainStates
 from headway.testing.broken.planted_states import PLANTED_STATES
@@ -20,18 +23,25 @@ from headway.testing.kit import Kit, make_kit, run_cell
 from headway.testing.report import CellResult
 from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
-from headway.testing.state_subject import state_subject_of
+from headway.testing.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
+from headway.testing.state_subject import ODD_LAYOUT, state_subject_of
 from headway.testing.subject import load_subject
 
 NAMED = {
-    "begins-with-the-slot": (StateCell("answer", "prefill"), "begins with what the slot holds"),
+    "begins-with-the-slot": (StateCell("answer", "prefill"), "reads the slot's old content"),
     "forgets-the-convolution": (StateCell("answer", "extend"), "ignores the inputs that the convolution remembers"),
     "writes-padding-slots": (StateCell("answer", "decode"), "writes padding rows"),
     "one-state-for-drafts": (StateCell("answer", "verify"), "the state after new token 4 of its sequence, in place of 1"),
     "late-checkpoints": (StateCell("answer", "prefill"), "the state after new token 150 of its sequence, in place of"),
     "newest-input-first": (StateCell("answer", "decode", "mamba2"), "keeps the convolution's inputs newest first"),
-    "wrong-key-heads": (StateCell("answer", "decode", "lightning", conv="none"), ""),
-    "transposes-states": (StateCell("answer", "prefill", layout="value_key", conv="none"), "takes layout value_key for its"),
+    "wrong-key-heads": (
+        StateCell("answer", "decode", "lightning", conv="none"),
+        "wrong head group: state head h reads key head h % num_key_heads",
+    ),
+    "transposes-states": (
+        StateCell("answer", "prefill", layout="value_key", conv="none"),
+        "state transposed: takes layout value_key for its",
+    ),
     "overflowing-decays": (StateCell("answer", "extend", "kda", decays="strong"), "NaN"),
     "stale-slots-on-replay": (StateCell("graph", "decode", "conv"), ""),
 }
@@ -68,6 +78,83 @@ def test_a_state_that_sees_the_tokens_which_fill_a_graph_up_is_caught() -> None:
     cell = StateCell("graph", "verify", "mamba2")
     found, right = (StateKit(state_subject_of(kind, torch.device("cpu"))).run(cell) for kind in (SeesAllTokens, PlainStates))
     assert (found.status, right.status) == ("failed", "passed")
+
+
+class CachesBySlot(PlainStates):
+    """Trusts what it has written to a slot, whatever the slot holds by now."""
+
+    def __init__(self, spec: StateSpec, layout: StateLayout) -> None:
+        super().__init__(spec, layout)
+        self._kept: dict[tuple[int, int], SequenceState] = {}
+
+    def begin(self, cache: StateCache, slot: int, context: int) -> SequenceState:
+        kept = self._kept.get((id(cache), slot))
+        return kept.copy() if context and kept is not None else super().begin(cache, slot, context)
+
+    def keep(self, cache: StateCache, slot: int, state: SequenceState) -> None:
+        super().keep(cache, slot, state)
+        self._kept[id(cache), slot] = super().begin(cache, slot, 1)
+
+
+class KeepsTheFirstLayersWeights(PlainStates):
+    """Prepares the weights of a layer once for each instance, which serves several layers."""
+
+    _first: StateParameters | None = None
+
+    def advance(self, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
+        self._first = self._first or parameters
+        return super().advance(self._first, x, gates, state)
+
+
+class KeepsNanOut(PlainStates):
+    """Begins with what a slot was left with, but for NaN."""
+
+    def begin(self, cache: StateCache, slot: int, context: int) -> SequenceState:
+        return super().begin(cache, slot, max(context, 1)).changed(torch.nan_to_num)
+
+
+def with_rules(**rules: object) -> type[PlainStates]:
+    """A backend with a mistake in one step of the definition."""
+
+    def wrong(self: PlainStates, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState) -> Tensor:
+        return advance(self.spec, parameters, x, gates, state, Rules(**rules))  # type: ignore[arg-type]
+
+    return type("WithRules", (PlainStates,), {"advance": wrong})
+
+
+def without_a_sigmoid(*given: Any) -> TokenOperands:
+    return read(*given, strength=lambda gate: gate)
+
+
+def of_a_head_in_turn(*given: Any) -> TokenOperands:
+    right, spec = read(*given), given[0]
+    dealt = torch.arange(spec.num_heads) % spec.num_key_heads * (spec.num_heads // spec.num_key_heads)
+    return replace(right, key=right.key[..., dealt, :], query=right.query[..., dealt, :])
+
+
+def shifted(spec: StateSpec, parameters: StateParameters, *given: Any) -> tuple[Tensor, Tensor]:
+    assert parameters.conv_weight is not None
+    return convolve(spec, replace(parameters, conv_weight=parameters.conv_weight.roll(1, dims=1)), *given)
+
+
+@pytest.mark.parametrize(
+    ("found", "cell", "where", "words"),
+    [
+        (CachesBySlot, StateCell("session"), "tokens", ""),
+        (KeepsTheFirstLayersWeights, StateCell("session", "-", "mamba2"), "layer 1 of 2", "keeps something of a layer"),
+        (KeepsNanOut, StateCell("answer", "prefill"), "token 0, head", "reads the slot's old content"),
+        (with_rules(read=without_a_sigmoid), StateCell("answer", "decode"), "head", "the gate's sigmoid is missing"),
+        (with_rules(read=of_a_head_in_turn), StateCell("answer", "extend", "mamba2"), "head 1", "wrong head group"),
+        (with_rules(convolve=shifted), StateCell("answer", "extend", "conv"), "channel 0", "taps shifted by one"),
+    ],
+)
+def test_what_is_kept_or_computed_wrongly_is_found_with_its_place_and_a_guess(
+    found: type[PlainStates], cell: StateCell, where: str, words: str
+) -> None:
+    result = StateKit(state_subject_of(found, torch.device("cpu"))).run(cell)
+    assert result.status == "failed"
+    assert where in result.reason, result
+    assert words in result.guess, result
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
@@ -117,6 +204,37 @@ def narrow(**claims: object) -> StateKit:
     return StateKit(
         state_subject_of(type("Narrow", (PlainStates,), {"name": "narrow", "capabilities": chosen}), torch.device("cpu"))
     )
+
+
+SMALL: dict[str, object] = {"layouts": (KEY_VALUE,), "dtypes": (torch.float32,), "key_dims": (16,), "value_dims": (8, 16)}
+ODD: dict[str, dict[str, object]] = {
+    "only convolutions": {"kinds": frozenset({"conv"})},
+    "only convolutions, no type of states": {"kinds": frozenset({"conv"}), "state_dtypes": (), "dtypes": (torch.float16,)},
+    "only convolutions, and none before a recurrence": {"kinds": frozenset({"conv"}), "convolution": False},
+    "only mamba2 without its convolution": {"kinds": frozenset({"mamba2"}), "convolution": False},
+    "mamba1, whose values have no size": {"kinds": frozenset({"mamba1"}), "value_dims": (64,)},
+    "mamba1 and mamba2": {"kinds": frozenset({"mamba1", "mamba2"}), "value_dims": (64,)},
+    "gated delta in one type of 16 bits": {"kinds": frozenset({"gated_delta"}), "dtypes": (torch.bfloat16,)},
+    "linear attention with states of 16 bits": {"kinds": frozenset({"lightning"}), "state_dtypes": (torch.bfloat16,)},
+    "only decodes, without drafts": {"kinds": frozenset({"kda"}), "phases": frozenset({Phase.DECODE}), "max_draft_tokens": 0},
+    "only convolutions of decodes": {"kinds": frozenset({"conv"}), "phases": frozenset({Phase.DECODE})},
+    "only prompts": {"kinds": frozenset({"mamba2"}), "phases": frozenset({Phase.PREFILL, Phase.EXTEND})},
+    "only prompts without a context": {"kinds": frozenset({"lightning", "conv"}), "phases": frozenset({Phase.PREFILL})},
+    "one odd width": {"kinds": frozenset({"gated_delta"}), "key_dims": (24,), "value_dims": (24,)},
+    "a layout of its own": {"kinds": frozenset({"mamba2"}), "layouts": (ODD_LAYOUT,)},
+}
+"""Claims of right backends that serve little."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_right_backend_that_serves_little_gives_no_alarm(name: str) -> None:
+    tried = narrow(**{**SMALL, **ODD[name]})
+    checks = {"claims", "refuse", "tolerance", "answer", *(["session"] if "phases" in ODD[name] else [])}
+    cells = [cell for cell in tried.cells(quick=True) if cell.check in checks]
+    some = {(cell.check, cell.about, cell.kind, cell.phase in ("prefill", "extend")): cell for cell in reversed(cells)}
+    results = [tried.run(cell) for cell in some.values()]
+    assert {result.check for result in results} == checks
+    assert [result for result in results if result.status == "failed"] == []
 
 
 def test_what_is_not_claimed_must_be_refused() -> None:

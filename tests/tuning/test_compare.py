@@ -36,6 +36,25 @@ def test_another_device_or_other_software_is_named(changes: dict[str, object], w
     assert all(reason.hint for reason in found)
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "changes"),
+    [
+        ({"ptxas": "12.8.61"}, {"ptxas": "12.8.93"}, [("ptxas", "12.8.61", "12.8.93")]),
+        ({"ptxas": "12.8.93", "nvrtc": "12.8"}, {"ptxas": "12.8.93", "nvrtc": "13.0"}, [("nvrtc", "12.8", "13.0")]),
+        ({"ptxas": "12.8.93"}, {"ptxas": "12.8.93", "nvrtc": "13.0"}, [("nvrtc", "none", "13.0")]),
+        ({"ptxas": "12.8.93"}, {"ptxas": "12.8.93"}, []),
+        (None, {"ptxas": "12.8.93"}, [("ptxas", "unknown", "12.8.93")]),
+        (None, {}, []),
+        (None, None, []),
+    ],
+)
+def test_another_compiler_of_the_gpus_code_is_named(
+    was: dict[str, str] | None, now: dict[str, str] | None, changes: list[tuple[str, str, str]]
+) -> None:
+    found = differences(a_table(device=a_device(compilers=was)), a_device(compilers=now))
+    assert [(reason.what, reason.need, reason.got) for reason in found] == changes
+
+
 def test_only_what_changes_times_makes_another_layer() -> None:
     table = a_table()
     assert differences(table, a_device(), SpecRecord.of(replace(SPEC, scale=0.7))) == []

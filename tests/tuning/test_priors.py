@@ -173,13 +173,14 @@ def test_where_a_prior_is_wrong_its_neighbourhood_is_measured(
 def test_other_versions_are_named_and_checked(
     ship: Callable[..., CrossoverTable], registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ship(device=a_device(torch="1.0", driver="old"))
+    ship(device=a_device(torch="1.0", driver="old", compilers={"ptxas": "12.8.61"}))
     machine = Machine(crossing)
     start(machine, registry, monkeypatch)
     assert len(machine.runs) == 1
     table = kept()
     assert table.prior is not None
     assert "driver: old there, none here" in table.prior.differs
+    assert "ptxas: 12.8.61 there, none here" in table.prior.differs
     assert any(line.startswith("torch: 1.0 there") for line in table.prior.differs)
     assert "it differs in driver: old there" in caplog.text
     assert table.device.torch != "1.0"

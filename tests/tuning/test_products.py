@@ -155,7 +155,16 @@ def test_other_ranks_and_later_starts_read_what_was_measured(cache: Path) -> Non
     assert again.way_for(64) == "scaled_mm"
 
 
-def test_kinds_are_measured_apart_and_times_of_other_software_anew(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"torch": "1.0"}, f"torch: measured with 1.0, here is {torch.__version__}"),
+        ({"compilers": {"ptxas": "12.8.61"}}, "ptxas: measured with 12.8.61, here is none"),
+    ],
+)
+def test_kinds_are_measured_apart_and_times_of_other_software_anew(
+    cache: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, object], said: str
+) -> None:
     caplog.set_level(logging.INFO, "headway")
     slow = Bench({**COSTS, "kernel": lambda rows: 500.0, "kernel n64": lambda rows: 500.0}, fails=frozenset({"scaled_mm"}))
     fast = Bench(COSTS)
@@ -166,10 +175,10 @@ def test_kinds_are_measured_apart_and_times_of_other_software_anew(cache: Path, 
     assert "scaled_mm is left out from 1 rows on: RuntimeError: out of something" in caplog.text
     path = next(path for path in cache.glob("*.json") if "fp8" in path.name)
     kept = json.loads(path.read_text())
-    kept["device"]["torch"] = "1.0"
+    kept["device"] |= changes
     path.write_text(json.dumps(kept))
     choose_products([kind := fast.kind(layers())], 0)
-    assert f"torch: measured with 1.0, here is {torch.__version__}" in caplog.text
+    assert said in caplog.text
     assert kind.source == "rule, not measured"
 
 

@@ -12,7 +12,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.system.provenance import cpu_name, installed_versions
+from headway.core.system.provenance import compiler_versions, cpu_name, installed_versions
 from headway.tuning.measure.timing import Timer
 from headway.tuning.table.identity import DeviceIdentity, DeviceInfo
 
@@ -58,7 +58,7 @@ def identify_device(device: torch.device) -> DeviceIdentity:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if device.type != "cuda":
-        return DeviceIdentity(name=cpu_name(), threads=torch.get_num_threads(), **common)
+        return DeviceIdentity(name=cpu_name(), threads=torch.get_num_threads(), compilers={}, **common)
     properties = torch.cuda.get_device_properties(device)
     driver, clock = _driver(device)
     return DeviceIdentity(
@@ -68,6 +68,7 @@ def identify_device(device: torch.device) -> DeviceIdentity:
         memory_gib=round(properties.total_memory / 2**30, 1),
         driver=driver,
         clock_mhz=clock,
+        compilers=compiler_versions((properties.major, properties.minor)),
         **common,
     )
 

@@ -91,6 +91,7 @@ def _software(found: KeptTimes, device: DeviceIdentity) -> list[Differing]:
         ("driver", found.device.driver, device.driver),
         ("torch", found.device.torch, device.torch),
         *((name, found.device.libraries.get(name), device.libraries.get(name)) for name in ("triton", "headway")),
+        *found.device.compilers_beside(device),
     ]
 
 

@@ -38,6 +38,7 @@ def differences(
     ]
     libraries = [name for name in {**was.libraries, **device.libraries} if name not in _UNUSED]
     rows += [(name, was.libraries.get(name), device.libraries.get(name)) for name in libraries]
+    rows += was.compilers_beside(device)
     for record in table.backends:
         owner, version = (owners or {}).get(record.name, (record.owner, record.version))
         if record.available and owner != record.owner:  # one that crashed or was wrong may be mended by now

@@ -36,8 +36,16 @@ class DeviceIdentity(BaseModel):
     """The CUDA version torch was built for."""
     libraries: dict[str, str]
     """Distribution -> version, of LIBRARIES that are installed."""
+    compilers: dict[str, str] | None = None
+    """Compiler -> version of those that made the GPU's code, ptxas and nvrtc; empty on a CPU. None in files of before this
+    field, whose compilers are unknown."""
     date: str
     """UTC, ISO 8601."""
+
+    def compilers_beside(self, other: DeviceIdentity) -> list[tuple[str, str, str]]:
+        """Return (compiler, version here, version in `other`) of each that either has; "unknown" in files without the field."""
+        names = dict.fromkeys([*(self.compilers or {}), *(other.compilers or {})])
+        return [(name, _version(self.compilers, name), _version(other.compilers, name)) for name in names]
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
@@ -51,6 +59,10 @@ class DeviceIdentity(BaseModel):
             why = "threads are given" if self.threads is not None else "no compute_capability is given"
             raise ValueError(f"type: needs cpu, because {why}, got cuda")
         return self
+
+
+def _version(compilers: dict[str, str] | None, name: str) -> str:
+    return "unknown" if compilers is None else compilers.get(name, "none")
 
 
 class DeviceInfo(DeviceIdentity):
