@@ -45,8 +45,6 @@ def read_planned_model(model: str) -> PlannedModel:
     read = read_config(folder)
     config = decoder_config(read, required=True)
     assert config is not None
-    if not any(layer.attention for layer in config.layers):
-        raise ConfigError("model", "layers of attention, by whose cache a plan is made", f"{model}: none")
     return PlannedModel(config, read.dtype or torch.bfloat16)
 
 

@@ -47,7 +47,7 @@ class TransformersModel:
         self.vocab_size: int = text.vocab_size
         self.max_position_embeddings = fixed_rope_length(model, _positions(text))
         self._current = Current()
-        self._device = device
+        self.device, self.dtype = device, dtype
         with probe.probing(model, interface.NAME):
             calls = self._probe()
         self.attention_specs = [spec_of(call, dtype, device) for call in calls]
@@ -80,8 +80,8 @@ class TransformersModel:
         :raises ModelError: they do not, or tokens meet outside attention.
         """
         model, order = self.model, torch.arange(probe.NUM_TOKENS)
-        ids = ((order * 7 + 3) % self.vocab_size).to(self._device)
-        places = order.to(self._device)
+        ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
+        places = order.to(self.device)
 
         def whole() -> Tensor:
             logits: Tensor = model(input_ids=ids[None], position_ids=places[None], use_cache=False, return_dict=True).logits[0]

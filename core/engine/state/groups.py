@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -76,7 +76,7 @@ class PageFormat:
     groups: tuple[CacheGroup, ...]
     block_size: int
     page_bytes: int
-    """Bytes of a page, over all layers."""
+    """Bytes of a page, over all layers; 0 if no layer has a cache: pages then only count and name tokens."""
     columns: int = 1
     column_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of a page in one column, by the name of the tensor; empty: each layer has memory of its own."""
@@ -102,8 +102,8 @@ def page_format(
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
-    if len(set(windows)) == 1:
-        return PageFormat((CacheGroup(block_size, windows[0], whole.layers),), block_size, total)
+    if len(set(windows)) < 2:
+        return PageFormat((replace(whole, window=next(iter(windows), None)),), block_size, total)
     obstacle = _obstacle(specs, layouts, bytes_of)
     if obstacle:
         log.warning("cache groups: windowed layers keep every token, for %s", obstacle)
