@@ -91,8 +91,8 @@ def known_architectures() -> str:
     return ", ".join(family.architecture for family in FAMILIES.values())
 
 
-def read_decoder_config(config: Any) -> DecoderConfig:
-    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file.
+def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
+    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file. longest: see `read_rope`.
 
     :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
     :raises ModelError: an impossible number.
@@ -109,7 +109,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
     head_dim = head_dim or hidden // heads
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
-    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None))
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None), longest)
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
         raise BeyondDecoderError(
             f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
@@ -149,7 +149,12 @@ def read_decoder_config(config: Any) -> DecoderConfig:
 
 
 def _layers(
-    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None, parts: Sequence[LayerConfig] | None
+    config: Any,
+    head_dim: int,
+    window: int | None,
+    rotated: Sequence[bool] | None,
+    parts: Sequence[LayerConfig] | None,
+    longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
     """Each layer with its window and rotary embedding, and the different ones of the latter.
 
@@ -169,7 +174,7 @@ def _layers(
     rotated = [True] * count if rotated is None else rotated
     turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
     by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
-    found = {kind: read_rope(config, head_dim, kind if by_kind else None) for kind in turning}
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in turning}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
         replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.errors import ModelError
 from headway.models.checkpoint import check_folder
 from headway.models.config import DecoderConfig
 from headway.models.families import TEXT_PARTS

@@ -90,7 +90,7 @@ def run_offline(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         model=llm.model.name,
         load_format=load_format,
-        dtype=DTYPE_NAMES[spec.dtype],
+        dtype=DTYPE_NAMES[llm.model.decoder.dtype],
         warmup=options.warmup,
         repeat=options.repeat,
         start_seconds=start_seconds,

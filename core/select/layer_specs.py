@@ -76,7 +76,7 @@ class LayerSpecs:
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """The phases in which any layer asks a backend: only PREFILL if no layer of attention has a cache, none if none attends."""
+        """The phases in which any layer asks a backend: only PREFILL if no layer has a cache, none if none attends."""
         asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
         return [phase for phase in Phase if phase in asked]
 

@@ -100,8 +100,11 @@ class StartupChoice:
         return found, None
 
     def why_not(self, phase: Phase, chosen: Selection) -> dict[str, tuple[Reason, ...]]:
-        """Each backend that was considered for a phase -> why the phase is refused over the chosen layout; (): it can."""
-        names = self._candidates(self._request, phase)
+        """Each backend that was considered for a phase -> why the phase is refused over the chosen layout; (): it can.
+
+        Empty if no layer has attention.
+        """
+        names = self._candidates(self._request, phase) if self._layers.cached else ()
         found = {name: self._reasons(name, phase, chosen.layout, chosen.block_size) for name in names}
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
         return found | {name: (Reason(name, "to pass its self-test", why),) for name, why in failed.items()}

@@ -83,12 +83,18 @@ EXPERTS = "grouped_mm"
 
 
 def load_adapted(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, torch_compile: bool | None
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool,
+    torch_compile: bool | None,
+    longest: int | None = None,
 ) -> TransformersModel:
     """Load a model by transformers' code, without any code of the model's own.
 
     config: of transformers. dummy: random weights, the same on every start on one kind of device, in place of the folder's.
-    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not.
+    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not. longest: see `rope.read_rope`.
 
     :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration.
     """
@@ -99,7 +105,7 @@ def load_adapted(
     with quiet(), torch.inference_mode():
         try:
             model = _dummy(config, device, options) if dummy else _from_files(folder, config, device, options)
-            adapted = TransformersModel(model, dtype, device)
+            adapted = TransformersModel(model, dtype, device, longest)
         except (HeadwayError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.contract.layout import CacheGeometry, CacheLayout
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import CHECKPOINT_TOKENS
 
 log = logging.getLogger("headway")
 
@@ -102,8 +103,11 @@ def page_format(
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
-    if len(set(windows)) < 2:
-        return PageFormat((replace(whole, window=next(iter(windows), None)),), block_size, total)
+    if not specs:  # pages take only the host's time: as few as prefix hits need, which end where checkpoints may lie
+        blocks = math.lcm(block_size, CHECKPOINT_TOKENS) // block_size
+        return PageFormat((CacheGroup(blocks * block_size, None, (), blocks, blocks),), block_size, 0)
+    if len(set(windows)) == 1:
+        return PageFormat((CacheGroup(block_size, windows[0], whole.layers),), block_size, total)
     obstacle = _obstacle(specs, layouts, bytes_of)
     if obstacle:
         log.warning("cache groups: windowed layers keep every token, for %s", obstacle)
