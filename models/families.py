@@ -13,7 +13,7 @@ from headway.models import expert_families as experts
 from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
 from headway.models import mamba_families as mamba
-from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
+from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig, StateConfig
 from headway.models.minimax_family import MINIMAX_NAMES, minimax
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
-    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES, windowed=False),
+    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
     "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
@@ -63,9 +63,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, partial_rotary=True),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, partial_rotary=True),
-    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, partial_rotary=True),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, False, True),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, windowed=False, partial_rotary=True),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
@@ -129,10 +129,12 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
     )
     activation, eps = read["activation"], read["norm_eps"]
     if activation not in ACTIVATION_NAMES:
-        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
+        field = _field_of(config, _ACTIVATION_FIELDS, activation)
+        raise BeyondDecoderError(f"{field}: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
-        raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
+        raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
     read["activation"] = ACTIVATION_NAMES[activation]
+    _check_convolution(config, read.get("state"))
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,
@@ -146,6 +148,28 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
         names=family.names,
         **read,
     )
+
+
+def _field_of(config: Any, names: Sequence[str], value: object) -> str:
+    """Return the first of these fields that has a value, or the last of them, which most families have."""
+    return next((name for name in names if getattr(config, name, None) == value), names[-1])
+
+
+_ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_activation", "activation_function", "hidden_act")
+_EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+
+
+def _check_convolution(config: Any, state: StateConfig | None) -> None:
+    """Check the activation behind the convolution of layers with a state, for which transformers reads a field of the MLPs.
+
+    :raises BeyondDecoderError: another one than silu.
+    """
+    if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
+        return
+    field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
+    named = getattr(config, field)
+    if ACTIVATION_NAMES.get(named) != "silu":
+        raise BeyondDecoderError(f"{field}: needs silu, behind the convolution of layers with a state as well, got {named}")
 
 
 def _layers(
@@ -164,7 +188,7 @@ def _layers(
     if parts is None:
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
     else:
-        kinds = ["full_attention"] * len(parts)
+        kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
         rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
