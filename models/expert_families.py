@@ -18,7 +18,8 @@ MIXTRAL_NAMES = TensorNames(
         down="block_sparse_moe.experts.{}.w2",
     )
 )
-QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"))
+QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"), ignored=(".mlp.shared_expert_gate.weight",))
+"""The gate is left where shared experts have no elements."""
 GPT_OSS_NAMES = TensorNames(experts=ExpertNames(router="mlp.router", interleaved=True))
 
 

@@ -134,6 +134,9 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
     if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
         raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
     read["activation"] = ACTIVATION_NAMES[activation]
+    if any(layer.mlp == "experts" for layer in layers) and read["activation"] != read["experts"].activation:
+        field = _field_of(config, _ACTIVATION_FIELDS, activation)
+        raise BeyondDecoderError(f"{field}: needs {read['experts'].activation} for experts, got {activation}")
     _check_convolution(config, read.get("state"))
     return DecoderConfig(
         model_type=kind,

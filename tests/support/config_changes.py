@@ -78,7 +78,7 @@ def changes(config: PretrainedConfig, field: str) -> Iterator[Any]:
         yield from (None,) * (field == "sliding_window")
     elif isinstance(value, float):
         yield from (value * 1.5 + 0.25, value * 0.5)
-    elif isinstance(value, list):
+    elif isinstance(value, list) and value:
         yield value[::-1]
         yield [value[-1]] * len(value)
         yield [value[0]] * len(value)
