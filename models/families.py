@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,17 +127,7 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
         layer if layer.mlp is None or index in without_experts else replace(layer, mlp="experts")
         for index, layer in enumerate(layers)
     )
-    activation, eps = read["activation"], read["norm_eps"]
-    if activation not in ACTIVATION_NAMES:
-        field = _field_of(config, _ACTIVATION_FIELDS, activation)
-        raise BeyondDecoderError(f"{field}: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
-    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
-        raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
-    read["activation"] = ACTIVATION_NAMES[activation]
-    if any(layer.mlp == "experts" for layer in layers) and read["activation"] != read["experts"].activation:
-        field = _field_of(config, _ACTIVATION_FIELDS, activation)
-        raise BeyondDecoderError(f"{field}: needs {read['experts'].activation} for experts, got {activation}")
-    _check_convolution(config, read.get("state"))
+    read["activation"] = _checked_activation(config, read, any(layer.mlp == "experts" for layer in layers))
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,
@@ -151,6 +141,25 @@ def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfi
         names=family.names,
         **read,
     )
+
+
+def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
+    """Return the activation of the MLPs in our terms. routed: True if a layer has experts.
+
+    :raises BeyondDecoderError: one that the decoder does not compute everywhere.
+    :raises ModelError: an impossible epsilon of the norms.
+    """
+    named, eps = read["activation"], read["norm_eps"]
+    field = _field_of(config, _ACTIVATION_FIELDS, named)
+    if named not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"{field}: needs one of {', '.join(ACTIVATION_NAMES)}, got {named}")
+    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
+        raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
+    activation = ACTIVATION_NAMES[named]
+    if routed and activation != read["experts"].activation:
+        raise BeyondDecoderError(f"{field}: needs {read['experts'].activation} for experts, got {named}")
+    _check_convolution(config, read.get("state"))
+    return activation
 
 
 def _field_of(config: Any, names: Sequence[str], value: object) -> str:

@@ -112,7 +112,7 @@ def load_model(
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)
     quantization = _on_loading(quantization, stored)
-    chosen = chosen_dtype(dtype, config, device)
+    chosen, long = chosen_dtype(dtype, config, device), takes_long_factors(config, max_model_len)
     decoder: Decoder | TransformersModel
     live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
@@ -146,17 +146,15 @@ def load_model(
     else:
         from headway.models.transformers_adapter.load import load_adapted
 
-        adapted = load_adapted(
-            folder, config_of(folder, stated, plain=False), chosen, device, dummy, torch_compile, max_model_len
-        )
-        decoder, implementation = adapted, adapted.implementation
+        whole = config_of(folder, stated, plain=False)
+        decoder = load_adapted(folder, whole, chosen, device, dummy, torch_compile, max_model_len)
+        implementation = decoder.implementation
     log.info("model: %s, computed by %s", name, implementation)
-    long_factors = takes_long_factors(config, max_model_len)
     place = None if skip_tokenizer_init else folder if tokenizer in (None, name) else locate(tokenizer, weights=False)
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
-    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live, long_factors)
+    return LoadedModel(name, folder, decoder, implementation, read, _eos(folder, config), place, live, long)
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:

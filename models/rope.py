@@ -71,9 +71,10 @@ def original_length(config: Any) -> int | None:
 
 def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
     """Return whether RoPE of type `longrope` takes its long factors; the log names the factors, and how to get the others."""
-    original, longest = original_length(config), max_model_len or config.max_position_embeddings
+    original = original_length(config)
     if original is None:
         return False
+    longest: int = max_model_len or config.max_position_embeddings
     long = longest > original
     text = "model: RoPE of type longrope takes its %s factors for sequences of every length, as max_model_len=%d is %s the %d "
     text += "tokens of the original training; %s takes the others"

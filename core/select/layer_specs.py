@@ -50,7 +50,8 @@ class LayerSpecs:
     @property
     def device(self) -> torch.device:
         """Device that all layers are on."""
-        found = next((spec.device for spec in (*self.cached, *self.states)), self.placed)
+        devices = [*(spec.device for spec in self.cached[:1]), *(spec.device for spec in self.states[:1])]
+        found = devices[0] if devices else self.placed
         assert found is not None, "a model without layers of attention or with a state says its device"
         return found
 

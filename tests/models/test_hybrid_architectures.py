@@ -130,6 +130,13 @@ def test_what_the_decoder_does_not_compute_is_refused(name: str, values: dict[st
         read_decoder_config(changed(name, **values))
 
 
+def test_what_neither_implementation_computes_is_refused_by_the_decoders_reason(tmp_path: Path) -> None:
+    save_random(changed("qwen3_next", hidden_act="gelu"), tmp_path)
+    words = "hidden_act: needs silu for experts, got gelu; and Qwen3NextForCausalLM keeps a state"
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True)
+
+
 def changed(name: str, **values: Any) -> Any:
     config = copy.deepcopy(ROWS[name])
     for key, value in values.items():

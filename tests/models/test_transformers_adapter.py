@@ -260,6 +260,11 @@ def test_sinks_that_are_replaced_are_an_error() -> None:
         ("DiffLlamaForCausalLM", {}, "is called twice"),
         ("DogeForCausalLM", {}, "has a mask of the model's own"),
         ("Llama4ForCausalLM", {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 12}, "its mask shows it"),
+        (
+            "Gemma4ForCausalLM",
+            {"head_dim": 12, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 3},
+            r"layer 2 .*reads those of model.layers.1.self_attn .num_kv_shared_layers=1 in config.json.; .* share them yet",
+        ),
         ("BloomForCausalLM", {"n_head": 4}, "never calls its attention"),
     ],
 )
