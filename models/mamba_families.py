@@ -200,7 +200,8 @@ def _nemotron_experts(config: Any) -> ExpertsConfig:
         )
     if config.mlp_bias:
         raise BeyondDecoderError("mlp_bias: needs false in a model with experts, got true")
-    return replace(sigmoid_experts(config), shared_intermediate_size=config.moe_shared_expert_intermediate_size, gated=False)
+    shared = config.moe_shared_expert_intermediate_size or config.intermediate_size
+    return replace(sigmoid_experts(config), shared_intermediate_size=shared, gated=False)
 
 
 def jamba(config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
 
 import hybrid_models
 import plain_models
@@ -101,10 +101,8 @@ def _refused(error: HeadwayError, field: str, value: Any, stated: str, folder: P
     named = re.search(r"(\w+)(: needs| needs|=)", str(error))
     if named is not None and named[1] in names:
         return "refused"
-    try:
-        AutoModelForCausalLM.from_pretrained(folder)
-    except Exception:  # it cannot read what it has written
-        return "none"
+    if re.search(r"needs shape .* by config.json, got", str(error)):
+        return "refused"  # transformers writes three convolutions of Olmo-Hybrid in equal thirds, whatever their sizes
     return f"refused without the field's name: {error}"
 
 
