@@ -175,8 +175,11 @@ def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.jso
         if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
             continue  # as Qwen2-MoE writes that it has none
         most = _MOST.get(name, 2**31 - 1)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            need = "of at least 1" if not isinstance(value, int) or value < 1 else f"of at most {most}"
+        of_layers = isinstance(value, list) and config.get("model_type") not in FAMILIES  # as Gemma 3n has a size for each layer
+        for each in value if of_layers else [value]:
+            if isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= most:
+                continue
+            need = "of at least 1" if not isinstance(each, int) or each < 1 else f"of at most {most}"
             raise ModelError(f"model {folder}: {file} cannot be used: {name} needs a whole number {need}, got {shown(value)}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, head_dim = config.get("hidden_size"), config.get("head_dim")

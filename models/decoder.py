@@ -89,6 +89,7 @@ class Decoder:
         :raises ConfigError: the model does not divide among so many ranks.
         """
         self.config, names, self._invariant = config, config.names, batch_invariant
+        self.device, self.dtype = weights.device, weights.dtype
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary

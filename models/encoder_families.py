@@ -118,6 +118,9 @@ def _modernbert(config: Any) -> EncoderConfig:
     """ModernBERT; `local_attention` keys lie around a query in its windowed layers, half of them on each side."""
     head_dim = config.hidden_size // config.num_attention_heads
     found = {kind: read_rope(config, head_dim, kind) for kind in dict.fromkeys(config.layer_types)}
+    partial = next((rope.rotary_dim for rope in found.values() if rope.rotary_dim != head_dim), None)
+    if partial is not None:
+        raise BeyondDecoderError(f"partial_rotary_factor: needs 1 in {config.model_type}, got {partial / head_dim:g}")
     ropes = tuple(dict.fromkeys(found.values()))
     window = config.local_attention // 2 + 1
     layers = tuple(

@@ -18,7 +18,8 @@ MIXTRAL_NAMES = TensorNames(
         down="block_sparse_moe.experts.{}.w2",
     )
 )
-QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"))
+QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"), ignored=(".mlp.shared_expert_gate.weight",))
+"""The gate is left where shared experts have no elements."""
 GPT_OSS_NAMES = TensorNames(experts=ExpertNames(router="mlp.router", interleaved=True))
 
 
@@ -88,6 +89,8 @@ def deepseek(config: Any) -> dict[str, Any]:
         raise BeyondDecoderError(
             "norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true"
         )
+    if getattr(config, "mlp_bias", False):
+        raise BeyondDecoderError(f"mlp_bias: needs false for {config.model_type}, got true")
     if getattr(config, "moe_layer_freq", 1) != 1:
         raise BeyondDecoderError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
     grouped = third or method == "group_limited_greedy"
@@ -127,7 +130,8 @@ def sigmoid_experts(config: Any) -> ExpertsConfig:
 def _count(config: Any) -> Any:
     """The number of routed experts, which releases and families call differently."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    found = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-    if found is None:
-        raise ModelError("num_experts: needs a whole number of at least 1, got none")
+    field = next((name for name in reversed(names) if getattr(config, name, None) is not None), names[1])
+    found = getattr(config, field, None)
+    if type(found) is not int or found < 1:
+        raise ModelError(f"{field}: needs a whole number of at least 1, got {found}")
     return found

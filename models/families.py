@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from headway.models import expert_families as experts
 from headway.models import hybrid_families as hybrid
 from headway.models import latent_families as latent
 from headway.models import mamba_families as mamba
-from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig
+from headway.models.config import Activation, BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig, StateConfig
 from headway.models.minimax_family import MINIMAX_NAMES, minimax
 from headway.models.names import LLAMA_NAMES, TensorNames
 from headway.models.rope import read_rope
@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
-    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES, windowed=False),
+    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
     "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
@@ -63,9 +63,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
     "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, partial_rotary=True),
-    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, partial_rotary=True),
-    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, partial_rotary=True),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, False, True),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, windowed=False, partial_rotary=True),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
     "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
 }
@@ -91,8 +91,8 @@ def known_architectures() -> str:
     return ", ".join(family.architecture for family in FAMILIES.values())
 
 
-def read_decoder_config(config: Any) -> DecoderConfig:
-    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file.
+def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
+    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file. longest: see `read_rope`.
 
     :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
     :raises ModelError: an impossible number.
@@ -109,7 +109,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
     head_dim = head_dim or hidden // heads
     window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
-    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None))
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None), longest)
     if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
         raise BeyondDecoderError(
             f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
@@ -127,12 +127,7 @@ def read_decoder_config(config: Any) -> DecoderConfig:
         layer if layer.mlp is None or index in without_experts else replace(layer, mlp="experts")
         for index, layer in enumerate(layers)
     )
-    activation, eps = read["activation"], read["norm_eps"]
-    if activation not in ACTIVATION_NAMES:
-        raise BeyondDecoderError(f"hidden_act: needs one of {', '.join(ACTIVATION_NAMES)}, got {activation}")
-    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
-        raise ModelError(f"rms_norm_eps: needs a number above 0, got {eps!r}")
-    read["activation"] = ACTIVATION_NAMES[activation]
+    read["activation"] = _checked_activation(config, read, any(layer.mlp == "experts" for layer in layers))
     return DecoderConfig(
         model_type=kind,
         vocab_size=config.vocab_size,
@@ -148,8 +143,54 @@ def read_decoder_config(config: Any) -> DecoderConfig:
     )
 
 
+def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
+    """Return the activation of the MLPs in our terms. routed: True if a layer has experts.
+
+    :raises BeyondDecoderError: one that the decoder does not compute everywhere.
+    :raises ModelError: an impossible epsilon of the norms.
+    """
+    named, eps = read["activation"], read["norm_eps"]
+    field = _field_of(config, _ACTIVATION_FIELDS, named)
+    if named not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"{field}: needs one of {', '.join(ACTIVATION_NAMES)}, got {named}")
+    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
+        raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
+    activation = ACTIVATION_NAMES[named]
+    if routed and activation != read["experts"].activation:
+        raise BeyondDecoderError(f"{field}: needs {read['experts'].activation} for experts, got {named}")
+    _check_convolution(config, read.get("state"))
+    return activation
+
+
+def _field_of(config: Any, names: Sequence[str], value: object) -> str:
+    """Return the first of these fields that has a value, or the last of them, which most families have."""
+    return next((name for name in names if getattr(config, name, None) == value), names[-1])
+
+
+_ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_activation", "activation_function", "hidden_act")
+_EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+
+
+def _check_convolution(config: Any, state: StateConfig | None) -> None:
+    """Check the activation behind the convolution of layers with a state, for which transformers reads a field of the MLPs.
+
+    :raises BeyondDecoderError: another one than silu.
+    """
+    if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
+        return
+    field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
+    named = getattr(config, field)
+    if ACTIVATION_NAMES.get(named) != "silu":
+        raise BeyondDecoderError(f"{field}: needs silu, behind the convolution of layers with a state as well, got {named}")
+
+
 def _layers(
-    config: Any, head_dim: int, window: int | None, rotated: Sequence[bool] | None, parts: Sequence[LayerConfig] | None
+    config: Any,
+    head_dim: int,
+    window: int | None,
+    rotated: Sequence[bool] | None,
+    parts: Sequence[LayerConfig] | None,
+    longest: int | None,
 ) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
     """Each layer with its window and rotary embedding, and the different ones of the latter.
 
@@ -159,7 +200,7 @@ def _layers(
     if parts is None:
         kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
     else:
-        kinds = ["full_attention"] * len(parts)
+        kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
         rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
     if len(kinds) != count:
         raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
@@ -169,7 +210,7 @@ def _layers(
     rotated = [True] * count if rotated is None else rotated
     turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
     by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
-    found = {kind: read_rope(config, head_dim, kind if by_kind else None) for kind in turning}
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in turning}
     ropes = tuple(dict.fromkeys(found.values()))
     layers = [
         replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)

@@ -14,7 +14,7 @@ from headway.core.contract.state import CONV, GATED_DELTA, KDA, StateSpec
 from headway.core.system.text import shown
 from headway.models.config import BeyondDecoderError, LayerConfig, StateConfig
 from headway.models.dense_families import OLMO2_NAMES, olmo2, qwen3
-from headway.models.expert_families import qwen_expert_sizes, qwen_experts, sigmoid_experts
+from headway.models.expert_families import QWEN2_MOE_NAMES, qwen_expert_sizes, qwen_experts, sigmoid_experts
 from headway.models.experts.config import ExpertsConfig
 from headway.models.latent_families import latent_attention
 from headway.models.names import ExpertNames, StateNames, TensorNames
@@ -39,8 +39,9 @@ _QWEN3_5_INPUTS = (
     *((f"linear_attn.in_proj_{section}", (section,)) for section in ("z", "b", "a")),
 )
 QWEN3_NEXT_NAMES = TensorNames(
-    experts=ExpertNames(shared="mlp.shared_expert"),
+    experts=QWEN2_MOE_NAMES.experts,
     state=replace(_DELTA, inputs=_QWEN3_NEXT_INPUTS, by_key_head=True),
+    ignored=QWEN2_MOE_NAMES.ignored,
     ignored_modules=("mtp.",),
 )
 QWEN3_5_NAMES = replace(

@@ -46,4 +46,4 @@ def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch
     expanded = {} if latent is None else {spec: expanded_spec(config, latent, spec) for spec in cached}
     count = sum(layer.state for layer in config.layers)
     states = [] if config.state is None else [state_spec(config.state, dtype, device)] * count
-    return LayerSpecs(cached, expanded, states)
+    return LayerSpecs(cached, expanded, states, device)

@@ -35,12 +35,12 @@ from headway.models.plain_config import plain_config
 from headway.models.quantization.config import METHODS, Quantization, read_quantization
 from headway.models.quantization.forms import QuantizedWeight
 from headway.models.quantization.rounding import ON_LOADING
+from headway.models.rope import takes_long_factors
 from headway.models.rounded_weights import DummyInFormat, QuantizeOnLoading
 from headway.models.weights import DummyWeights, Weights, WeightSource
 
 if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel
-import hashlib
 
 LOAD_FORMATS = ("auto", "dummy")
 """auto: the safetensors files of the folder; dummy: random weights in the shapes of its config.json."""
@@ -67,6 +67,8 @@ class LoadedModel:
     """Where the tokenizer was read; None where there is none."""
     live_weights: LiveWeights | None = None
     """What replaces weights while the model runs; None: they are quantised, on several ranks, or run by transformers' code."""
+    long_factors: bool = False
+    """True if RoPE of type `longrope` takes its long factors: keys in a cache depend on it."""
 
     @property
     def rounding(self) -> str:
@@ -89,6 +91,7 @@ def load_model(
     tokenizer: str | None = None,
     origin: ModelOrigin = AS_IT_IS,
     slots: AdapterSlots | None = None,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Find and load a model.
 
@@ -103,6 +106,7 @@ def load_model(
     keep_quantized: False: quantised weights are expanded, whatever the device's products read.
     origin: which files the model has. slots: for adapters; None: none.
     tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
+    max_model_len: tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
@@ -114,10 +118,10 @@ def load_model(
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)
     quantization = _on_loading(quantization, stored)
-    chosen = chosen_dtype(dtype, config, device)
+    chosen, long = chosen_dtype(dtype, config, device), takes_long_factors(config, max_model_len)
     decoder: Decoder | TransformersModel
     live: LiveWeights | None = None
-    native = None if model_impl == "transformers" else decoder_config(config, required=model_impl == "headway")
+    native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
         weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized, dtype == "float32")
         with torch.inference_mode():
@@ -148,15 +152,16 @@ def load_model(
     else:
         from headway.models.transformers_adapter.load import load_adapted
 
-        adapted = load_adapted(folder, config_of(folder, stated, plain=False), chosen, device, dummy, torch_compile)
-        decoder, implementation = adapted, adapted.implementation
+        whole = config_of(folder, stated, plain=False)
+        decoder = load_adapted(folder, whole, chosen, device, dummy, torch_compile, max_model_len)
+        implementation = decoder.implementation
     log.info("model: %s, computed by %s", name, implementation)
     place = None if skip_tokenizer_init else folder if tokenizer in (None, name) else locate(tokenizer, weights=False)
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
     ends = read_end_tokens(folder, stated, config, read)
-    return LoadedModel(name, folder, decoder, implementation, read, ends, place, live)
+    return LoadedModel(name, folder, decoder, implementation, read, ends, place, live, long)
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
@@ -229,10 +234,13 @@ def check_load_options(dtype: str, load_format: str, model_impl: str = "auto", q
         raise ConfigError("quantization", f"none or {', '.join(ON_LOADING)}", repr(quantization), hint)
 
 
-def decoder_config(config: Any, required: bool) -> DecoderConfig | None:
-    """What Headway's decoder needs of a model; None where it does not compute the model and need not."""
+def decoder_config(config: Any, required: bool, longest: int | None = None) -> DecoderConfig | None:
+    """Return the model's `DecoderConfig`, or None if Headway's decoder does not compute it and `required` is false.
+
+    longest: see `read_rope`.
+    """
     try:
-        return read_decoder_config(config)
+        return read_decoder_config(config, longest)
     except HeadwayError as error:
         if required or not isinstance(error, BeyondDecoderError):
             raise
@@ -356,23 +364,3 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"
-
-
-_WEIGHTS = (".safetensors", ".gguf", ".json")
-
-
-def identity_of(model: LoadedModel, load_format: str) -> str:
-    """A digest of the configuration's content, of the names, sizes and times of the weights' files, of what computes the model,
-    and of the devices' kind and the element type in which it does so."""
-    spec = model.decoder.attention_specs[0]
-    digest = hashlib.blake2b(digest_size=16)
-    parts: list[object] = [load_format, model.implementation, spec.dtype, spec.device.type]
-    files = [model.folder] if model.folder.is_file() else sorted(model.folder.iterdir())
-    for path in files:
-        if path.suffix in _WEIGHTS and path.is_file():
-            stat = path.stat()
-            parts.append((path.name, stat.st_size, stat.st_mtime_ns))
-            if path.name == "config.json":
-                parts.append(path.read_bytes())
-    digest.update(repr(parts).encode())
-    return digest.hexdigest()

@@ -191,14 +191,17 @@ def nemotron_h(config: Any) -> dict[str, Any]:
 def _nemotron_experts(config: Any) -> ExpertsConfig:
     """DeepSeek-V3's routing to experts without a gate.
 
-    :raises BeyondDecoderError: experts between two further products.
+    :raises BeyondDecoderError: experts between two further products, or with biases.
     """
     if config.moe_latent_size is not None:
         layer = config.layer_types.index("moe")
         raise BeyondDecoderError(
             f"moe_latent_size: needs null, got {config.moe_latent_size} (layer {layer} is the first with it)"
         )
-    return replace(sigmoid_experts(config), shared_intermediate_size=config.moe_shared_expert_intermediate_size, gated=False)
+    if config.mlp_bias:
+        raise BeyondDecoderError("mlp_bias: needs false in a model with experts, got true")
+    shared = config.moe_shared_expert_intermediate_size or config.intermediate_size
+    return replace(sigmoid_experts(config), shared_intermediate_size=shared, gated=False)
 
 
 def jamba(config: Any) -> dict[str, Any]:

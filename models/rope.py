@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,11 +13,14 @@ from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown
 from headway.models.config import BeyondDecoderError, RopeConfig
 
+log = logging.getLogger("headway")
 
-def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> RopeConfig:
+
+def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
     """The rotary embedding of a transformers configuration; rare scaled types are computed by transformers.
 
-    layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type.
+    layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type. longest: tokens of the longest
+    sequence, by which `longrope` takes its short or long factors for all positions; None means max_position_embeddings.
 
     :raises ModelError: an impossible base.
     :raises BeyondDecoderError: a type that changes with the length of the sequence.
@@ -36,17 +40,51 @@ def read_rope(config: Any, head_dim: int, layer_type: str | None = None) -> Rope
             inv_freq = inv_freq / _above_zero(parameters, "factor")
         if kind == "llama3":
             inv_freq = _llama3(inv_freq, parameters)
-    elif kind == "yarn":
+    elif kind in ("yarn", "longrope"):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         _above_zero(parameters, "factor", 1.0)
+        if kind == "longrope":
+            original_length(config)
         compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
         nested = {} if layer_type is None else {"layer_type": layer_type}
-        inv_freq, factor = compute(config, torch.device("cpu"), **nested)
-    else:  # the others change with the length of the sequence
-        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3 or yarn, got {kind}")
+        inv_freq, factor = compute(config, torch.device("cpu"), seq_len=longest or config.max_position_embeddings, **nested)
+    else:  # `dynamic` changes with the length of the sequence
+        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn or longrope, got {kind}")
     still = (head_dim - rotary_dim) // 2
     return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
+
+
+def original_length(config: Any) -> int | None:
+    """Tokens up to which `longrope` (Phi-3, Phi-4) takes its short factors; None if no layer has RoPE of this type.
+
+    A cache holds keys that were rotated by one set of factors, so one set serves all sequences, whatever their length: the short
+    factors if no sequence may be longer than this, else the long ones (as vLLM does).
+
+    :raises ModelError: the configuration does not say.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    listed = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
+    found = [_above_zero(each, "original_max_position_embeddings") for each in listed if each.get("rope_type") == "longrope"]
+    return int(min(found)) if found else None
+
+
+def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
+    """Return whether RoPE of type `longrope` takes its long factors; the log names the factors, and how to get the others."""
+    original = original_length(config)
+    if original is None:
+        return False
+    longest: int = max_model_len or config.max_position_embeddings
+    long = longest > original
+    text = "model: RoPE of type longrope takes its %s factors for sequences of every length, as max_model_len=%d is %s the %d "
+    text += "tokens of the original training; %s takes the others"
+    log.info(
+        text,
+        *("long", longest, "above", original, f"max_model_len={original}")
+        if long
+        else ("short", longest, "within", original, "a larger one"),
+    )
+    return long
 
 
 def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:

@@ -244,7 +244,7 @@ class Weights:
 
         :raises ModelError: naming the first few.
         """
-        left = [name for name in self._files.left if not self._is_bias_of_none(name)]
+        left = [name for name in self._files.left if not self._is_bias_of_none(name) and 0 not in self._files.shape(name)]
         self._files.close()
         if self.quantization is not None and not self._counted.labels:
             said = f"{self.quantization.label} by {self.quantization.place}"

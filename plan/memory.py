@@ -65,9 +65,9 @@ def engine_memory(gpu: GpuKind, costs: RankCosts, limits: EngineLimits) -> Engin
         parts = f"{size_text(int(costs.weight_bytes))} of weights and {size_text(int(activations))} of activations"
         raise ConfigError("memory", f"{parts} in {size_text(int(usable))}", f"{size_text(int(gpu.memory_bytes))} a GPU")
     layers = [StateLayer(spec, StateParameters()) for spec in costs.layers.states]
-    slots = plan_slots(layers, KEY_VALUE, limits.max_num_seqs, 1, left, limits.enable_prefix_caching)
-    left -= 0 if slots is None else slots.num_bytes
     caches = costs.layers.cached
+    slots = plan_slots(layers, KEY_VALUE, limits.max_num_seqs, 1, left, limits.enable_prefix_caching, bool(caches))
+    left -= 0 if slots is None else slots.num_bytes
     pages = page_format(caches, [layout_of(spec) for spec in caches], BLOCK_SIZE, limits.max_model_len)
     pool = pool_size(pages, limits.max_model_len, limits.max_num_seqs, SMALLEST_CHUNK, left)
     states = 0 if slots is None else slots.num_bytes

@@ -136,13 +136,10 @@ class RankCosts:
     """Bytes of what is in the model's element type whatever the format: embedding, head, routers, learned positions."""
     num_sums: int
     """All-reduces of [tokens, hidden_size] in a step."""
+    itemsize: int
+    """Bytes of an element of the model."""
     kinds: Mapping[AttentionSpec, int] = field(default_factory=dict)
     """Each kind of the rank's layers of attention -> how many there are."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the model."""
-        return self.layers.cached[0].dtype.itemsize
 
     @property
     def bytes_per_weight(self) -> float:
@@ -213,6 +210,7 @@ def rank_costs(
         experts=experts,
         plain_bytes=plain * dtype.itemsize,
         num_sums=sums if size > 1 else 0,
+        itemsize=dtype.itemsize,
         kinds=Counter(layers.cached),
     )
 
@@ -224,7 +222,7 @@ def _own_layers(own: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: str) -> 
         return layers
     asked = KV_DTYPES[kv_cache_dtype]
     expanded = {replace(spec, kv_dtype=asked): other for spec, other in layers.expanded.items()}
-    return LayerSpecs([replace(spec, kv_dtype=asked) for spec in layers.cached], expanded, layers.states)
+    return replace(layers, cached=[replace(spec, kv_dtype=asked) for spec in layers.cached], expanded=expanded)
 
 
 def _attention_products(own: DecoderConfig) -> list[ProductShape]:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.contract.errors import ModelError
 from headway.models.checkpoint import check_folder
 from headway.models.config import DecoderConfig
 from headway.models.families import TEXT_PARTS
@@ -45,8 +45,6 @@ def read_planned_model(model: str) -> PlannedModel:
     read = read_config(folder)
     config = decoder_config(read, required=True)
     assert config is not None
-    if not any(layer.attention for layer in config.layers):
-        raise ConfigError("model", "layers of attention, by whose cache a plan is made", f"{model}: none")
     return PlannedModel(config, read.dtype or torch.bfloat16)
 
 

@@ -84,7 +84,7 @@ class StepPredictor:
     def attention_source(self) -> Source:
         """The weakest of the sources of its attention times."""
         found = {self._attention.source(spec) for spec in self.costs.layers.counts}
-        return next((source for source in WEAKEST_FIRST if source in found), "table")
+        return next((source for source in WEAKEST_FIRST if source in found), "none")
 
     def step(self, work: StepWork) -> StepParts:
         """The parts of a step."""

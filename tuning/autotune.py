@@ -111,7 +111,7 @@ def tables_for(
         if not named.exists():
             found_none = f"{named}, which does not exist"
             raise ConfigError("crossover_table", "a table file", found_none, "headway bench crossover makes one")
-    if not backend_request.auto_phases:
+    if not backend_request.auto_phases or not layers.cached:
         return None
     available = registry.able(layers.device)
     if not table_request.paths and len(available) < 2:

@@ -52,7 +52,7 @@ def load_models(
     a = load(quantization=None if quantization == AS_STORED else quantization)
     assert isinstance(a.decoder, Decoder)
     read, count = sum(linear.reads_quantized for linear, _ in a.decoder.products), len(a.decoder.products)
-    plain = DTYPE_NAMES[a.decoder.attention_specs[0].dtype]
+    plain = DTYPE_NAMES[a.decoder.dtype]
     if quantization == AS_STORED and not read:
         got = f"{stored}, which is expanded to {plain} on a {device.type}: both sides would be the same"
         hint = "a GPU, or on a CPU 4 bits in groups of 32 to 256 with --dtype bfloat16"

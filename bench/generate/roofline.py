@@ -53,7 +53,7 @@ class ElementBytes:
         """Count what a model's products and experts hold."""
         linears = [linear for linear, _ in decoder.products]
         experts = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertsMLP)]
-        usual = float(decoder.attention_specs[0].dtype.itemsize)
+        usual = float(decoder.dtype.itemsize)
         return cls(
             _average(((each.held_bytes, each.out_features * each.in_features) for each in linears), usual),
             _average([(decoder.lm_head.held_bytes, decoder.lm_head.out_features * decoder.lm_head.in_features)], usual),
@@ -90,8 +90,7 @@ class Roofline:
             rows += num_sparse * (experts.num_logits + products * experts.shared_intermediate_size)
             self._expert_params = products * num_sparse * experts.intermediate_size * config.hidden_size
         self._layer_params = config.hidden_size * rows
-        usual = float(specs[0].dtype.itemsize)
-        self._held = held or ElementBytes(usual, usual, usual)
+        self._held = held or ElementBytes(*[float(specs[0].dtype.itemsize)] * 3)
         self._head_params = config.vocab_size * config.hidden_size
         self.weight_bytes = round((self._layer_params * self._held.products + self._head_params * self._held.head) / ranks)
         """Read by every step: all products but routed experts' and the output head; of the embedding a step reads single rows,

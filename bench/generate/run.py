@@ -69,8 +69,7 @@ def run_offline(
 
     :raises HeadwayError: a request that cannot be sent, or that did not write what it was to write.
     """
-    spec = llm.model.decoder.attention_specs[0]
-    device = describe_device(llm.device, spec.dtype, Timer())
+    device = describe_device(llm.device, llm.model.decoder.dtype, Timer())
     rates = Rates(measure_read_gbps(llm.device, Timer()), device.matrix_tflops)
     cells, busy, adapters = [], crowding(), _drawn_adapters(llm, options.adapters)
     for workload in workloads:
@@ -91,7 +90,7 @@ def run_offline(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         model=llm.model.name,
         load_format=load_format,
-        dtype=DTYPE_NAMES[spec.dtype],
+        dtype=DTYPE_NAMES[llm.model.decoder.dtype],
         warmup=options.warmup,
         repeat=options.repeat,
         start_seconds=start_seconds,

@@ -111,7 +111,7 @@ def run_throughput(
     ours = passes["headway"][-1].tokens
     for result in results[1:]:
         result.same_tokens = same_tokens(ours, passes[result.engine][-1].tokens, llm.model.eos_token_ids)
-    dtype = llm.model.decoder.attention_specs[0].dtype
+    dtype = llm.model.decoder.dtype
     return ThroughputReport(
         command=command,
         origin=Origin.here(),
@@ -170,10 +170,9 @@ class TransformersPeer:
         from transformers.utils import logging
 
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        spec = llm.model.decoder.attention_specs[0]
-        self._device = spec.device
-        loaded: Any = AutoModelForCausalLM.from_pretrained(llm.model.folder, dtype=spec.dtype)
-        self._model: Any = loaded.to(spec.device).eval()
+        self._device = llm.model.decoder.device
+        loaded: Any = AutoModelForCausalLM.from_pretrained(llm.model.folder, dtype=llm.model.decoder.dtype)
+        self._model: Any = loaded.to(self._device).eval()
         self._tokenizer = llm.tokenizer
         self.settings = {"attn_implementation": str(self._model.config._attn_implementation), "batch": "left-padded"}
 

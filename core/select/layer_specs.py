@@ -25,6 +25,8 @@ class LayerSpecs:
     """The spec of a latent layer's cache -> the spec with which its prompts without context are computed."""
     states: Sequence[StateSpec] = ()
     """The spec of each layer with a state, in the order of the layers."""
+    placed: torch.device | None = None
+    """Device of a model that has no layers of either kind; None if it has any, which know it."""
 
     @classmethod
     def of(cls, model: Model, kv_cache_dtype: str = "auto", kv_scales: Sequence[tuple[float, float]] | None = None) -> LayerSpecs:
@@ -43,12 +45,15 @@ class LayerSpecs:
             elif kv_scales is not None:
                 cached = [replace(spec, k_scale=k, v_scale=v) for spec, (k, v) in zip(cached, kv_scales, strict=True)]
         expanded = {cached[number]: latent.expanded for number, latent in latent_layers(model).items()}
-        return cls(cached, expanded, [layer.spec for layer in state_layers(model)])
+        return cls(cached, expanded, [layer.spec for layer in state_layers(model)], getattr(model, "device", None))
 
     @property
     def device(self) -> torch.device:
-        """Where all layers are."""
-        return self.cached[0].device
+        """Device that all layers are on."""
+        devices = [*(spec.device for spec in self.cached[:1]), *(spec.device for spec in self.states[:1])]
+        found = devices[0] if devices else self.placed
+        assert found is not None, "a model without layers of attention or with a state says its device"
+        return found
 
     @cached_property
     def distinct(self) -> Sequence[AttentionSpec]:
@@ -72,7 +77,7 @@ class LayerSpecs:
 
     @cached_property
     def phases(self) -> Sequence[Phase]:
-        """The phases in which any layer asks a backend: PREFILL alone where no layer has a cache."""
+        """The phases in which any layer asks a backend: only PREFILL if no layer has a cache, none if none attends."""
         asked = frozenset[Phase]().union(*map(self.phases_of, self.counts))
         return [phase for phase in Phase if phase in asked]
 

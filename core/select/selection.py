@@ -23,6 +23,10 @@ _NOISES = 4.0
 """Times the noise: what the workload must gain at least. The typical point must gain the noise once."""
 
 
+NO_ATTENTION = "none"
+"""Name that stands for a backend where no layer asks one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What was chosen at start: a cache layout, a block size, and the backends of each phase."""

@@ -42,7 +42,7 @@ class Selector:
             source.backend(name).check_options(chosen)
         self._startup = StartupChoice(source, layers, request, costs, workload)
         self.selection, self._chooser = self._startup.select(kv_layout, block_size)
-        names = dict.fromkeys(name for phase in layers.phases for name in self.selection.all_for(phase))
+        names = dict.fromkeys(name for phase in self.selection.names for name in self.selection.all_for(phase))
         self._instances = {name: self._make(name) for name in names}
         self.gathering = self._gathering()
         """The spec of a latent layer's cache -> the backend that attends to its context after that was gathered and expanded: the

@@ -15,7 +15,7 @@ from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.per_step import StepChooser
-from headway.core.select.selection import MeasuredChoice, Selection
+from headway.core.select.selection import NO_ATTENTION, MeasuredChoice, Selection
 from headway.core.select.workload import Workload
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
@@ -84,9 +84,13 @@ class StartupChoice:
     def select(self, kv_layout: str, block_size: int | None) -> tuple[Selection, StepChooser | None]:
         """Make the choice; returns it and what chooses among its backends in each step, None where no measured times decided.
 
+        A model without a layer of attention asks no backend; pages of its cache take no memory, and only count tokens.
+
         :raises UnsupportedError: nothing serves the request; with every reason, and the nearest request that would be served.
         """
         choices = self._choices(kv_layout, block_size)
+        if not self._layers.cached:
+            return Selection(*choices[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
         measured = self._measured.select(choices, self._able) if self._measured is not None else None
         if measured is not None:
             return measured
@@ -96,8 +100,11 @@ class StartupChoice:
         return found, None
 
     def why_not(self, phase: Phase, chosen: Selection) -> dict[str, tuple[Reason, ...]]:
-        """Each backend that was considered for a phase -> why the phase is refused over the chosen layout; (): it can."""
-        names = self._candidates(self._request, phase)
+        """Each backend that was considered for a phase -> why the phase is refused over the chosen layout; (): it can.
+
+        Empty if no layer has attention.
+        """
+        names = self._candidates(self._request, phase) if self._layers.cached else ()
         found = {name: self._reasons(name, phase, chosen.layout, chosen.block_size) for name in names}
         failed = self._failed if self._request.name_for(phase) == AUTO else {}
         return found | {name: (Reason(name, "to pass its self-test", why),) for name, why in failed.items()}

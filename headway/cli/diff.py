@@ -103,7 +103,7 @@ def diff(
         command=command_line(),
         device=identify_device(place),
         model=loaded.name,
-        dtype=DTYPE_NAMES[decoder.attention_specs[0].dtype],
+        dtype=DTYPE_NAMES[decoder.dtype],
         a=_told(side_a, title_a, models.weights_a, models.products),
         b=_told(side_b, b, models.weights_b),
         prompts=len(prompts),

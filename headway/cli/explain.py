@@ -97,7 +97,7 @@ def explain(
     kind = _layers(model, geometry, layers, dtype, device)
     registry = create_registry(plugin or ())
     shape = _shape(phase, batch, query_len, length)
-    if shape.phase not in kind.phases:
+    if kind.cached and shape.phase not in kind.phases:
         raise ConfigError("--phase", "prefill, because layers of this geometry have no cache", phase.value, "--phase prefill")
     tables = {spec: _table(crossover_table or [], spec, registry) for spec in kind.counts}
     costs = _costs(kind, tables)
@@ -110,16 +110,22 @@ def explain(
         costs=costs,
         workload=Workload.parse(workload),
     )
-    spec = kind.in_phase(kind.cached[0], shape.phase)
-    times = None if costs is None else _step_costs(selector, kind, costs)
-    found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
+    found = None
+    if kind.cached:
+        spec = kind.in_phase(kind.cached[0], shape.phase)
+        times = None if costs is None else _step_costs(selector, kind, costs)
+        found = explanation(selector, registry, spec, shape, len(kind.cached), tables[spec], times)
     states = explain_states(kind.states, registry, state_backend, Workload.parse(workload)) if kind.states else None
-    sums = None if tensor_parallel_size == 1 else describe_kept(spec.device, tensor_parallel_size)
+    sums = None if tensor_parallel_size == 1 else describe_kept(kind.device, tensor_parallel_size)
     if as_json:
         more = {"states": states, "all_reduce": sums}
-        print(json.dumps(_plain(found) | {name: value for name, value in more.items() if value is not None}, indent=2))
+        plain = {"selection": str(selector.selection)} if found is None else _plain(found)
+        print(json.dumps(plain | {name: value for name, value in more.items() if value is not None}, indent=2))
         return
-    print_explanation(found, Terminal(highlight=False), all_backends)
+    if found is None:
+        Terminal().print(Text(f"attention: {selector.selection.why}, and no attention backend is asked", "bold"), soft_wrap=True)
+    else:
+        print_explanation(found, Terminal(highlight=False), all_backends)
     if sums is not None:
         Terminal().print(Text(f"sums over {tensor_parallel_size} ranks: {sums}", "dim"), soft_wrap=True)
     if states is not None:

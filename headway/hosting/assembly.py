@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, 
 from headway.hosting.stats_report import StatsLog
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
-from headway.models.loader import LoadedModel, identity_of
+from headway.models.loader import LoadedModel
 from headway.registry import Registry
 from headway.requests.rules import RequestRules, processor_classes
 from headway.tuning.autotune import TableRequest, costs_for
@@ -181,7 +182,7 @@ def _assemble(
             proposer=_proposer(registry, config.speculate, draft, model),
             compile_ahead=ahead,
             hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
-            weights="" if config.kv_offload_dir is None else identity_of(model, args.load_format),
+            weights="" if config.kv_offload_dir is None else _identity_of(model, args.load_format),
             ranks=ranks,
             processes=processes,
         )
@@ -301,3 +302,24 @@ def _processors(classes: Sequence[type[Any]], settings: VllmConfig, device: torc
         for each in classes
     ]
     return ProcessorBatch(made) if made else None
+
+
+_WEIGHTS = (".safetensors", ".gguf", ".json")
+
+
+def _identity_of(model: LoadedModel, load_format: str) -> str:
+    """A digest of the configuration's content, of the names, sizes and times of the weights' files, of what computes the model,
+    and of the devices' kind and the element type in which it does so."""
+    decoder = model.decoder
+    digest = hashlib.blake2b(digest_size=16)
+    parts: list[object] = [load_format, model.implementation, decoder.dtype, decoder.device.type]
+    parts += ["long factors"] if model.long_factors else []
+    files = [model.folder] if model.folder.is_file() else sorted(model.folder.iterdir())
+    for path in files:
+        if path.suffix in _WEIGHTS and path.is_file():
+            stat = path.stat()
+            parts.append((path.name, stat.st_size, stat.st_mtime_ns))
+            if path.name == "config.json":
+                parts.append(path.read_bytes())
+    digest.update(repr(parts).encode())
+    return digest.hexdigest()

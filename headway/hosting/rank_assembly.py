@@ -187,4 +187,5 @@ def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedMod
         torch_compile=args.compiles_on(device.type),
         ranks=ranks,
         slots=args.adapter_slots,
+        max_model_len=args.max_model_len,
     )

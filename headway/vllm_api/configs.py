@@ -107,16 +107,13 @@ class VllmConfig:
     def of(cls, args: EngineArgs, model: LoadedModel, max_model_len: int | None = None) -> VllmConfig:
         """The settings by the options and the loaded model. max_model_len: the engine's; None: the longest that it may be."""
         decoder = model.decoder
-        spec = decoder.attention_specs[0] if decoder.attention_specs else None
-        device = spec.device if spec is not None else None
-        config = args.engine_config()
-        config = config if device is None else config.for_device(device)
+        config = args.engine_config().for_device(decoder.device)
         longest = max_model_len or args.max_model_len or decoder.max_position_embeddings
         return cls(
             ModelSettings(
                 args.model,
                 args.tokenizer or args.model,
-                spec.dtype if spec is not None else None,  # type: ignore[arg-type]
+                decoder.dtype,
                 longest,
                 args.seed,
                 decoder.vocab_size,

@@ -51,6 +51,11 @@ class ExpertsConfig:
     held: range | None = None
     """Numbers of the routed experts whose weights this rank holds; None: all. The router chooses from all of them anyway."""
 
+    @property
+    def activation(self) -> Literal["silu", "relu2"]:
+        """The activation between an expert's products."""
+        return "silu" if self.gated else "relu2"
+
     def __post_init__(self) -> None:
         """:raises ModelError: numbers that contradict each other, by the names of config.json."""
         _whole("num_experts", self.num_experts, 1)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from headway.core.contract.errors import ModelError
 from headway.models.config import DecoderConfig
 from headway.models.experts.plain import Experts
 from headway.models.experts.weights import ExpertWeights, each_expert, take_experts
@@ -64,14 +63,9 @@ class ExpertsMLP:
     """Routing, the experts' products, and their sum."""
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors, kept: float | None = None) -> None:
-        """kept: of the normed stream, which is added to instead; see LayerConfig.
-
-        :raises ModelError: an activation that experts do not have.
-        """
+        """kept: of the normed stream, which is added to instead; see LayerConfig."""
         assert config.experts is not None
-        needed = "silu" if config.experts.gated else "relu2"
-        if config.activation != needed:
-            raise ModelError(f"hidden_act: experts need {needed}, got {config.activation}")
+        assert config.activation == config.experts.activation
         names = config.names
         self.norm = tensors.norm(names.mlp_norm or "", config.hidden_size)
         self._kept = None if kept is None else replace(self.norm, weight=self.norm.weight * kept)

@@ -57,7 +57,7 @@ def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> No
     :raises ModelError: the model's code cannot be compiled; the message names the option that does without.
     """
     began = time.perf_counter()
-    device = model.attention_specs[0].device
+    device = model.device
     if device.type == "cuda":
         _keep_compilations()
     for layer in model.layers:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
-from headway.models.families import FAMILIES
+from headway.models.config import BeyondDecoderError
+from headway.models.families import FAMILIES, read_decoder_config
 from headway.models.tensor_files import plain_slices
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
@@ -49,8 +50,8 @@ def _state_hint(config: Any) -> str:
         return ""
     hint = "Headway's own decoder computes models of this kind that docs/models.md lists"
     if config.model_type in FAMILIES:
-        hint = "Headway's own decoder computes it, or says what it lacks: model_impl='headway'"
-    return f" (layer {found[0]} is {found[1]}); {hint}"
+        hint = "" if _lacking(config) else "Headway's own decoder computes it: model_impl='headway'"
+    return f" (layer {found[0]} is {found[1]}){hint and '; '}{hint}"
 
 
 _STATE_KINDS = ("linear_attention", "conv", "mamba", "hybrid", "recurrent")
@@ -83,15 +84,50 @@ EXPERTS = "grouped_mm"
 
 
 def load_adapted(
-    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, torch_compile: bool | None
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool,
+    torch_compile: bool | None,
+    longest: int | None = None,
 ) -> TransformersModel:
     """Load a model by transformers' code, without any code of the model's own.
 
     config: of transformers. dummy: random weights, the same on every start on one kind of device, in place of the folder's.
-    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not.
+    torch_compile: see `compile.compile_layers`; None: if it works, else the log says why not. longest: see `rope.read_rope`.
 
-    :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration.
+    :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration. If Headway's decoder
+    computes the family, what that lacks of the model comes first.
     """
+    try:
+        return _load(folder, config, dtype, device, dummy, torch_compile, longest)
+    except ModelError as error:
+        lacking = _lacking(config)
+        if not lacking:
+            raise
+        raise ModelError(f"model: {lacking}; and {str(error).removeprefix('model architecture: ')}") from error
+
+
+def _lacking(config: Any) -> str:
+    """Return what Headway's decoder lacks of a model of its families; empty if nothing, or if it is of another family."""
+    try:
+        if config.model_type in FAMILIES:
+            read_decoder_config(config)
+    except BeyondDecoderError as error:
+        return str(error)
+    return ""
+
+
+def _load(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    dummy: bool,
+    torch_compile: bool | None,
+    longest: int | None,
+) -> TransformersModel:
     model_class = causal_lm_class(config)
     options = {"dtype": dtype, "attn_implementation": NAME}
     if model_class._can_set_experts_implementation():
@@ -99,7 +135,7 @@ def load_adapted(
     with quiet(), torch.inference_mode():
         try:
             model = _dummy(config, device, options) if dummy else _from_files(folder, model_class, config, device, options)
-            adapted = TransformersModel(model, dtype, device)
+            adapted = TransformersModel(model, dtype, device, longest)
         except (HeadwayError, torch.OutOfMemoryError):
             raise
         except Exception as error:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
@@ -33,8 +33,10 @@ class TransformersModel:
     product_kinds: tuple[()] = ()
     """Nor among ways of multiplying."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, longest: int | None = None) -> None:
         """model: a causal language model of transformers (PreTrainedModel), in `dtype` on `device`.
+
+        longest: see `rope.read_rope`.
 
         :raises ModelError: it cannot run on packed sequences and a paged cache; the message names layer and reason.
         """
@@ -45,9 +47,10 @@ class TransformersModel:
         self.implementation = f"transformers {transformers.__version__} ({self.name})"
         """What computes it, in words."""
         self.vocab_size: int = text.vocab_size
-        self.max_position_embeddings = fixed_rope_length(model, _positions(text))
+        self.max_position_embeddings = _positions(text)
+        fix_rope(model, longest or self.max_position_embeddings)
         self._current = Current()
-        self._device = device
+        self.device, self.dtype = device, dtype
         with probe.probing(model, interface.NAME):
             calls = self._probe()
         self.attention_specs = [spec_of(call, dtype, device) for call in calls]
@@ -80,8 +83,8 @@ class TransformersModel:
         :raises ModelError: they do not, or tokens meet outside attention.
         """
         model, order = self.model, torch.arange(probe.NUM_TOKENS)
-        ids = ((order * 7 + 3) % self.vocab_size).to(self._device)
-        places = order.to(self._device)
+        ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
+        places = order.to(self.device)
 
         def whole() -> Tensor:
             logits: Tensor = model(input_ids=ids[None], position_ids=places[None], use_cache=False, return_dict=True).logits[0]
@@ -199,29 +202,21 @@ def _positions(config: Any) -> int:
     return found
 
 
-log = logging.getLogger("headway")
+def fix_rope(model: Any, longest: int) -> None:
+    """Fix frequencies that change with the length of the longest sequence in a batch, for sequences of up to `longest` tokens.
 
-
-def fixed_rope_length(model: Any, max_positions: int) -> int:
-    """Fix such frequencies, and return the positions for which that is what transformers computes.
-
-    Of the types that transformers has, `dynamic` and `longrope` change when a sequence of the batch grows past the length of the
-    original training. A cache holds keys of the old frequencies, and one sequence would change the others, so they stay as they
-    are up to that length, and no sequence may grow past it.
+    A cache holds keys that were rotated by them, and one sequence would change the others. `longrope` takes its short or long
+    factors, see `original_length`. `dynamic` changes past max_position_embeddings, which no sequence is longer than.
     """
-    longest = max_positions
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         by_layer = kind if isinstance(kind, dict) else {None: kind}
         for layer_type, each in by_layer.items():
             if not isinstance(each, str) or ("dynamic" not in each and each != "longrope"):
                 continue
-            parameters = module.config.rope_parameters
-            parameters = parameters if layer_type is None else parameters[layer_type]
-            # `dynamic` takes max_position_embeddings for the original length; `longrope` names it.
-            original = parameters.get("original_max_position_embeddings") if each == "longrope" else None
-            longest = min(longest, original or max_positions)
-            log.info("model: RoPE of type %s is held at the frequencies of up to %d positions", each, original or max_positions)
+            if each == "longrope":
+                found = getattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+                nested = {} if layer_type is None else {"layer_type": layer_type}
+                found.copy_(ROPE_INIT_FUNCTIONS[each](module.config, found.device, seq_len=longest, **nested)[0])
             by_layer[layer_type] = "fixed"
             module.rope_type = kind if isinstance(kind, dict) else "fixed"
-    return longest

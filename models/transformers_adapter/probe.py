@@ -94,6 +94,14 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attent
     where = f"attention layer {layer} ({name})"
     if any(call.module is module for call in recorder.calls):
         raise ModelError(f"{where}: is called twice for one token, and Headway keeps one key and value of it")
+    giving = next((call.name for call in recorder.calls if key is call.tensors[1] or value is call.tensors[2]), None)
+    if giving is not None:
+        shared = getattr(module.config, "num_kv_shared_layers", None)
+        field = "" if shared is None else f" (num_kv_shared_layers={shared} in config.json)"
+        raise ModelError(
+            f"{where}: has no keys and values of its own and reads those of {giving}{field}; Headway keeps keys and values "
+            "for each layer, and does not serve layers that share them yet"
+        )
     passed, sinks = Passed.of(query, key, value, options), options.get("s_aux")
     unknown = sorted(name for name, value in options.items() if value is not None and name not in _UNDERSTOOD)
     if unknown:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3Config
 
 import hybrid_models
 from backend_cases import LAYOUTS
@@ -22,7 +23,7 @@ from headway.core.engine.state.config import EngineConfig
 from headway.models.families import FAMILIES
 from headway.models.loader import load_model
 from headway.registry import Registry
-from plain_models import ROWS, VOCAB
+from plain_models import ROWS, SMALL, VOCAB
 from transformers_release import needs
 
 BATCHED_TOKENS = 24
@@ -58,6 +59,34 @@ def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str
     # The first two go on as they were, and the third turns away within a block.
     goes_on, turns = prompts[1] + [5, 6, 7], [*prompts[1][:19], 3, 4, 5]
     compare(reference, engine, [goes_on, turns], [len(prompts[1]), 19])
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.3, 1.1],
+    "long_factor": [2.0, 5.0, 9.0],
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("implementation", ["headway", "transformers"])
+@pytest.mark.parametrize(("longest", "lengths"), [(None, (33, 70, 41)), (32, (5, 7, 3))], ids=["long", "short"])
+def test_longrope_takes_one_set_of_factors(
+    tmp_path: Path, registry: Registry, implementation: str, longest: int | None, lengths: tuple[int, ...]
+) -> None:
+    """Beyond the original length the long ones, as transformers does for a sequence that is so long; chunks and hits included."""
+    reference = save_random(Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE), tmp_path)
+    config = EngineConfig(block_size=8, max_num_batched_tokens=BATCHED_TOKENS, max_model_len=longest)
+    options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": longest}
+    loaded = load_model(str(tmp_path), "float32", **options)
+    assert loaded.long_factors is (longest is None)
+    engine = make_engine(model=loaded.decoder, source=registry, config=config)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+    compare(reference, engine, prompts, [0, 0, 0])
+    compare(reference, engine, prompts, [length - 1 if length > 8 else 0 for length in lengths])
 
 
 def compare(reference: Any, engine: EngineLoop, prompts: list[list[int]], cached: list[int]) -> None:

@@ -19,7 +19,6 @@ from transformers import (
 from headway.core.contract.errors import ModelError
 from headway.models.families import read_decoder_config
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "factor": 4.0}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
@@ -35,10 +34,14 @@ def changed(config: PretrainedConfig, **values: Any) -> PretrainedConfig:
         (GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx: needs false, got true"),
         (GPT2Config(scale_attn_weights=False), "scale_attn_weights: needs true, got false"),
         (GPT2Config(n_embd=100, n_head=12), "num_attention_heads: needs a divisor of hidden_size=100, got 12"),
-        (GPT2Config(activation_function="quick_gelu"), "hidden_act: needs one of silu, .*got quick_gelu"),
+        (GPT2Config(activation_function="quick_gelu"), "activation_function: needs one of silu, .*got quick_gelu"),
         (OPTConfig(do_layer_norm_before=False), "do_layer_norm_before: needs true, got false"),
         (OPTConfig(hidden_size=768, word_embed_proj_dim=512), "word_embed_proj_dim: needs hidden_size=768, got 512"),
-        (Phi3Config(rope_parameters=LONGROPE), "rope_type: needs default, linear, llama3 or yarn, got longrope"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type: needs default, linear, llama3, yarn or longrope, got dynamic",
+        ),
+        (OPTConfig(activation_function="quick_gelu"), "activation_function: needs one of silu, .*got quick_gelu"),
         (LlamaConfig(rope_parameters=HALF), "partial_rotary_factor: needs 1 in LlamaForCausalLM, got 0.5"),
         (
             changed(Phi3Config(), rope_parameters={**HALF, "partial_rotary_factor": 0.27}),

@@ -39,7 +39,7 @@ def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     with torch.inference_mode():
         found = [torch.cat(rows) for rows in zip(*packed(model, texts), strict=True)]
         for text, logits in zip(texts, found, strict=True):
-            expected = reference(text[None]).logits[0]
+            expected = reference(text[None], use_cache=False).logits[0]
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -128,6 +128,13 @@ REFUSED = [
 def test_what_the_decoder_does_not_compute_is_refused(name: str, values: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         read_decoder_config(changed(name, **values))
+
+
+def test_what_neither_implementation_computes_is_refused_by_the_decoders_reason(tmp_path: Path) -> None:
+    save_random(changed("qwen3_next", hidden_act="gelu"), tmp_path)
+    words = "hidden_act: needs silu for experts, got gelu; and Qwen3NextForCausalLM keeps a state"
+    with pytest.raises(ModelError, match=words):
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True)
 
 
 def changed(name: str, **values: Any) -> Any:

@@ -143,7 +143,7 @@ CASES = [
 @pytest.mark.parametrize(("architecture", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, architecture: str, backend: str) -> None:
     reference = save_random(config_of(architecture), tmp_path)
-    model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers")
+    model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers", max_model_len=64)
     assert architecture in model.implementation
     config = EngineConfig(attn_backend=backend, max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="8MiB")
     engine = make_engine(model=model.decoder, source=registry, config=config)
@@ -260,14 +260,14 @@ def test_sinks_that_are_replaced_are_an_error() -> None:
         ("DiffLlamaForCausalLM", {}, "is called twice"),
         ("DogeForCausalLM", {}, "has a mask of the model's own"),
         ("Llama4ForCausalLM", {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 12}, "its mask shows it"),
+        (
+            "Gemma4ForCausalLM",
+            {"head_dim": 12, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "layer_types": ["full_attention"] * 3},
+            r"layer 2 .*reads those of model.layers.1.self_attn .num_kv_shared_layers=1 in config.json.; .* share them yet",
+        ),
         ("BloomForCausalLM", {"n_head": 4}, "never calls its attention"),
     ],
 )
 def test_what_attends_otherwise_is_refused_when_it_is_loaded(architecture: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         adapted(architecture, **changes)
-
-
-def test_rope_that_follows_the_longest_sequence_is_held_and_no_sequence_grows_past_it() -> None:
-    assert adapted("Phi3ForCausalLM").max_position_embeddings == 64
-    assert adapted("Phi3ForCausalLM", rope_parameters=None).max_position_embeddings == 256

@@ -67,6 +67,7 @@ ROWS: dict[str, PretrainedConfig] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "bamba, no attention": BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[]),
     "falcon_h1": FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=96, **MULTIPLIERS),
     "falcon_h1, normed": FalconH1Config(
         **SMALL, **MAMBA, mamba_d_ssm=96, mamba_rms_norm=True, mamba_norm_before_gate=False, projectors_bias=True
@@ -110,6 +111,7 @@ ROWS: dict[str, PretrainedConfig] = {
     "lfm2, biased": Lfm2Config(
         **SMALL, layer_types=["conv", "full_attention"] * 2, conv_bias=True, block_auto_adjust_ff_dim=False
     ),
+    "lfm2, no attention": Lfm2Config(**SMALL, layer_types=["conv"] * 4, block_multiple_of=16),
     "lfm2_moe": Lfm2MoeConfig(
         **SMALL, **ROUTED, layer_types=["conv", "full_attention"] * 2, moe_intermediate_size=40, num_dense_layers=1
     ),
@@ -163,6 +165,7 @@ ROWS: dict[str, PretrainedConfig] = {
         full_attention_interval=2,
     ),
     "qwen3_next": Qwen3NextConfig(**SMALL, **DELTA, **SHARED, head_dim=16, full_attention_interval=2, mlp_only_layers=[1]),
+    "qwen3_next, no attention": Qwen3NextConfig(**SMALL, **DELTA, **SHARED, head_dim=16, layer_types=["linear_attention"] * 4),
 }
 _SPLIT_ROPE = {
     "rope_type": "default",

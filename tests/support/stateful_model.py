@@ -127,3 +127,5 @@ MODELS = {
     "mamba1": Stateful(None, CONV, MAMBA1),
     "lightning": Stateful(LIGHTNING, None),
 }
+NO_ATTENTION = Stateful(MAMBA2, CONV)
+"""Not among MODELS, for it has no keys and values to be kept in the host's memory."""

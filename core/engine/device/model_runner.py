@@ -86,8 +86,8 @@ class ModelRunner:
         self._selector = selector
         self._block_size = block_size
         self._groups = groups
-        self._num_blocks = [attention.caches[group.layers[0]].geometry.num_blocks for group in groups]
-        self._device = attention.specs[0].device
+        self._num_blocks = [attention.num_blocks(group) for group in groups]
+        self._device = attention.layers.device
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
         self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)

@@ -62,10 +62,10 @@ class StatePlan:
         """Bytes of a slot over all layers."""
         return sum(self.selector.selection.layout.bytes_per_slot(layer.spec) for layer in self.layers)
 
-    def slots(self, config: EngineConfig, memory: int | None) -> StateSlots | None:
-        """Plan the slots in what states and pages share."""
+    def slots(self, config: EngineConfig, memory: int | None, pages: bool) -> StateSlots | None:
+        """Plan the slots in what states and pages share. pages: False if no layer has keys and values."""
         layout, caching = self.selector.selection.layout, config.enable_prefix_caching
-        return plan_slots(self.layers, layout, config.max_num_seqs, self.per_row, memory, caching)
+        return plan_slots(self.layers, layout, config.max_num_seqs, self.per_row, memory, caching, pages)
 
     def allocate(self, slots: StateSlots) -> LayersWithState:
         """Allocate the states, and put them and their backends together."""
@@ -102,7 +102,7 @@ def plan_pool(
     memory = _pool_memory(model, layers, selector, states, config)
     if memory is not None:
         memory = min(gathered(ranks, [memory], layers.device)[0])
-    slots = None if states is None else states.slots(config, memory)
+    slots = None if states is None else states.slots(config, memory, bool(layers.cached))
     memory = memory if memory is None or slots is None else memory - slots.num_bytes
     longest = _longest(config, model)
     pages = page_format(layers.cached, layouts, selector.selection.block_size, longest, config.free_window_blocks)

@@ -63,7 +63,7 @@ class WarmUp:
     ) -> None:
         self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
         self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
-        self._device, self._ranks = attention.specs[0].device, ranks
+        self._device, self._ranks = attention.layers.device, ranks
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()
@@ -190,7 +190,7 @@ class WarmUp:
             self._block_size,
             self._device,
             num_draft_tokens=[each.num_drafts for each in lengths],
-            num_blocks=self._attention.caches[group.layers[0]].geometry.num_blocks,
+            num_blocks=self._attention.num_blocks(group),
         )
 
     def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:

@@ -92,6 +92,8 @@ class PagedAttention:
         step = self._set_up(metadata, decode)
         self.first_nan = None
         self._parts = []
+        if not step:
+            return
         start = 0
         for views, backends in (([each.prefill for each in step], prefill), ([each.decode for each in step], decode)):
             view = views[0]
@@ -144,8 +146,12 @@ class PagedAttention:
 
     def resume_graph(self, metadata: GroupMetadata, backends: Backends, plans: Plans) -> None:
         """Set up the step of `begin_graph` or `begin_prefill_graph` once more, after others."""
-        first = self._set_up(metadata, backends)[0]
-        self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans)]
+        step = self._set_up(metadata, backends)
+        self._parts = [self._part(first.phase, slice(0, first.num_tokens), backends, plans) for first in step[:1]]
+
+    def num_blocks(self, group: CacheGroup) -> int:
+        """Number of blocks of a group's caches; 0 if no layer has a cache."""
+        return self.caches[group.layers[0]].geometry.num_blocks if group.layers else 0
 
     def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
         """For each distinct spec, the metadata of its group."""
@@ -154,10 +160,10 @@ class PagedAttention:
         return [metadata[group] for group in self.groups]
 
     def _set_up(self, metadata: GroupMetadata, decode: Backends) -> list[AttentionMetadata]:
-        """Note where a step's k and v go, and who writes them. Returns the metadata of each kind."""
+        """Note where a step's k and v go, and who writes them. Returns the metadata of each kind; none if no layer attends."""
         step = self._views(metadata)
         self._slots = [each.slot_mapping for each in step]
-        self._decode_writes = self._writing(step[0], decode)
+        self._decode_writes = self._writing(step[0], decode) if step else []
         return step
 
     def _part(self, phase: Phase, tokens: slice, backends: Backends, plans: Plans) -> _Part:

@@ -100,7 +100,7 @@ def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copie
     """
     for number, group in enumerate(groups):
         own = [copy[1:] for copy in copies if copy.group == number]
-        if not own:
+        if not own or not group.layers:
             continue
         cache = caches[group.layers[0]]
         sources, targets, counts = numpy.array(own, dtype=numpy.int64).T

@@ -34,6 +34,7 @@ from headway.core.engine.graphs.static_inputs import (
 )
 from headway.core.engine.state.step import StepInput
 from headway.core.sampling.sampler import Draws
+from headway.core.select.selection import NO_ATTENTION
 
 
 class CapturedStep(ABC):
@@ -264,8 +265,8 @@ def _replans(backend: AttentionBackend) -> bool:
 
 
 def name_of(backends: Backends) -> str:
-    """The name of the backend whose instances these are."""
-    return next(iter(backends.values())).name
+    """The name of the backend whose instances these are; NO_ATTENTION if no layer has any."""
+    return next((backend.name for backend in backends.values()), NO_ATTENTION)
 
 
 class VerifyGraph(CapturedStep):

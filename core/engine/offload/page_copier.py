@@ -230,6 +230,9 @@ class PageCopier:
             )
         num_bytes, disk_bytes = config.offload_bytes
         page_bytes = size.page_format.page_bytes
+        if not page_bytes:
+            need = "a model with a layer of attention, whose keys and values are kept in the host's memory"
+            raise ConfigError("kv_offload_size", need, "one without any", "leave it out")
         if states is not None and config.kv_offload_dir is not None:
             need = "a model whose layers keep no state: states are not written to disk, and blocks are not found without them"
             raise ConfigError("kv_offload_dir", need, "one that keeps them", "leave it out: kv_offload_size serves states too")

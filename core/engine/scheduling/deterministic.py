@@ -47,7 +47,7 @@ def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> Back
     in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons.
     """
     asked = config.backend_request
-    if not asked.auto_phases:
+    if not asked.auto_phases or not layers.cached:
         return asked
     for name in source.rank(layers.cached[0], Phase.DECODE, list(source.backends)):
         prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))

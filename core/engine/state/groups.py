@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.contract.layout import CacheGeometry, CacheLayout
 from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import CHECKPOINT_TOKENS
 
 log = logging.getLogger("headway")
 
@@ -76,7 +77,7 @@ class PageFormat:
     groups: tuple[CacheGroup, ...]
     block_size: int
     page_bytes: int
-    """Bytes of a page, over all layers."""
+    """Bytes of a page, over all layers; 0 if no layer has a cache: pages then only count and name tokens."""
     columns: int = 1
     column_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of a page in one column, by the name of the tensor; empty: each layer has memory of its own."""
@@ -102,6 +103,9 @@ def page_format(
     total = sum(sum(each.values()) for each in bytes_of)
     windows = [_window(spec, max_model_len) if give_back else None for spec in specs]
     whole = CacheGroup(block_size, None, tuple(range(len(specs))))
+    if not specs:  # pages take only the host's time: as few as prefix hits need, which end where checkpoints may lie
+        blocks = math.lcm(block_size, CHECKPOINT_TOKENS) // block_size
+        return PageFormat((CacheGroup(blocks * block_size, None, (), blocks, blocks),), block_size, 0)
     if len(set(windows)) == 1:
         return PageFormat((CacheGroup(block_size, windows[0], whole.layers),), block_size, total)
     obstacle = _obstacle(specs, layouts, bytes_of)

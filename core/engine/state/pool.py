@@ -58,8 +58,9 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
     """
     page_bytes, reserved = page_format.page_bytes, page_format.reserved
     one = page_format.pages_for(max_model_len, chunk)
+    most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
     budget = _default_memory((one + reserved) * page_bytes) if memory is None else memory
-    fits = budget // page_bytes - reserved
+    fits = budget // page_bytes - reserved if page_bytes else most
     if fits < one:
         longest = longest_that_fits(page_format, chunk, budget, max_model_len)
         raise ConfigError(
@@ -68,13 +69,14 @@ def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, ch
             f"{size_text(budget)}, room for {longest} tokens",
             f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
         )
-    most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
     return PoolSize(min(fits, most) + reserved, page_format, chunk)
 
 
 def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
     """Length of the longest sequence, up to `at_most` tokens, that the pool has room for: the default of max_model_len."""
     reserved = page_format.reserved
+    if not page_format.page_bytes:
+        return at_most
     wanted = (page_format.pages_for(at_most, chunk) + reserved) * page_format.page_bytes
     budget = _default_memory(wanted) if memory is None else memory
     pages = budget // page_format.page_bytes - reserved

@@ -65,27 +65,35 @@ class StateSlots:
 
 
 def plan_slots(
-    layers: Sequence[StateLayer], layout: StateLayout, max_num_seqs: int, per_row: int, memory: int | None, checkpoints: bool
+    layers: Sequence[StateLayer],
+    layout: StateLayout,
+    max_num_seqs: int,
+    per_row: int,
+    memory: int | None,
+    checkpoints: bool,
+    pages: bool = True,
 ) -> StateSlots | None:
     """Plan the slots of a model's layers with a state; None: there are no such layers.
 
     memory: bytes that states and pages share; None: what a CPU has to spare. checkpoints: whether there is a prefix cache.
+    pages: False if no layer has keys and values, so that states may take all of the memory.
 
-    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages.
+    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit.
     """
     if not layers:
         return None
     size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)
     rows = max_num_seqs * per_row * size
-    if memory is not None and 2 * rows > memory:
-        fits = memory // (2 * per_row * size)
+    parts = 2 if pages else 1
+    if memory is not None and parts * rows > memory:
+        fits = memory // (parts * per_row * size)
         raise ConfigError(
             "max_num_seqs",
-            f"states of {size_text(per_row * size)} a sequence in at most half of the cache's memory",
+            f"states of {size_text(per_row * size)} a sequence in {'at most half of ' if pages else ''}the cache's memory",
             f"{max_num_seqs} sequences, {size_text(rows)} of {size_text(memory)}",
             f"set max_num_seqs to at most {fits}" if fits else "raise kv_cache_memory",
         )
-    share = _DEFAULT_BYTES if memory is None else memory // _CHECKPOINT_SHARE
+    share = _DEFAULT_BYTES if memory is None else memory // _CHECKPOINT_SHARE if pages else memory - rows
     count = min(_CHECKPOINTS_PER_ROW * max_num_seqs, share // size) if checkpoints else 0
     return StateSlots(max_num_seqs, per_row, count, size)
 

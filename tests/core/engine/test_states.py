@@ -16,19 +16,21 @@ from graph_stub import AsItIs
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 from headway.core.contract.model import Attention
+from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.engine import make_engine
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
 from proposer_stub import told_of
 from run_engine import Written, drain, generate
-from stateful_model import MODELS
+from stateful_model import MODELS, NO_ATTENTION
 from stateful_worlds import live
 
 pytestmark = pytest.mark.xdist_group("states")  # what lone texts say is computed once
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_batched_tokens=80, max_num_seqs=6)
 _random = Random(5)
+EVERY = {**MODELS, "no attention": NO_ATTENTION}
 SHARED = [_random.randrange(50) for _ in range(150)]
 PROMPTS = [
     [1, 2, 3],
@@ -48,13 +50,13 @@ def tokens(written: list[Written]) -> list[list[int]]:
 
 @functools.cache
 def expected_of(name: str) -> list[list[int]]:
-    return [MODELS[name].greedy(prompt, 20) for prompt in PROMPTS]
+    return [EVERY[name].greedy(prompt, 20) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_tokens_are_those_of_a_lone_text(registry: Registry, name: str) -> None:
     """Chunks of prompts beside decodes, prefix hits, more sequences than rows; then everything again, from the cache."""
-    engine = make_engine(model=MODELS[name], source=registry, config=CONFIG)
+    engine = make_engine(model=EVERY[name], source=registry, config=CONFIG)
     for _ in range(2):
         assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.stats.num_checkpoint_hits > 3
@@ -69,9 +71,15 @@ def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registr
             assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
-def test_states_that_a_step_without_memory_has_moved_on_are_computed_again(registry: Registry, overlapped: bool) -> None:
-    model, sizes = copy.copy(MODELS["gated delta"]), [0]
+@pytest.mark.parametrize(
+    ("name", "overlapped"),
+    [("gated delta", False), ("gated delta", True), ("no attention", True)],
+    ids=["one by one", "overlapped", "no attention"],
+)
+def test_states_that_a_step_without_memory_has_moved_on_are_computed_again(
+    registry: Registry, name: str, overlapped: bool
+) -> None:
+    model, sizes = copy.copy(EVERY[name]), [0]
     called, logits = type(model).__call__, type(model).compute_logits
 
     class Large(type(model)):  # type: ignore[misc]
@@ -89,7 +97,7 @@ def test_states_that_a_step_without_memory_has_moved_on_are_computed_again(regis
     model.__class__ = Large
     config = replace(CONFIG, max_num_batched_tokens=40, async_scheduling=overlapped)
     engine = make_engine(model=model, source=registry, config=config)
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.scheduler.max_num_batched_tokens <= 5
     assert engine.stats.preemptions_by_kind["recompute"] > 2
     engine.blocks.check_integrity([])
@@ -111,12 +119,12 @@ def test_without_a_prefix_cache_no_state_is_kept(registry: Registry) -> None:
     assert engine.capacity.states.num_checkpoints == engine.stats.num_checkpoints == 0
 
 
-@pytest.mark.parametrize("name", ["gated delta", "mamba2 and a window"])
+@pytest.mark.parametrize("name", ["gated delta", "mamba2 and a window", "no attention"])
 def test_drafts_that_hold_in_part_leave_the_state_after_the_last_that_held(registry: Registry, name: str) -> None:
     """Guesses that are right for a while and then wrong, at another place for each length."""
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected_of(name), strict=True)]
     engine = make_engine(
-        model=MODELS[name],
+        model=EVERY[name],
         source=registry,
         config=replace(CONFIG, num_speculative_tokens=4),
         proposer=told_of(texts),
@@ -181,17 +189,33 @@ def test_states_that_leave_no_room_for_pages_are_refused(registry: Registry) -> 
         make_engine(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, max_num_seqs=2000))
 
 
+def test_a_model_without_attention_gives_all_memory_to_states(registry: Registry) -> None:
+    """Its pages count tokens and take nothing; the host's memory, to which pages go, is refused."""
+    row = sum(KEY_VALUE.bytes_per_slot(layer.spec) for layer in NO_ATTENTION.state_layers)
+    config = replace(CONFIG, kv_cache_memory=CONFIG.max_num_seqs * row)
+    capacity = make_engine(model=NO_ATTENTION, source=registry, config=config).capacity
+    assert capacity.states is not None
+    assert (capacity.states.num_bytes, capacity.states.num_checkpoints) == (config.kv_cache_memory, 0)
+    assert capacity.pool.num_bytes == 0
+    assert capacity.pool.num_sequences(NO_ATTENTION.max_position_embeddings) == CONFIG.max_num_seqs
+    with pytest.raises(ConfigError, match="max_num_seqs: needs states of .* in the cache's memory, got 6 .*at most 5"):
+        make_engine(model=NO_ATTENTION, source=registry, config=replace(config, kv_cache_memory=CONFIG.max_num_seqs * row - 1))
+    with pytest.raises(ConfigError, match="kv_offload_size: needs a model with a layer of attention"):
+        make_engine(model=NO_ATTENTION, source=registry, config=replace(CONFIG, kv_offload_size="1MiB"))
+
+
 def test_an_unknown_state_backend_is_named(registry: Registry) -> None:
     with pytest.raises(UnknownBackendError, match="nobody"):
         make_engine(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, state_backend="nobody"))
 
 
-def test_decodes_run_as_graphs_and_prompts_in_pieces() -> None:
+@pytest.mark.parametrize("name", ["gated delta", "no attention"])
+def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     registry = create_registry([WalkPlugin()], load_entry_points=False)
     config = replace(CONFIG, attn_backend="prefill=sdpa,decode=walk", cudagraph_capture_sizes=(1, 2, 4, 6))
-    engine = make_engine(model=MODELS["gated delta"], source=registry, config=config)
+    engine = make_engine(model=EVERY[name], source=registry, config=config)
     engine.executor.capture(AsItIs())  # type: ignore[call-arg]
-    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
+    assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of(name)
     assert engine.stats.num_graph_steps > 10
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
 

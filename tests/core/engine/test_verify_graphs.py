@@ -28,7 +28,7 @@ from proposer_stub import Told, told_of
 from registries import registering
 from run_engine import generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
-from stateful_model import MODELS, Stateful
+from stateful_model import MODELS, NO_ATTENTION, Stateful
 from tiny_model import TinyModel
 
 CONFIG = EngineConfig(
@@ -113,6 +113,7 @@ class Once(Tape):
 HYBRIDS = {
     **{name: MODELS[name] for name in ("gated delta", "kda", "mamba1", "lightning")},
     "mamba2": Stateful(MAMBA2, None),
+    "no attention": NO_ATTENTION,
 }
 
 

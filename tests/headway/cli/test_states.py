@@ -102,6 +102,17 @@ def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
     assert "us: microseconds of all layers in a mean step of chat" in out
 
 
+def test_a_model_without_attention_is_explained_and_planned(headway: Headway, tmp_path: Path) -> None:
+    ROWS["bamba, no attention"].save_pretrained(tmp_path)
+    asked = ("backends", "explain", "--device", "cpu", "--model", str(tmp_path))
+    assert "no layer has attention" in (out := headway(*asked).out)
+    assert "4 layers with a state: mamba2" in out
+    assert json.loads(headway(*asked, "--json").out)["states"]["layout"] == "key_value"
+    result = headway("plan", str(tmp_path), "--gpu", "h100", "--input-len", "64", "--output-len", "32")
+    assert result.code == 0, result.err
+    assert "attention:" not in result.out
+
+
 def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model: str, twin: str) -> None:
     record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
     cells = [
