@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +67,27 @@ def test_the_example_refuses_what_it_does_not_claim(example: ModuleType) -> None
     support = registry.supports("example", window, LAYOUTS[0], 8, Phase.DECODE)
     assert isinstance(support, Support)
     assert [reason.what for reason in support.reasons] == ["sliding_window"]
+
+
+def test_choosing_names_every_backend_for_its_machine() -> None:
+    lines = (
+        (ROOT / "docs" / "choosing.md")
+        .read_text()
+        .partition("## On your machine")[2]
+        .partition("`native` computes")[0]
+        .splitlines()
+    )
+    named = {line.split("|")[1].strip(): set(re.findall(r"`([\w.]+)`", line)) for line in lines if line.startswith("| ")}
+    registry = create_registry(load_entry_points=False)
+    devices = {name: registry.backend(name).capabilities.devices for name in registry.backends}
+    assert named["CPU"] == {name for name in devices if "cpu" in devices[name]}
+    assert set().union(*named.values()) == set(devices)
+
+
+def test_the_changelogs_newest_version_is_that_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", project["version"]]
 
 
 def test_every_hook_stands_in_the_docs_with_its_signature() -> None:
