@@ -23,6 +23,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.autotune import DEFAULT_BUDGET
 from sandbox import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,6 +89,12 @@ def test_the_changelogs_newest_version_is_that_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[:2] == ["Unreleased", project["version"]]
+
+
+@pytest.mark.parametrize("page", ["crossover.md", "options.md"])
+def test_the_seconds_that_a_first_start_measures_are_the_codes(page: str) -> None:
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    assert "{cuda:g} on a GPU, {cpu:g} on a CPU".format_map(DEFAULT_BUDGET) in text
 
 
 def test_every_hook_stands_in_the_docs_with_its_signature() -> None:

@@ -95,13 +95,19 @@ def ratios(batch: int = 1, query_len: int = 512) -> bytes:
             times.setdefault(cell.kv_len, {})[cell.backend] = cell.layer_us
     lengths, names = sorted(times), ["hopper", "flash_attn_3", "triton"]
     figure = new_figure(7.6, 4.0)
-    heading(figure, f"The fastest backend changes with the length: {query_len} new tokens after a cached context", f"{table.title}, {table.date[:10]}")
+    heading(
+        figure,
+        f"The fastest backend changes with the length: {query_len} new tokens after a cached context",
+        f"{table.title}, {table.date[:10]}",
+    )
     axis = figure.subplots()
     for name, marker, colour in zip(names, "so^", (COLOURS[1], COLOURS[2], COLOURS[0]), strict=True):
         shares = [times[length][name] / min(times[length].values()) for length in lengths]
         axis.plot(lengths, shares, marker=marker, color=colour, linewidth=1.8, label=name)
     axis.axhline(1, color="#444444", linewidth=1, linestyle="--")
-    axis.set(xscale="log", ylabel="time of one layer,\nas a multiple of the fastest", xlabel="tokens of the sequence, cached and new")
+    axis.set(
+        xscale="log", ylabel="time of one layer,\nas a multiple of the fastest", xlabel="tokens of the sequence, cached and new"
+    )
     axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axis.set_xticks([], minor=True)
     axis.yaxis.set_major_formatter("{x:.1f} x")
