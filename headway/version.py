@@ -1,4 +1,4 @@
-"""The version of Headway, which git's tag sets when the package is built."""
+"""Version of the installed package, as `pyproject.toml` states it."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.testing.cases import make_case, parse_case
 from headway.testing.reference import reference, relative_error, run_backend
+from headway.tuning.autotune import DEFAULT_BUDGET
 from sandbox import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +68,33 @@ def test_the_example_refuses_what_it_does_not_claim(example: ModuleType) -> None
     support = registry.supports("example", window, LAYOUTS[0], 8, Phase.DECODE)
     assert isinstance(support, Support)
     assert [reason.what for reason in support.reasons] == ["sliding_window"]
+
+
+def test_choosing_names_every_backend_for_its_machine() -> None:
+    lines = (
+        (ROOT / "docs" / "choosing.md")
+        .read_text()
+        .partition("## On your machine")[2]
+        .partition("`native` computes")[0]
+        .splitlines()
+    )
+    named = {line.split("|")[1].strip(): set(re.findall(r"`([\w.]+)`", line)) for line in lines if line.startswith("| ")}
+    registry = create_registry(load_entry_points=False)
+    devices = {name: registry.backend(name).capabilities.devices for name in registry.backends}
+    assert named["CPU"] == {name for name in devices if "cpu" in devices[name]}
+    assert set().union(*named.values()) == set(devices)
+
+
+def test_the_changelogs_newest_version_is_that_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", project["version"]]
+
+
+@pytest.mark.parametrize("page", ["crossover.md", "options.md"])
+def test_the_seconds_that_a_first_start_measures_are_the_codes(page: str) -> None:
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    assert "{cuda:g} on a GPU, {cpu:g} on a CPU".format_map(DEFAULT_BUDGET) in text
 
 
 def test_every_hook_stands_in_the_docs_with_its_signature() -> None:

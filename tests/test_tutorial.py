@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headway.cli.new_backend import write_package
 from headway.contract import StateBackend
 from headway.registry import create_registry
+from headway.testing.kit import CHECKS
 from headway.testing.report import CellResult
 from headway.testing.state_cells import parse_cell
 from headway.testing.state_kit import StateKit
@@ -40,6 +41,13 @@ def test_the_online_softmax_is_attention(query_len: int, kv_len: int) -> None:
 def test_kernels_are_under_forty_lines(number: int) -> None:
     kernel = re.findall(r"^def .*?(?=\n\n\n|\Z)", BLOCKS[number], re.MULTILINE | re.DOTALL)[0]
     assert len(kernel.splitlines()) < 40
+
+
+def test_the_scorecard_on_the_page_is_the_kits() -> None:
+    names = re.findall(r"^ [✓✗–] (\w+)", PAGE, re.MULTILINE)
+    assert len(names) >= 4
+    assert not set(names) - set(CHECKS)
+    assert not re.search(r"\d+ passed", PAGE), "the number of cells changes with the kit"
 
 
 @pytest.mark.slow

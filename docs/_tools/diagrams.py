@@ -99,7 +99,7 @@ def step() -> bytes:
         axis,
         4,
         4.9,
-        f"the pool: {num_blocks} blocks of {block_size} slots; dark: what this step writes, light: cached before",
+        f"the pool: {num_blocks} blocks of {block_size} slots; strong colors: what this step writes, pale: cached before",
         9,
         ha="left",
     )

@@ -88,6 +88,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(nav_pages()) <= written
 
 
+def test_a_page_has_the_title_that_the_navigation_shows() -> None:
+    for page, title in nav_pages().items():
+        heading = next(line[2:] for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("# "))
+        assert heading.replace("`", "") == title, f"docs/{page}: mkdocs.yml calls it {title!r}"
+
+
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a checkout's, for what a reader types into a shell there, and a folder `installed` with one plugin."""

@@ -6,6 +6,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,27 @@ def test_the_page_a_person_reads_is_short_and_its_pictures_and_links_exist() -> 
     assert sum(link.endswith(".png") for link in links) >= 3
     for link in links:
         assert link.startswith("http") or (ROOT / "docs" / link).exists(), link
+
+
+@pytest.mark.parametrize("device", ["H100", "H200"])
+def test_rates_of_quantised_weights_are_those_of_the_files(device: str) -> None:
+    known: dict[str, set[int]] = {}
+    for path in (ROOT / "bench" / "results" / device.lower()).glob("weights-llama-3-8b-*.json"):
+        report = json.loads(path.read_text())
+        rates = {f"{cell['batch_size']} x": cell["tokens_per_second"] for cell in report.get("cells", ())}
+        for peer in report.get("peers", ()):
+            rates |= peer["tokens_per_second"]
+        for name, rate in rates.items():
+            known.setdefault(name.split(" x")[0], set()).add(round(rate))
+    table = (ROOT / "docs" / "kernels.md").read_text().partition("### Measured so far")[2].partition(f"One {device},")[2]
+    rows = [
+        [cell.strip().replace(",", "") for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| \d.*", table, re.MULTILINE)
+    ][:4]
+    assert [row[0] for row in rows] == ["1", "16", "64", "256"]
+    for requests, plain, *others in rows:
+        assert {int(cell) for cell in (plain, *others) if cell.isdigit()} <= known[requests]
+        for rate, ratio in [pair for pair in pairwise(others) if "." in pair[1]][:2]:  # FP8, W4A16
+            assert float(ratio) == pytest.approx(int(rate) / int(plain), abs=0.01)
 
 
 def _numbers(value: object) -> Iterator[float]:

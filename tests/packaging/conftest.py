@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from built_package import VERSION, Built, Environment
+from built_package import Built, Environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,9 +35,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         if (ROOT / name).exists():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name, follow_symlinks=False)
-    git = ("git", "-c", "user.name=test", "-c", "user.email=test@example.org")
-    for words in (("init", "-q"), ("add", "--force", "."), ("commit", "-qm", "as it is"), ("tag", f"v{VERSION}")):
-        _run(*git, *words, cwd=checkout)
     make = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
     sdist = folder / _run(sys.executable, "-c", make, "build_sdist", folder, cwd=checkout).splitlines()[-1]
     shutil.unpack_archive(sdist, folder / "unpacked", filter="data")

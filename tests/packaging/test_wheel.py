@@ -44,7 +44,7 @@ def test_the_sdist_holds_what_git_tracks(built: Built) -> None:
     assert {packaged_path(name) for name in built.sources if not name.startswith(left_out)} <= held
 
 
-def test_the_version_is_the_tags(built: Built, installed: Environment) -> None:
+def test_the_version_is_that_of_pyproject(built: Built, installed: Environment) -> None:
     assert built.wheel.name == f"headway-{VERSION}-py3-none-any.whl"
     assert installed.run("headway", "--version").out == f"headway {VERSION}\n"
     code = "import headway; print(headway.__version__, headway.__file__)"

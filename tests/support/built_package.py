@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox import Result
 
-VERSION = "9.8.7"
-"""As if git had this tag."""
+VERSION = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]["version"]
+"""Version that the built files must have."""
 
 
 @dataclass(frozen=True)

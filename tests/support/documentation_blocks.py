@@ -75,17 +75,15 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / name for name in nav_pages())]
 
 
-def nav_pages() -> list[str]:
-    """Paths below docs/ in the site's navigation."""
+def nav_pages() -> dict[str, str]:
+    """Title of each page in the site's navigation, by its path below docs/."""
 
-    def leaves(value: Any) -> Iterator[str]:
-        if isinstance(value, str):
-            yield value
-        else:
-            for child in value.values() if isinstance(value, dict) else value:
-                yield from leaves(child)
+    def leaves(sections: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+        for section in sections:
+            for title, content in section.items():
+                yield from [(content, title)] if isinstance(content, str) else leaves(content)
 
-    return list(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    return dict(leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
 
 
 def blocks(page: Path) -> list[Block]:
