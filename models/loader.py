@@ -130,26 +130,8 @@ def load_model(
             again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None)
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
-    elif batch_invariant:
-        hint = "transformers' code is not batch-invariant"
-        raise ConfigError("deterministic", "a model that Headway's decoder computes", name, hint)
-    elif ranks.size > 1:
-        hint = "transformers' code runs on one rank; model_impl='headway' says what Headway's decoder lacks"
-        raise ConfigError(
-            "tensor_parallel_size", "1, or a model that Headway's decoder computes", f"{ranks.size} with {name}", hint
-        )
-    elif quantization is not None:
-        hint = "model_impl='headway' says what Headway's decoder lacks"
-        raise ConfigError("quantization", "none, or a model that Headway's decoder computes", f"{quantization} with {name}", hint)
-    elif slots is not None:
-        hint = "transformers' code has no slots for adapters; model_impl='headway' says what Headway's decoder lacks"
-        raise ConfigError("enable_lora", "a model that Headway's decoder computes", name, hint)
-    elif stored is not None:
-        raise ModelError(
-            f"model {name}: needs plain weights where transformers computes it, got {stored.label} ({stored.place}), "
-            "which Headway's own decoder alone reads; model_impl='headway' says what that lacks of the model"
-        )
     else:
+        _refuse_adapted(name, stored, batch_invariant=batch_invariant, ranks=ranks, quantization=quantization, slots=slots)
         from headway.models.transformers_adapter.load import load_adapted
 
         whole = config_of(folder, stated, plain=False)
@@ -162,6 +144,36 @@ def load_model(
     read = None if place is None else read_tokenizer(place)
     ends = read_end_tokens(folder, stated, config, read)
     return LoadedModel(name, folder, decoder, implementation, read, ends, place, live, long)
+
+
+def _refuse_adapted(
+    name: str,
+    stored: Quantization | None,
+    *,
+    batch_invariant: bool,
+    ranks: Ranks,
+    quantization: str | None,
+    slots: AdapterSlots | None,
+) -> None:
+    """Check that nothing is asked that transformers' code cannot do. stored: format of the checkpoint's weights.
+
+    :raises HeadwayError: it cannot, with the option's name.
+    """
+    need, hint = "a model that Headway's decoder computes", "model_impl='headway' says what Headway's decoder lacks"
+    if batch_invariant:
+        raise ConfigError("deterministic", need, name, "transformers' code is not batch-invariant")
+    if ranks.size > 1:
+        got = f"{ranks.size} with {name}"
+        raise ConfigError("tensor_parallel_size", f"1, or {need}", got, f"transformers' code runs on one rank; {hint}")
+    if quantization is not None:
+        raise ConfigError("quantization", f"none, or {need}", f"{quantization} with {name}", hint)
+    if slots is not None:
+        raise ConfigError("enable_lora", need, name, f"transformers' code has no slots for adapters; {hint}")
+    if stored is not None:
+        raise ModelError(
+            f"model {name}: needs plain weights where transformers computes it, got {stored.label} ({stored.place}), "
+            f"which only Headway's own decoder reads; {hint}"
+        )
 
 
 def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
