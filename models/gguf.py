@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -136,27 +136,37 @@ def _read_once(path: Path) -> Iterator[None]:
     """Parse the header once, and show one progress bar: transformers parses it four times, seconds each, and shows three bars."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as reading
-    from transformers.utils import logging as bars
+    from transformers.utils import logging
 
-    shown = bars.is_progress_bar_enabled()
-    originals = gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm
+    parse, bars = gguf.GGUFReader, cast("Any", logging)
     with _READING, progress_bar(Terminal(stderr=True)) as progress:
-        header, names = gguf.GGUFReader(path), cache(gguf.get_tensor_name_map)
+        header, shown = parse(path), bars.is_progress_bar_enabled()
 
         def reader(of: Any, *options: Any) -> Any:
-            return header if Path(of) == path else originals[0](of, *options)
+            return header if Path(of) == path else parse(of, *options)
 
         def tensors(each: Any, desc: str) -> Any:
             return progress.track(each, description=f"converting {path.name}")
 
-        gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm = reader, names, tensors
+        names = cache(gguf.get_tensor_name_map)
         bars.disable_progress_bar()
         try:
-            yield
+            with _replaced(gguf, GGUFReader=reader, get_tensor_name_map=names), _replaced(reading, tqdm=tensors):
+                yield
         finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map, reading.tqdm = originals
             if shown:
                 bars.enable_progress_bar()
+
+
+@contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """Replace functions of a module while the context lasts."""
+    originals = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(originals)
 
 
 @contextmanager
