@@ -75,10 +75,12 @@ class Session:
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = Numbers(spec, scores, self.generator)
         self._wide_tables = wide_tables
+        self._contexts: list[tuple[list[int], Tensor]] = []
+        """Blocks and cached positions of sequences whose rows have not been written yet."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
         """Where tables of a shape lie; None: anywhere."""
         for foreign in (*self.layers.given, *self.layers.right):
-            foreign.fill_block(self._null, 0.0)
+            foreign.fill_blocks([self._null], 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + before
         order = torch.arange(before, before + num_blocks) if self.unlike.blocks_in_order else order
         self._free: list[int] = order.tolist()
@@ -110,14 +112,23 @@ class Session:
             shared = min(share.length, context) // self.block_size
             seq.blocks = share.blocks[:shared]
             seq.length = shared * self.block_size
-        missing = context - seq.length
-        if missing > 0:
-            past = self._metadata([Turn(seq, missing)], 0)
-            for layer in range(len(self.buffers)):
-                k, v = self.numbers.rows(torch.arange(seq.length, context))
-                self.layers.write(layer, k, v, past.slot_mapping, given=True)
+        if context > seq.length:
+            self.reserve(seq, context)
+            self._contexts.append((seq.blocks, torch.arange(seq.length, context)))
             seq.length = context
         return seq
+
+    def _write_contexts(self) -> None:
+        """Write the rows of the sequences that have been opened, all at once."""
+        if not self._contexts:
+            return
+        positions = torch.cat([at for _, at in self._contexts])
+        blocks = torch.cat([torch.tensor(blocks)[at // self.block_size] for blocks, at in self._contexts])
+        self._contexts.clear()
+        slots = (blocks * self.block_size + positions % self.block_size).to(self.spec.device)
+        for layer in range(len(self.buffers)):
+            k, v = self.numbers.rows(positions)
+            self.layers.write(layer, k, v, slots, given=True)
 
     def reserve(self, seq: Tokens, length: int) -> None:
         """Give a sequence the blocks for so many tokens."""
@@ -126,12 +137,13 @@ class Session:
 
     def close(self, seq: Tokens) -> None:
         """Give a sequence's blocks back."""
-        for block in seq.blocks:
-            self.layers.forget(block)
-            self._free.append(block)
+        self._write_contexts()
+        self.layers.forget(seq.blocks)
+        self._free += seq.blocks
 
     def lay_out(self, work: StepTurns, padding_rows: int = 0) -> StepTensors:
         """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
+        self._write_contexts()
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
         ranges = [torch.arange(turn.seq.length, turn.seq.length + turn.query_len) for turn in work]

@@ -37,7 +37,7 @@ class Stage:
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens in a block that the kit tries, the plainest first."""
-        return tuple(int(size) for size in self.claimed.values["block_size"])
+        return tuple(int(size) for size in self.claimed.usual["block_size"])
 
     @property
     def poison(self) -> float:
@@ -81,7 +81,7 @@ class Stage:
             max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
             layouts=list(subject.layouts.values()),
             memory=cell.memory,
-            layers=1 if cell.memory == "far" else layers,
+            layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
             scores=cell.scores,
             wide_tables=cell.work == "tables",
             zero_in_use=cell.work in ("many", "again"),

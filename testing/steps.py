@@ -69,7 +69,7 @@ def _decodes(turn: tuple[int, int, int]) -> bool:
     return context > 0 and (query_len == 1 or drafts > 0)
 
 
-UNWRITTEN = {torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
+UNWRITTEN = {torch.float64: 0x7FFADA5A5A5A5A5A, torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
 """Bits of the NaN that `out` holds before a step: no arithmetic leaves this one."""
 GUARD = 3
 """Rows before and after `out` that belong to somebody else."""
