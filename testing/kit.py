@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.registry.plugin_sources import split_target
 from headway.testing.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.controls import Controls
@@ -20,6 +24,7 @@ from headway.testing.outcome import finding_of, result_of
 from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
+from headway.testing.steps import AS_IN_AN_ENGINE, Errors
 from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
 from headway.testing.state_subject import StateSubject
@@ -67,6 +72,8 @@ class Kit:
         self.layers = layers or {}
         self.stage = Stage(subject, self.layers)
         self._controls = Controls(self.stage)
+        self.guesses = True
+        """Whether a failure says what it looks like."""
         self._ran = 0
 
     @property
@@ -156,7 +163,9 @@ class Kit:
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it. What a failure depends on is found by control experiments."""
         self._ran += 1
-        return result_of(cell, lambda: self._checked(cell))
+        self.stage.errors = Errors()
+        self.stage.unlike = replace(AS_IN_AN_ENGINE, without_guesses=not self.guesses)
+        return result_of(cell, lambda: self._checked(cell), self.stage.errors)
 
     def _checked(self, cell: CheckCell) -> str:
         check, _ = CHECKS[cell.check]
@@ -166,7 +175,7 @@ class Kit:
             raise
         except Exception as error:
             finding = error if isinstance(error, Finding) else finding_of(error)
-            if cell.check in CONTROLLED:
+            if self.guesses and cell.check in CONTROLLED:
                 try:
                     self._explain(cell, check, finding)
                 except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it depends on
@@ -301,17 +310,29 @@ def list_cells(kit: Kit | StateKit, quick: bool, layout: str, cell: str) -> dict
         wanted = parse_cell(cell)
         _known(kit, wanted)
         cell = str(wanted)
-    return kit.listed(quick, layout, cell)
+    return kit.listed(quick, layout, cell) | {"digest": _digest(kit.stage.subject if isinstance(kit, Kit) else kit.subject)}
 
 
-def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
-    """Run the cell of a name.
+def _digest(subject: Subject | StateSubject) -> str:
+    """SHA-256 of the file that defines a subject; empty if no file does."""
+    try:
+        path = split_target(subject.file)[0] if subject.file else Path(inspect.getfile(subject.backend))
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, TypeError):  # a class that was made by a function or typed in
+        return ""
+
+
+def run_cell(kit: Kit | StateKit, name: str, *, guesses: bool = True) -> CellResult:
+    """Run the cell of a name. guesses: whether a failure says what it looks like.
 
     :raises ConfigError: the kit has no cell of that name.
     """
     cell = parse_cell(name)
     _known(kit, cell)
-    return kit.run(cell)  # type: ignore[arg-type]
+    if isinstance(kit, Kit):
+        kit.guesses = guesses
+    result = kit.run(cell)  # type: ignore[arg-type]
+    return result if guesses else result.model_copy(update={"guess": ""})
 
 
 def _known(kit: Kit | StateKit, cell: CheckCell | StateCell) -> None:

@@ -194,7 +194,20 @@ class Unlike:
     out_of_zeros: bool = False
     """`out` holds zeros before a step."""
     without_guesses: bool = False
-    """Only whether a step is right is asked."""
+    """A failure says what is wrong, and not what it looks like."""
+
+
+@dataclass
+class Errors:
+    """The measured error of a cell that came nearest to its tolerance, or went farthest beyond it."""
+
+    error: float | None = None
+    tolerance: float | None = None
+
+    def note(self, error: float, tolerance: float) -> None:
+        """Keep an error if its share of its tolerance is the largest; NaN is left to the finding."""
+        if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
+            self.error, self.tolerance = error, tolerance
 
 
 AS_IN_AN_ENGINE = Unlike()

@@ -131,6 +131,7 @@ def tolerance(stage: Stage, cell: CheckCell) -> str:
     declared = float(stage.subject.backend.tolerance[spec.dtype])
     reached = _plain_error(spec)
     most = _DATA[spec.dtype] * reached
+    stage.errors.note(reached, declared)
     if not 0 < declared <= most:
         raise Finding(
             f"tolerance for {cell.dtype} must be at most {most:.2g}: plain arithmetic of that type reaches {reached:.2g}; "
@@ -187,6 +188,7 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]
         apart = float((sums[:, tokens].double() - right).abs().nan_to_num(torch.inf).max())
+        stage.errors.note(apart, most)
         if apart > most:
             raise Finding(
                 f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}): expected {float(right[0, 0]):.5g}, "

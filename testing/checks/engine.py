@@ -102,6 +102,7 @@ def engine(stage: Stage, cell: CheckCell) -> str:
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         logits = model.reference_logits(prompt + tokens, partial(_cached, stage, cell))[len(prompt) - 1 : -1]
         behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+        stage.errors.note(float(behind.max()), NEAR[spec.dtype])
         if float(behind.max()) > NEAR[spec.dtype]:
             at = int((behind > NEAR[spec.dtype]).nonzero()[0])
             raise Finding(
