@@ -89,9 +89,7 @@ def check(
 def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
     kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
     listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))
-    results = _tried(listed.cells, listed, trial) or [
-        run_cell(kit, cell, guesses=wanted.guesses) for cell in listed.cells
-    ]
+    results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell, guesses=wanted.guesses) for cell in listed.cells]
     return listed, results, 0
 
 
@@ -101,7 +99,9 @@ def _in_children(
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
-    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch) for watch in watches]
+    children = [
+        CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch) for watch in watches
+    ]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout, only_cell=wanted.cell)
         whole = trial is not None and listed.plugin and not wanted.layout and not wanted.cell

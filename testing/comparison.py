@@ -18,7 +18,7 @@ _LISTED = 20
 """Cells listed of each kind; the rest are counted."""
 
 
-class Comparison:
+class ReportComparison:
     """Differences of two reports, the second of which is the newer one."""
 
     def __init__(self, first: CheckReport, second: CheckReport) -> None:

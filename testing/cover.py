@@ -8,7 +8,7 @@ phase, with few distinct layers, since a kernel is compiled for each: greedy cov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -152,7 +152,9 @@ class Claimed:
     def _searched(self) -> CheckCell | None:
         """A layer that a subject accepts which takes, say, one number of kv heads and no other; None if none is found."""
         claims = self.subject.claims
-        layout = next((name for name, each in self.subject.layouts.items() if claims.layouts is None or each in claims.layouts), "")
+        layout = next(
+            (name for name, each in self.subject.layouts.items() if claims.layouts is None or each in claims.layouts), ""
+        )
         dtype = next((name for name in self.usual["dtype"] if getattr(torch, str(name)) in claims.dtypes), "")
         phase = next((name for name, needed in PHASES.items() if needed <= claims.phases), "")
         if not (layout and dtype and phase):

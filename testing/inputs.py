@@ -275,12 +275,13 @@ def deal(
     return [_dealt(cell, met, most_work, accepts) for cell in cells]
 
 
-def _dealt(
-    cell: CheckCell, met: set[tuple[object, ...]], most_work: float, accepts: Callable[[CheckCell], bool]
-) -> CheckCell:
+def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float, accepts: Callable[[CheckCell], bool]) -> CheckCell:
     for name in _dealt_inputs(cell):
         tried = [replace(cell, **{name: value}) for value in _VALUES[name]]  # type: ignore[arg-type]
-        tried = sorted((each for each in tried if possible(each, most_work)), key=lambda each: _loss(each, most_work) - _gain(each, name, met))
+        tried = sorted(
+            (each for each in tried if possible(each, most_work)),
+            key=lambda each: _loss(each, most_work) - _gain(each, name, met),
+        )
         cell = next((each for each in tried if accepts(each)), cell)
     if cell.work == "edges" and not cell.layer and _work(cell, _kv_width(cell), steps_of(*_place(cell))) > most_work:
         smaller = replace(cell, work=FEW)

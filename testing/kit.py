@@ -24,10 +24,10 @@ from headway.testing.outcome import finding_of, result_of
 from headway.testing.plugin_trial import process
 from headway.testing.report import CellResult
 from headway.testing.stage import Stage
-from headway.testing.steps import AS_IN_AN_ENGINE, Errors
 from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
 from headway.testing.state_subject import StateSubject
+from headway.testing.steps import AS_IN_AN_ENGINE, CellErrors
 from headway.testing.subject import Subject, load_any_subject
 from headway.testing.verdict import MEMORY
 
@@ -163,7 +163,7 @@ class Kit:
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it. What a failure depends on is found by control experiments."""
         self._ran += 1
-        self.stage.errors = Errors()
+        self.stage.errors = CellErrors()
         self.stage.unlike = replace(AS_IN_AN_ENGINE, without_guesses=not self.guesses)
         return result_of(cell, lambda: self._checked(cell), self.stage.errors)
 

@@ -14,7 +14,7 @@ from headway.core.contract.errors import HeadwayError, known_cause
 from headway.core.contract.layout import SCALES
 from headway.testing.cells import Finding, Skipped
 from headway.testing.report import CellResult
-from headway.testing.steps import Errors
+from headway.testing.steps import CellErrors
 
 _NOTE = 400
 _TWO_SIZES = re.compile(
@@ -41,7 +41,7 @@ class AnyCell(Protocol):
         """The result's fields for its axes."""
 
 
-def result_of(cell: AnyCell, run: Callable[[], str], errors: Errors | None = None) -> CellResult:
+def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
     """Run one cell and return its result; whatever the backend raises is in it.
 
     run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.

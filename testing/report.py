@@ -47,8 +47,8 @@ class CellResult(BaseModel):
     state: str = ""
     """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of `lse`
-    the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
+    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of
+    `lse` the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
     tolerance: float | None = None
     """Largest error that passes."""
     seconds: float = 0.0

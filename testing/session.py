@@ -19,7 +19,7 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.inputs import Numbers
 from headway.testing.oracle import StepSequence
 from headway.testing.pool import Layers, first_far
-from headway.testing.steps import AS_IN_AN_ENGINE, GUARD, Before, Errors, StepInputs, StepTensors, StepTurns, Tokens, Turn, Unlike
+from headway.testing.steps import AS_IN_AN_ENGINE, GUARD, Before, CellErrors, StepInputs, StepTensors, StepTurns, Tokens, Unlike
 from headway.testing.verdict import judge
 
 _ZERO_AT = 6
@@ -59,12 +59,12 @@ class Session:
         wide_tables: bool = False,
         zero_in_use: bool = False,
         unlike: Unlike | None = None,
-        errors: Errors | None = None,
+        errors: CellErrors | None = None,
     ) -> None:
         """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
         cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block; unlike: what is
         simpler than in an engine, None: nothing; errors: where the error of each judged step is noted."""
-        self.unlike, self.errors = unlike or AS_IN_AN_ENGINE, errors or Errors()
+        self.unlike, self.errors = unlike or AS_IN_AN_ENGINE, errors or CellErrors()
         zero_in_use = zero_in_use and not self.unlike.zero_unused
         self.spec, self.block_size, self.layouts, self.memory = spec, block_size, layouts, memory
         self.prefill, self.decode = prefill, decode

@@ -16,7 +16,7 @@ from headway.testing.cover import Claimed
 from headway.testing.model_layers import ModelLayer
 from headway.testing.pool import FINITE_POISON
 from headway.testing.session import Session
-from headway.testing.steps import AS_IN_AN_ENGINE, Errors, Lens, StepTurns, Tokens, Turn, blocks_for
+from headway.testing.steps import AS_IN_AN_ENGINE, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.subject import BASELINE, Subject
 
 
@@ -28,7 +28,7 @@ class Stage:
         self.subject, self._layers = subject, layers
         self.unlike = AS_IN_AN_ENGINE
         """What its sessions have simpler than an engine has it."""
-        self.errors = Errors()
+        self.errors = CellErrors()
         """Of the cell that runs."""
 
     @cached_property

@@ -198,7 +198,7 @@ class Unlike:
 
 
 @dataclass
-class Errors:
+class CellErrors:
     """The measured error of a cell that came nearest to its tolerance, or went farthest beyond it."""
 
     error: float | None = None

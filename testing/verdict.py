@@ -18,7 +18,7 @@ from headway.testing.inputs import Numbers
 from headway.testing.mistakes import Wrong
 from headway.testing.oracle import distance, expected
 from headway.testing.pool import Layers
-from headway.testing.steps import GUARD, Errors, StepTensors, Unlike
+from headway.testing.steps import GUARD, CellErrors, StepTensors, Unlike
 from headway.testing.traits import trait
 from headway.testing.written import looks_of_cache, unwritten_behind, unwritten_parts
 
@@ -54,7 +54,7 @@ class Watched(Protocol):
     decode: AttentionBackend | None
     numbers: Numbers
     unlike: Unlike
-    errors: Errors
+    errors: CellErrors
 
 
 def judge(session: Watched, step: StepTensors) -> None:

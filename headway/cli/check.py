@@ -108,10 +108,10 @@ def check(
 
 def _compare(first: Path, second: Path) -> None:
     """Print what changed from one result file to another; exit with 1 if the second is worse."""
-    from headway.testing.comparison import Comparison
+    from headway.testing.comparison import ReportComparison
     from headway.testing.report import read_check
 
-    found = Comparison(read_check(first), read_check(second))
+    found = ReportComparison(read_check(first), read_check(second))
     for line in found.lines():
         print(line)
     if found.worse:

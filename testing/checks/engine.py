@@ -123,7 +123,9 @@ def _cached(stage: Stage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor
     spec, size = stage.claimed.spec(cell), cell.block_size
     if spec.kv_dtype is None:
         return k, v
-    cache = stage.subject.layouts[cell.layout].allocate(CacheGeometry.of(spec, -(-len(k) // size), size), spec.k_scale, spec.v_scale)
+    cache = stage.subject.layouts[cell.layout].allocate(
+        CacheGeometry.of(spec, -(-len(k) // size), size), spec.k_scale, spec.v_scale
+    )
     slots = torch.arange(len(k), device=spec.device)
     stage.subject.writer(cell.layout)(k.to(spec.dtype), v.to(spec.dtype), cache, slots)
     keys, values = cache.gather(slots)

@@ -80,7 +80,9 @@ def kit_of(odd: Odd) -> Kit:
 def first_of_each(cells: list[CheckCell]) -> list[CheckCell]:
     """The first cell of each check, and of each phase of answers; no check that takes seconds."""
     slow = ("memory", "thousand", "long")
-    return list({(cell.check, cell.phase * (cell.check == "answer")): cell for cell in reversed(cells) if cell.check not in slow}.values())
+    return list(
+        {(cell.check, cell.phase * (cell.check == "answer")): cell for cell in reversed(cells) if cell.check not in slow}.values()
+    )
 
 
 @pytest.mark.parametrize("odd", KINDS, ids=lambda odd: odd.name)
