@@ -59,7 +59,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
-        said = str(error) if isinstance(error, HeadwayError) else system_error_text(error)
+        said = error.on_command_line or str(error) if isinstance(error, HeadwayError) else system_error_text(error)
         drop_unwritten(sys.stdout)
         if said is None:
             traceback.print_exception(error)

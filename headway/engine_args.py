@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
-from headway.core.contract.errors import ConfigError, refuse_unknown
+from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.engine.state.config import EngineConfig
 from headway.core.system.text import shown
 from headway.models.origin import ModelOrigin
@@ -237,13 +237,22 @@ def help_texts() -> Mapping[str, str]:
 
 
 def takes_arguments_of(args: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give an `__init__` the parameters of `args`, for type checkers, editors and help()."""
+    """Give an `__init__` the parameters of `args`, for type checkers, editors and help(); its errors name these parameters."""
 
     def decorate(function: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(args).parameters.values()
-        function.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]
-        return function
+        parameters = inspect.signature(args).parameters
+
+        @functools.wraps(function)
+        def __init__(*given: Any, **options: Any) -> None:
+            try:
+                function(*given, **options)
+            except HeadwayError as error:
+                error.name_arguments(parameters)
+                raise
+
+        __init__.__signature__ = inspect.Signature([own, *parameters.values()])  # type: ignore[attr-defined]
+        return __init__
 
     return decorate
 

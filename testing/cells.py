@@ -28,11 +28,15 @@ PHASES: dict[str, frozenset[Phase]] = {
 """Name of a step's shape -> the phases a backend must serve for it."""
 WINDOWS = {"window": 37, "window-1": 1, "window-16": 16, "window-1024": 1024}
 """Keys that a query of a windowed layer sees: a prime, so that no tile or block of a kernel ends with it; itself alone; a block;
-and as many as models have."""
+and a number that models have."""
+MODEL_WINDOWS = {"window-128": 128, "window-512": 512, "window-2047": 2047, "window-4096": 4096}
+"""Other windows that models have (gpt-oss, Gemma 3, Phi-3, Mistral and Gemma 2), each tried with sequences that are longer."""
+MODEL_SOFTCAPS = {"softcap-30": 30.0, "softcap-50": 50.0}
+"""Soft-caps that models have, each tried with scores that reach it."""
 BIDIRECTIONAL: dict[str, int | None] = {"bidirectional": None, "bidirectional-37": 37}
 """Layers that are not causal -> their window."""
 FEATURES = (
-    *("none", *WINDOWS, "softcap", "alibi", "sinks", "together"),
+    *("none", *WINDOWS, *MODEL_WINDOWS, "softcap", *MODEL_SOFTCAPS, "alibi", "sinks", "together"),
     *("fp8", "fp8-together", "int8", "int8-together"),
     *("v_head_dim", "longer_v", "latent", *BIDIRECTIONAL),
 )
@@ -45,15 +49,22 @@ side, so that no block is one piece of memory; spaced: every other block is some
 32,768 and elements above 2**31, which 16 and 32 bits cannot number."""
 KV_HEADS = (2, 1, 3, 8, 32)
 SCALES = {"odd": 0.0, "one": 1.0, "large": 4.0}
-"""What the scores are multiplied by. odd: 1.37 * head_dim ** -0.5, so that a backend that assumes its own scale shows everywhere;
-queries are drawn so that the scores of any scale are of one size."""
-SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean")
+"""Factor of the scores. odd: 1.37 * head_dim ** -0.5, so that a backend that assumes its own scale shows everywhere; queries are
+drawn so that the scores of any scale have one size."""
+USUAL_SCALE = "usual"
+"""The scale head_dim ** -0.5, for backends that accept no other."""
+SCORES = ("normal", "high", "low", "equal", "dominant", "alternating", "mean", "uneven")
 """high, low: every score near +200 or -200, which the exponential of no float32 holds; equal: all keys weigh the same;
-dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero."""
-WORKS = ("edges", "many", "again", "tables", "deep")
+dominant: one key in 61 outweighs the others; alternating: scores of +30 and -30 by turns; mean: values far from zero; uneven:
+queries and heads by turns have normal scores, scores near +100, scores near -100, equal ones, and one key that outweighs the
+others."""
+NEEDLE = "needle"
+"""Scores of long sequences, dealt to no others: one key 10 above all others, which are equal."""
+WORKS = ("edges", "many", "again", "tables", "deep", "level")
 """edges: lengths around the ends of blocks; many: 65 sequences, then 300; again: the lengths of the step before over other
 blocks, all of them or the last of each sequence; tables: more than 128 blocks a sequence, in a table that is a part of a wider
-one; deep: up to 16,384 tokens. In many and again block 0 is in use, as in an engine."""
+one; deep: up to 16,384 tokens; level: sequences of one length after different contexts. In many and again block 0 is in use, as
+in an engine."""
 FEW = "few"
 """The work of layers of many query heads, which is dealt to no others: three or four sequences of up to 133 tokens."""
 EXPANDED = "-expanded"
@@ -151,7 +162,11 @@ def _input(text: str) -> tuple[str, str | int]:
     :raises ValueError: there is none of that name or value.
     """
     name, _, value = text.partition("=")
-    known: dict[str, tuple[str | int, ...]] = {"scale": tuple(SCALES), "scores": SCORES, "work": (*WORKS, FEW)}
+    known: dict[str, tuple[str | int, ...]] = {
+        "scale": (*SCALES, USUAL_SCALE),
+        "scores": (*SCORES, NEEDLE),
+        "work": (*WORKS, FEW),
+    }
     if name == "kv_heads" and int(value) > 0:
         return name, int(value)
     if name == "layer" and value.removesuffix(EXPANDED).isdecimal():
@@ -178,7 +193,8 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
     changes: dict[str, dict[str, object]] = {
         "none": {},
-        **{name: {"sliding_window": keys} for name, keys in WINDOWS.items()},
+        **{name: {"sliding_window": keys} for name, keys in (WINDOWS | MODEL_WINDOWS).items()},
+        **{name: {"softcap": softcap} for name, softcap in MODEL_SOFTCAPS.items()},
         "softcap": {"softcap": SOFTCAP},
         "alibi": {"alibi_slopes": features["alibi_slopes"]},
         "sinks": {"sinks": features["sinks"]},
@@ -194,7 +210,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        scale=SCALES.get(cell.scale) or SCALE * head_dim**-0.5,
+        scale=SCALES.get(cell.scale) or (1.0 if cell.scale == USUAL_SCALE else SCALE) * head_dim**-0.5,
         dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
         **changes[cell.feature],  # type: ignore[arg-type]

@@ -44,6 +44,10 @@ class Wanted:
     """The path of compute-sanitizer, under which the cells run; empty: without."""
     model: str = ""
     """A config.json or a model's name, whose layers are tried in place of the kit's."""
+    stop_at_failure: bool = False
+    """End at the first cell that fails."""
+    guesses: bool = True
+    """Whether a failure says what it looks like, which may take longer than the cell."""
 
 
 def check(
@@ -68,6 +72,7 @@ def check(
         target=wanted.target or f"layout {wanted.layout}",
         subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
         plugins=list(wanted.plugins),
+        digest=listed.digest,
         model=wanted.model,
         origin=Origin.here(),
         version=_version(listed.owner),
@@ -84,7 +89,7 @@ def check(
 def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
     kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
     listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))
-    results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell) for cell in listed.cells]
+    results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell, guesses=wanted.guesses) for cell in listed.cells]
     return listed, results, 0
 
 
@@ -94,7 +99,9 @@ def _in_children(
     """Also how many cells were left when the run was interrupted."""
     target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
     watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
-    children = [CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, watch) for watch in watches]
+    children = [
+        CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch) for watch in watches
+    ]
     try:
         listed = children[0].list(quick=wanted.quick, layout=wanted.layout, only_cell=wanted.cell)
         whole = trial is not None and listed.plugin and not wanted.layout and not wanted.cell
@@ -106,7 +113,9 @@ def _in_children(
             return listed, [], len(cells)
         for result in tried:
             tell(result)
-        results = CellRun(children[: max(1, len(cells))], tell).all(cells[len(tried) :])
+        failed = wanted.stop_at_failure and any(result.status == "failed" for result in tried)
+        run = CellRun(children[: max(1, len(cells))], tell, wanted.stop_at_failure)
+        results = [] if failed else run.all(cells[len(tried) :])
         return listed, tried + results, len(cells) - len(tried) - len(results)
     finally:
         for child in children:

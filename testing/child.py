@@ -52,7 +52,7 @@ def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[s
     if "load" in request:
         return {"loaded": kit.name}
     if "cell" in request:
-        result = run_cell(kit, request["cell"])
+        result = run_cell(kit, request["cell"], guesses=request.get("guesses", True))
         lost = _lost_gpu(device)
         if lost and result.status != "failed":
             result = result.model_copy(update={"status": "failed", "reason": lost})

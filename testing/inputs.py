@@ -7,8 +7,9 @@ layer of the covering set gets one value of every input, dealt so that values me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from headway.testing.cells import (
     FEW,
     INPUTS,
     KV_HEADS,
+    MODEL_WINDOWS,
+    NEEDLE,
     PLAIN_INPUTS,
     SCALE,
     SCALES,
@@ -33,8 +36,11 @@ from headway.testing.steps import TABLE_BLOCKS, Lens, first_step, second_step
 
 _KEY = 4.0
 """The first element of a key that a regime lifts: exact in every type, also in the eight bits of a cache."""
-_LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0}
+_LIFT = {"high": 200.0, "low": -200.0, "dominant": 30.0, "alternating": 30.0, "uneven": 100.0, NEEDLE: 10.0}
 """How far a regime lifts the scores of the keys that it lifts."""
+_KINDS, _PEAKED = 5, 8.0
+"""Kinds of rows of uneven scores; factor of the scores of a row in which one key outweighs the others."""
+_NEEDLE_AT = 7
 _MEAN = 100.0
 _MEAN_8_BITS = 10.0
 _BEYOND = 1.5
@@ -45,6 +51,10 @@ _ROUNDINGS = 64
 MOST_WORK, MOST_QUICK_WORK = 6e7, 2e7
 """Multiplications and moved elements of a cell's layer that the whole kit and a quick one have time for: one or two seconds, or
 half of one, on one core."""
+_SEQUENCE_WORK = 3e4
+"""Work of judging a sequence, however short it is."""
+_PRICE = 7.0
+"""Pairs of values for which a cell may take the time of the largest."""
 PLAIN_BLOCK_SIZE = 16
 _WIDEST_FAR = 256
 """Most elements of a token's key in far memory."""
@@ -65,8 +75,19 @@ class Numbers:
             return torch.zeros(shape)
         size = SCALE / (self.spec.scale * math.sqrt(self.spec.head_dim))
         q = torch.randn(shape, generator=self.generator) * size
+        if self.scores == "uneven":
+            return self._uneven(q)
+        if self.scores == NEEDLE:
+            q.zero_()
         if self.scores in _LIFT:
             q[..., 0] = _LIFT[self.scores] / (_KEY * self.spec.scale)
+        return q
+
+    def _uneven(self, q: Tensor) -> Tensor:
+        """Queries of several kinds, neighbouring tokens and heads of different ones."""
+        kind = (torch.arange(q.shape[0])[:, None] + torch.arange(q.shape[1])) % _KINDS
+        q *= torch.tensor([1.0, 1.0, 1.0, 0.0, _PEAKED])[kind][..., None]
+        q[..., 0] = torch.tensor([0.0, 1.0, -1.0, 0.0, 0.0])[kind] * _LIFT["uneven"] / (_KEY * self.spec.scale)
         return q
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,15 +126,20 @@ class Numbers:
         """Share of the lift that the key at each position gets."""
         if self.scores == "dominant":
             return (positions % 61 == 7).float()
+        if self.scores == NEEDLE:
+            return (positions == _NEEDLE_AT).float()
         return 1.0 - 2.0 * (positions % 2) if self.scores == "alternating" else torch.ones(len(positions))
 
 
+@cache
 def steps_of(work: str, phase: str, block_size: int) -> list[Lens]:
     """The lengths of each step of a kind of work, in a phase (a name of cells.PHASES); empty where the phase has none of it."""
     first = first_step(phase, block_size)
     if work == "edges":
         # Ragged: then as many short ones, which what a longer step has left must not reach, and nothing but padding rows.
         return [first, second_step(first), *([_shortened(first), []] if phase == "ragged" else [])]
+    if work == "level":
+        return [level for level in (_level(phase, 37), _level(phase, 2 * block_size)) if level]
     if work == FEW:
         return [few] if (few := _few(phase, block_size)) else []
     if work == "again":
@@ -149,6 +175,18 @@ def _few(phase: str, block_size: int) -> Lens:
     return kinds.get(phase, [])
 
 
+def _level(phase: str, length: int) -> Lens:
+    """Sequences of one length, whose new tokens follow different contexts."""
+    kinds: dict[str, Lens] = {
+        "prefill": [(length, 0, 0)] * 3,
+        "extend": [(count, length - count, 0) for count in (length - 1, 2, 9, 5)],
+        "decode": [(1, length - 1, 0)] * 5,
+        "mixed": [(length, 0, 0), (2, length - 2, 0), (9, length - 9, 0), *[(1, length - 1, 0)] * 3],
+        "verify": [(count, length - count, count - 1) for count in (4, 2, 7, 3)],
+    }
+    return kinds.get(phase, [])
+
+
 def _shortened(lens: Lens) -> Lens:
     """As many sequences and new tokens after short contexts."""
     return [(query_len, min(context, 1 + context % _SHORT), drafts) for query_len, context, drafts in lens]
@@ -170,11 +208,13 @@ def _many(phase: str, count: int) -> Lens:
 def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     """Whether a layer can be tried with the inputs of its cell, in a time that a kit has, with an answer that is no matter of
     rounding."""
-    steps = steps_of(cell.work, cell.phase, cell.block_size)
+    steps = steps_of(*_place(cell))
     if not steps:
         return False
     latent = cell.feature == "latent"
     if latent and (cell.scores == "mean" or (not cell.layer and cell.kv_heads != PLAIN_INPUTS["kv_heads"])):
+        return False
+    if cell.scores == NEEDLE and cell.work != "deep":
         return False
     if cell.scores in ("high", "low") and (cell.feature in ("softcap", "sinks") or cell.feature.endswith("together")):
         return False  # saturated, or all the weight is the sink's
@@ -182,7 +222,7 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
         return False  # each key has a scale of its own: one that is rounded to 16 bits moves a lifted score by much
     if _hides(cell, steps):
         return False
-    kv_width = cell.head_dim * (1 if latent else cell.kv_heads)
+    kv_width = _kv_width(cell)
     if cell.memory == "far" and (kv_width > _WIDEST_FAR or cell.work not in ("edges", "again")):
         return False
     if cell.work == "deep" and cell.dtype == "float32":
@@ -196,9 +236,18 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
     return _work(cell, kv_width, steps) <= most_work
 
 
+def _kv_width(cell: CheckCell) -> int:
+    """Elements of a token's key."""
+    return cell.head_dim * (1 if cell.feature == "latent" else cell.kv_heads)
+
+
+def _place(cell: CheckCell) -> tuple[str, str, int]:
+    return cell.work, cell.phase, cell.block_size
+
+
 def _hides(cell: CheckCell, steps: Sequence[Lens]) -> bool:
     """Whether the inputs hide a window: no sequence of many is longer, or each query that sees not all sees the dominant key."""
-    window = (WINDOWS | BIDIRECTIONAL).get(cell.feature)
+    window = (WINDOWS | MODEL_WINDOWS | BIDIRECTIONAL).get(cell.feature)
     if window is None:
         return False
     longest = max(query_len + context for lens in steps for query_len, context, _ in lens)
@@ -209,7 +258,7 @@ def _work(cell: CheckCell, kv_width: int, steps: Sequence[Lens]) -> float:
     """Multiplications and moved elements."""
     keys = sum(query_len + context for lens in steps for query_len, context, _ in lens)
     scores = sum(query_len * (query_len + context) for lens in steps for query_len, context, _ in lens)
-    return kv_width * (4.0 * keys + cell.group * scores)
+    return kv_width * (4.0 * keys + cell.group * scores) + _SEQUENCE_WORK * sum(map(len, steps))
 
 
 def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
@@ -217,19 +266,34 @@ def _dealt_inputs(cell: CheckCell) -> tuple[str, ...]:
     return ("work", "scores") if cell.layer else tuple(_VALUES)
 
 
-def deal(cells: Iterable[CheckCell], most_work: float = MOST_WORK) -> list[CheckCell]:
-    """The same cells, each with a value of every input: the one that meets most values it has not met."""
+def deal(
+    cells: Iterable[CheckCell], most_work: float = MOST_WORK, accepts: Callable[[CheckCell], bool] = lambda cell: True
+) -> list[CheckCell]:
+    """The same cells, each with a value of every input: the one that meets most values it has not met, out of those that the
+    subject accepts."""
     met: set[tuple[object, ...]] = set()
-    return [_dealt(cell, met, most_work) for cell in cells]
+    return [_dealt(cell, met, most_work, accepts) for cell in cells]
 
 
-def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float) -> CheckCell:
+def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float, accepts: Callable[[CheckCell], bool]) -> CheckCell:
     for name in _dealt_inputs(cell):
         tried = [replace(cell, **{name: value}) for value in _VALUES[name]]  # type: ignore[arg-type]
-        cell = max((each for each in tried if possible(each, most_work)), key=lambda each: _gain(each, name, met), default=cell)
+        tried = sorted(
+            (each for each in tried if possible(each, most_work)),
+            key=lambda each: _loss(each, most_work) - _gain(each, name, met),
+        )
+        cell = next((each for each in tried if accepts(each)), cell)
+    if cell.work == "edges" and not cell.layer and _work(cell, _kv_width(cell), steps_of(*_place(cell))) > most_work:
+        smaller = replace(cell, work=FEW)
+        cell = smaller if steps_of(*_place(smaller)) else cell
     for name in INPUTS:
         met |= _pairs(cell, name)
     return cell
+
+
+def _loss(cell: CheckCell, most_work: float) -> float:
+    """Pairs that a cell has to add for its time to be worth it."""
+    return _PRICE * _work(cell, _kv_width(cell), steps_of(*_place(cell))) / most_work
 
 
 def _gain(cell: CheckCell, name: str, met: set[tuple[object, ...]]) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.testing.cells import CACHE_TYPES, PHASES, CheckCell, Finding, Skipped
+from headway.registry.plugin_sources import split_target
+from headway.testing.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell, Finding, Skipped
 from headway.testing.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
 from headway.testing.controls import Controls
 from headway.testing.cover import DTYPES
@@ -23,6 +27,7 @@ from headway.testing.stage import Stage
 from headway.testing.state_cells import StateCell, parse_cell
 from headway.testing.state_kit import StateKit
 from headway.testing.state_subject import StateSubject
+from headway.testing.steps import AS_IN_AN_ENGINE, CellErrors
 from headway.testing.subject import Subject, load_any_subject
 from headway.testing.verdict import MEMORY
 
@@ -67,6 +72,8 @@ class Kit:
         self.layers = layers or {}
         self.stage = Stage(subject, self.layers)
         self._controls = Controls(self.stage)
+        self.guesses = True
+        """Whether a failure says what it looks like."""
         self._ran = 0
 
     @property
@@ -100,12 +107,12 @@ class Kit:
         cells += claimed.refusals()
         cells.append(some.plain("options"))
         cells += [cell.plain("tolerance") for cell in _distinct(claimed.plainest(p, dtype=d) for d in DTYPES for p in PHASES)]
-        single = claimed.cover(1)
-        rows = single if quick else claimed.cover(2)
+        single = claimed.with_others(claimed.cover(1))
+        rows = single if quick else [*claimed.cover(2), *single]
         answers = [cell for phase in ("prefill", "mixed", "decode") for cell in claimed.around(phase)]
         answers += [cell.plain("answer", phase=phase) for cell, phases in rows for phase in PHASES if phase in phases]
-        cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK)
-        cells += claimed.probes()
+        cells += deal(answers, MOST_QUICK_WORK if quick else MOST_WORK, self._accepts)
+        cells += claimed.of_models()
         cells += claimed.many_heads(quick)
         cells += self._sums_of_many(quick)
         cells += self._siblings()
@@ -156,7 +163,9 @@ class Kit:
     def run(self, cell: CheckCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it. What a failure depends on is found by control experiments."""
         self._ran += 1
-        return result_of(cell, lambda: self._checked(cell))
+        self.stage.errors = CellErrors()
+        self.stage.unlike = replace(AS_IN_AN_ENGINE, without_guesses=not self.guesses)
+        return result_of(cell, lambda: self._checked(cell), self.stage.errors)
 
     def _checked(self, cell: CheckCell) -> str:
         check, _ = CHECKS[cell.check]
@@ -166,7 +175,7 @@ class Kit:
             raise
         except Exception as error:
             finding = error if isinstance(error, Finding) else finding_of(error)
-            if cell.check in CONTROLLED:
+            if self.guesses and cell.check in CONTROLLED:
                 try:
                     self._explain(cell, check, finding)
                 except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it depends on
@@ -187,21 +196,30 @@ class Kit:
             finding.guess = MEMORY[cell.memory]
         finding.guess = "; ".join(part for part in (finding.guess, said) if part)
 
+    def _accepts(self, cell: CheckCell) -> bool:
+        """Return whether the subject serves a part of the cell's steps, whose kv heads or scale it may refuse."""
+        return self.name in self.stage.parts(cell)
+
     def _log_sums(self, rows: list[tuple[CheckCell, frozenset[str]]], quick: bool) -> list[CheckCell]:
-        """The log-sum-exp of every type and feature, in every phase; quick: in the first phase of each and for the plainest."""
+        """The log-sum-exp of every type and feature, in every phase; quick: in one phase of several new tokens and one of a
+        single one, by turns, and for the plainest in all."""
         if not self.stage.subject.claims.lse:
             return []
         plain = [(cell, frozenset({phase})) for phase in PHASES if (cell := self.stage.claimed.plainest(phase)) is not None]
-        found = []
-        for cell, phases in [*plain, *rows]:
-            served = [phase for phase in reversed(PHASES) if phase in phases]
-            found += [cell.plain("lse", phase=phase) for phase in (served[:1] if quick else served)]
-        return deal(found, MOST_QUICK_WORK)
+        found = [cell.plain("lse", phase=phase) for cell, phases in plain for phase in phases]
+        for number, (cell, phases) in enumerate(rows):
+            for turns in (("extend", "mixed", "verify", "prefill"), ("decode", "ragged")):
+                served = [phase for phase in turns if phase in phases]
+                picked = served[number % len(served) :][:1] if quick and served else served
+                found += [cell.plain("lse", phase=phase) for phase in picked]
+        return deal(found, MOST_QUICK_WORK, self._accepts)
 
     def _siblings(self) -> list[CheckCell]:
-        """The layer with the most features, and with an fp8 cache, in the phase that holds most others."""
-        found = []
-        for kinds in (("together", "window", "softcap", "alibi", "sinks", "none"), ("fp8-together", "fp8")):
+        """The layer with the most features, and with each type of cache, in the phase that holds most others."""
+        found, features = [], self.stage.claimed.values["feature"]
+        cached = [(f"{name}-together", name) for name in CACHE_TYPES]
+        plain = [name for name in features if name not in chain.from_iterable(cached)]
+        for kinds in (("together", "window", "softcap", "alibi", "sinks", "none", *plain), *cached):
             places = product(kinds, ("mixed", "decode", "extend", "prefill"))
             cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]
             found += [cell.plain("siblings", phase=phase) for phase, cell in cells if cell is not None][:1]
@@ -217,16 +235,17 @@ class Kit:
 
     def _at_a_distance(self) -> list[CheckCell]:
         """What a key's distance changes, where distances are beyond a thousand and no nearer window hides them."""
-        features = ("alibi", "window-1024")
+        features = ("alibi", "window-1024", "sinks", "softcap")
         plain = [(phase, self.stage.claimed.plainest(phase, feature=name)) for name in features for phase in ("decode", "extend")]
         return [cell.plain("answer", phase=phase, work="tables") for phase, cell in plain if cell is not None]
 
     def _sums_of_many(self, quick: bool) -> list[CheckCell]:
-        """Thousands of equal weights, in types whose sums lose what is small beside them."""
+        """Thousands of equal weights, and one key far above them, in types whose sums lose what is small beside them."""
         shorts = [name for name in DTYPES if name != "float32"]
         plain = [(phase, self.stage.claimed.plainest(phase, dtype=dtype)) for dtype in shorts for phase in ("decode", "extend")]
-        found = [cell.plain("answer", phase=phase, work="deep", scores="equal") for phase, cell in plain if cell is not None]
-        return [cell for cell in found if possible(cell)][: 1 if quick else None]
+        cells = [cell.plain("answer", phase=phase, work="deep") for phase, cell in plain if cell is not None]
+        found = [[replace(cell, scores=scores) for cell in cells] for scores in ("equal", NEEDLE)]
+        return [cell for each in found for cell in [cell for cell in each if possible(cell)][: 1 if quick else None]]
 
     def _deep(self, rows: list[tuple[CheckCell, frozenset[str]]]) -> list[CheckCell]:
         """Checks that take many steps, for layers in which every value occurs and, first of all, for the plainest."""
@@ -251,14 +270,13 @@ class Kit:
             return cells
         cells += [cell.plain("prompt", phase="prefill")] if "prefill" in phases else []
         cells += [cell.plain("bounds", phase="decode")] if "decode" in phases and not said.exact_host_lengths else []
+        modelled = cell.dtype in DTYPES or bool(cell.layer)  # the engine and the baseline know no other types
         if phases & {"decode", "extend"}:
             mixed = cell.plain("steps")
-            cells += [mixed, mixed.plain("turns")]
+            cells += [mixed, mixed.plain("turns")] if modelled else [mixed]
             cells += [] if cell.layer else [mixed.plain("long", phase="long")]  # of a large layer it would take minutes
-        cells += (
-            [cell.plain("engine")] if self.stage.claimed.spec(cell).kv_dtype is None and phases & {"decode", "extend"} else []
-        )
-        cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature == "none" else []
+        cells += [cell.plain("engine")] if modelled and phases & {"decode", "extend"} else []
+        cells += [cell.plain("invariant")] if said.batch_invariant and cell.feature in ("none", *CACHE_TYPES) else []
         return cells
 
 
@@ -292,17 +310,29 @@ def list_cells(kit: Kit | StateKit, quick: bool, layout: str, cell: str) -> dict
         wanted = parse_cell(cell)
         _known(kit, wanted)
         cell = str(wanted)
-    return kit.listed(quick, layout, cell)
+    return kit.listed(quick, layout, cell) | {"digest": _digest(kit.stage.subject if isinstance(kit, Kit) else kit.subject)}
 
 
-def run_cell(kit: Kit | StateKit, name: str) -> CellResult:
-    """Run the cell of a name.
+def _digest(subject: Subject | StateSubject) -> str:
+    """SHA-256 of the file that defines a subject; empty if no file does."""
+    try:
+        path = split_target(subject.file)[0] if subject.file else Path(inspect.getfile(subject.backend))
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, TypeError):  # a class that was made by a function or typed in
+        return ""
+
+
+def run_cell(kit: Kit | StateKit, name: str, *, guesses: bool = True) -> CellResult:
+    """Run the cell of a name. guesses: whether a failure says what it looks like.
 
     :raises ConfigError: the kit has no cell of that name.
     """
     cell = parse_cell(name)
     _known(kit, cell)
-    return kit.run(cell)  # type: ignore[arg-type]
+    if isinstance(kit, Kit):
+        kit.guesses = guesses
+    result = kit.run(cell)  # type: ignore[arg-type]
+    return result if guesses else result.model_copy(update={"guess": ""})
 
 
 def _known(kit: Kit | StateKit, cell: CheckCell | StateCell) -> None:

@@ -109,10 +109,12 @@ def attend(
         if bend is not None:
             scores = bend(scores)
         scores = scores.masked_fill(hidden, masked)
-        lse = scores.logsumexp(-1)
+        top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float64).min)
+        weights = scores.sub_(top).exp_()
+        lse = (weights.sum(-1, keepdim=True).log_() + top).squeeze(-1)
         if per_head["sinks"] is not None:
             lse = torch.logaddexp(lse, per_head["sinks"].squeeze(-1))
-        weights = scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)
+        weights = weights.mul_((top - lse[..., None]).exp_()).nan_to_num_(0.0)
         out = (weights.flatten(1, 2) @ values).view(spec.num_heads, n, -1)
         lse = lse.reshape(spec.num_heads, n)
         if order is not None:

@@ -14,6 +14,7 @@ from headway.core.contract.errors import HeadwayError, known_cause
 from headway.core.contract.layout import SCALES
 from headway.testing.cells import Finding, Skipped
 from headway.testing.report import CellResult
+from headway.testing.steps import CellErrors
 
 _NOTE = 400
 _TWO_SIZES = re.compile(
@@ -40,8 +41,11 @@ class AnyCell(Protocol):
         """The result's fields for its axes."""
 
 
-def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
-    """Run one cell and return its result; whatever the backend raises is in it. run: returns a note on a cell that passed."""
+def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
+    """Run one cell and return its result; whatever the backend raises is in it.
+
+    run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.
+    """
     started = time.perf_counter()
     torch.manual_seed(0)
     try:
@@ -54,14 +58,17 @@ def result_of(cell: AnyCell, run: Callable[[], str]) -> CellResult:
     except Exception as error:
         found = finding_of(error)
         note, status = str(found), "failed"
+    error, tolerance = (None, None) if errors is None else (errors.error, errors.tolerance)
+    if found is not None:
+        error, tolerance = found.error, found.tolerance
     return CellResult(
         cell=str(cell),
         check=cell.check,
         status=status,  # type: ignore[arg-type]
         reason=note[: 2 * _NOTE],
         guess=found.guess if found is not None else "",
-        relative_error=found.error if found is not None and found.error is not None and found.error < 1e30 else None,
-        tolerance=found.tolerance if found is not None else None,
+        relative_error=error if error is not None and error < 1e30 else None,
+        tolerance=tolerance,
         seconds=round(time.perf_counter() - started, 4),
         **cell.axes,  # type: ignore[arg-type]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,10 +71,13 @@ class Foreign:
         for base in self.bases:
             fill(base, value)
 
-    def fill_block(self, block: int, value: float) -> None:
-        """Put a value into every slot of a block."""
+    def fill_blocks(self, blocks: Sequence[int], value: float) -> None:
+        """Put a value into every slot of some blocks."""
         for name, tensor in self.cache.tensors.items():
-            fill(tensor.select(self.cache.layout.tensors[name].index("block"), block), value)
+            one = torch.empty((), dtype=tensor.dtype)
+            fill(one, value)
+            at = torch.tensor(blocks, dtype=torch.int64, device=tensor.device)
+            bits(tensor).index_fill_(self.cache.layout.tensors[name].index("block"), at, int(bits(one)))
 
     def differs(self, other: Foreign) -> bool:
         """Whether any bit differs."""
@@ -153,10 +157,10 @@ class Layers:
         if given:
             self._writer(k, v, self.given[layer].cache, slots)
 
-    def forget(self, block: int) -> None:
-        """A block that belongs to nobody any more."""
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Fill blocks that belong to no sequence any more."""
         for foreign in (*self.given, *self.right):
-            foreign.fill_block(block, self.poison)
+            foreign.fill_blocks(blocks, self.poison)
 
 
 def fill(tensor: Tensor, value: float) -> None:

@@ -60,18 +60,23 @@ class CellItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run the cell; a process that died fails it."""
+        from dataclasses import fields
+
+        from headway.core.contract.errors import with_arguments
+        from headway.core.engine.state.config import EngineConfig
         from headway.core.system.child import ChildDied
 
         try:
             result = self._child.run(self.name)
         except ChildDied as died:
             raise CellFailed(f"{died}: the backend takes the process with it") from None
+        reason = with_arguments(result.reason, [field.name for field in fields(EngineConfig)])
         if result.status == "skipped":
-            pytest.skip(result.reason)
+            pytest.skip(reason)
         if result.status == "failed":
             guess = f"\nlooks like: {result.guess}" if result.guess else ""
             again = f"\nheadway check {self.parent.name if self.parent else ''} --cell {self.name}"
-            raise CellFailed(f"{result.reason}{guess}{again}")
+            raise CellFailed(f"{reason}{guess}{again}")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The finding alone: the traceback would be of the kit."""

@@ -47,8 +47,10 @@ class CellResult(BaseModel):
     state: str = ""
     """What else a layer with a state is made of: the type of its states, the value's size, its convolution and its decays."""
     relative_error: float | None = None
-    """||out - reference|| / ||reference|| of a wrong step; None where there was none, or no number."""
+    """||out - reference|| / ||reference|| of the wrong step or, if the cell passed, of the step nearest to its tolerance; of
+    `lse` the largest distance, of `engine` that of a logit. None if the cell measures nothing, or the error is not a number."""
     tolerance: float | None = None
+    """Largest error that passes."""
     seconds: float = 0.0
 
 
@@ -79,6 +81,8 @@ class CheckReport(ResultFile):
     """The model whose layers were tried; empty: the kit's."""
     subject: str
     """The name it is registered by."""
+    digest: str = ""
+    """SHA-256 of the file that defines the subject; empty if no file does."""
     origin: Origin
     """The code that made it."""
     version: str = ""

@@ -33,6 +33,8 @@ class Listed:
     """See `Subject.plugin`."""
     unavailable: str
     cells: list[str]
+    digest: str = ""
+    """See `CheckReport.digest`."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class CellProcess:
     plugins: Sequence[str] = ()
     model: str = ""
     """Whose layers are tried; "": those of the kit."""
+    guesses: bool = True
+    """Whether a failure says what it looks like, which takes longer than the cell."""
     sanitizer: Sanitizer | None = None
     """What watches the memory of the process's kernels; None: nothing."""
     deaths: int = 0
@@ -91,7 +95,7 @@ class CellProcess:
         if self._process is None:  # importing a library may take longer than any cell should
             answer = self._ask({"load": True}, START_TIMEOUT)
         if "error" not in answer:
-            answer = self._ask({"cell": cell}, self.timeout)
+            answer = self._ask({"cell": cell, "guesses": self.guesses}, self.timeout)
         if "error" in answer:
             return _failed(cell, answer["error"], "the subject does not load in this process")
         if answer["lost_gpu"]:  # every later call of this process would fail, whatever its cell
@@ -143,6 +147,8 @@ class CellRun:
 
     children: Sequence[CellProcess]
     tell: Callable[[CellResult], None] = lambda result: None
+    stop_at_failure: bool = False
+    """Whether the first failure ends the run, as Ctrl-C does."""
     results: dict[str, CellResult] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _fault: BaseException | None = None
@@ -199,8 +205,12 @@ class CellRun:
                     else:
                         result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
             with self._lock:
+                if self.stop_at_failure and any(each.status == "failed" for each in self.results.values()):
+                    return  # a cell that another process had begun: one failure is shown
                 self.results[cell] = result
                 self.tell(result)
+                if self.stop_at_failure and result.status == "failed":
+                    left.clear()
 
 
 def _failed(cell: str, reason: str, guess: str, status: str = "failed") -> CellResult:

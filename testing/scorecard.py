@@ -52,7 +52,7 @@ def scorecard(report: CheckReport, about: Mapping[str, str], width: int = 80) ->
                 yield Text(f"  and {len(kind) - len(shown)} more like it", "dim")
         if len(failed) > _SHOWN - left:
             yield Text(f"{len(failed)} failed in all; --json FILE keeps them")
-        for line in patterns(report.cells):
+        for line in patterns(report.cells) if not report.not_run else ():
             yield from _wrapped(line, width, "", "yellow")
     yield Text()
     counts = Counter(cell.status for cell in report.cells)

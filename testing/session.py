@@ -19,7 +19,7 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.inputs import Numbers
 from headway.testing.oracle import StepSequence
 from headway.testing.pool import Layers, first_far
-from headway.testing.steps import AS_IN_AN_ENGINE, GUARD, Before, StepInputs, StepTensors, StepTurns, Tokens, Turn, Unlike
+from headway.testing.steps import AS_IN_AN_ENGINE, GUARD, Before, CellErrors, StepInputs, StepTensors, StepTurns, Tokens, Unlike
 from headway.testing.verdict import judge
 
 _ZERO_AT = 6
@@ -59,11 +59,12 @@ class Session:
         wide_tables: bool = False,
         zero_in_use: bool = False,
         unlike: Unlike | None = None,
+        errors: CellErrors | None = None,
     ) -> None:
         """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
         cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block; unlike: what is
-        simpler than in an engine, None: nothing."""
-        self.unlike = unlike or AS_IN_AN_ENGINE
+        simpler than in an engine, None: nothing; errors: where the error of each judged step is noted."""
+        self.unlike, self.errors = unlike or AS_IN_AN_ENGINE, errors or CellErrors()
         zero_in_use = zero_in_use and not self.unlike.zero_unused
         self.spec, self.block_size, self.layouts, self.memory = spec, block_size, layouts, memory
         self.prefill, self.decode = prefill, decode
@@ -75,10 +76,12 @@ class Session:
         self.generator = torch.Generator().manual_seed(seed)
         self.numbers = Numbers(spec, scores, self.generator)
         self._wide_tables = wide_tables
+        self._contexts: list[tuple[list[int], Tensor]] = []
+        """Blocks and cached positions of sequences whose rows have not been written yet."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
         """Where tables of a shape lie; None: anywhere."""
         for foreign in (*self.layers.given, *self.layers.right):
-            foreign.fill_block(self._null, 0.0)
+            foreign.fill_blocks([self._null], 0.0)
         order = torch.randperm(num_blocks, generator=self.generator) + before
         order = torch.arange(before, before + num_blocks) if self.unlike.blocks_in_order else order
         self._free: list[int] = order.tolist()
@@ -110,14 +113,23 @@ class Session:
             shared = min(share.length, context) // self.block_size
             seq.blocks = share.blocks[:shared]
             seq.length = shared * self.block_size
-        missing = context - seq.length
-        if missing > 0:
-            past = self._metadata([Turn(seq, missing)], 0)
-            for layer in range(len(self.buffers)):
-                k, v = self.numbers.rows(torch.arange(seq.length, context))
-                self.layers.write(layer, k, v, past.slot_mapping, given=True)
+        if context > seq.length:
+            self.reserve(seq, context)
+            self._contexts.append((seq.blocks, torch.arange(seq.length, context)))
             seq.length = context
         return seq
+
+    def _write_contexts(self) -> None:
+        """Write the rows of the sequences that have been opened, all at once."""
+        if not self._contexts:
+            return
+        positions = torch.cat([at for _, at in self._contexts])
+        blocks = torch.cat([torch.tensor(blocks)[at // self.block_size] for blocks, at in self._contexts])
+        self._contexts.clear()
+        slots = (blocks * self.block_size + positions % self.block_size).to(self.spec.device)
+        for layer in range(len(self.buffers)):
+            k, v = self.numbers.rows(positions)
+            self.layers.write(layer, k, v, slots, given=True)
 
     def reserve(self, seq: Tokens, length: int) -> None:
         """Give a sequence the blocks for so many tokens."""
@@ -126,12 +138,13 @@ class Session:
 
     def close(self, seq: Tokens) -> None:
         """Give a sequence's blocks back."""
-        for block in seq.blocks:
-            self.layers.forget(block)
-            self._free.append(block)
+        self._write_contexts()
+        self.layers.forget(seq.blocks)
+        self._free += seq.blocks
 
     def lay_out(self, work: StepTurns, padding_rows: int = 0) -> StepTensors:
         """A step's metadata, its random inputs, and the sequences as they are after it; the caches are not written yet."""
+        self._write_contexts()
         metadata = self._metadata(work, padding_rows)
         count = metadata.num_tokens
         ranges = [torch.arange(turn.seq.length, turn.seq.length + turn.query_len) for turn in work]

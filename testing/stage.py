@@ -16,7 +16,7 @@ from headway.testing.cover import Claimed
 from headway.testing.model_layers import ModelLayer
 from headway.testing.pool import FINITE_POISON
 from headway.testing.session import Session
-from headway.testing.steps import AS_IN_AN_ENGINE, Lens, StepTurns, Tokens, Turn, blocks_for
+from headway.testing.steps import AS_IN_AN_ENGINE, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.subject import BASELINE, Subject
 
 
@@ -28,6 +28,8 @@ class Stage:
         self.subject, self._layers = subject, layers
         self.unlike = AS_IN_AN_ENGINE
         """What its sessions have simpler than an engine has it."""
+        self.errors = CellErrors()
+        """Of the cell that runs."""
 
     @cached_property
     def claimed(self) -> Claimed:
@@ -37,7 +39,7 @@ class Stage:
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens in a block that the kit tries, the plainest first."""
-        return tuple(int(size) for size in self.claimed.values["block_size"])
+        return tuple(int(size) for size in self.claimed.usual["block_size"])
 
     @property
     def poison(self) -> float:
@@ -81,11 +83,12 @@ class Stage:
             max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
             layouts=list(subject.layouts.values()),
             memory=cell.memory,
-            layers=1 if cell.memory == "far" else layers,
+            layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
             scores=cell.scores,
             wide_tables=cell.work == "tables",
             zero_in_use=cell.work in ("many", "again"),
             unlike=self.unlike,
+            errors=self.errors,
             poison=self.poison if poison is None else poison,
             seed=seed,
         )

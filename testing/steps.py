@@ -69,7 +69,7 @@ def _decodes(turn: tuple[int, int, int]) -> bool:
     return context > 0 and (query_len == 1 or drafts > 0)
 
 
-UNWRITTEN = {torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
+UNWRITTEN = {torch.float64: 0x7FFADA5A5A5A5A5A, torch.float32: 0x7FDA5A5A, torch.bfloat16: 0x7FDA, torch.float16: 0x7E5A}
 """Bits of the NaN that `out` holds before a step: no arithmetic leaves this one."""
 GUARD = 3
 """Rows before and after `out` that belong to somebody else."""
@@ -194,7 +194,20 @@ class Unlike:
     out_of_zeros: bool = False
     """`out` holds zeros before a step."""
     without_guesses: bool = False
-    """Only whether a step is right is asked."""
+    """A failure says what is wrong, and not what it looks like."""
+
+
+@dataclass
+class CellErrors:
+    """The measured error of a cell that came nearest to its tolerance, or went farthest beyond it."""
+
+    error: float | None = None
+    tolerance: float | None = None
+
+    def note(self, error: float, tolerance: float) -> None:
+        """Keep an error if its share of its tolerance is the largest; NaN is left to the finding."""
+        if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
+            self.error, self.tolerance = error, tolerance
 
 
 AS_IN_AN_ENGINE = Unlike()

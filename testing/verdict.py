@@ -18,7 +18,7 @@ from headway.testing.inputs import Numbers
 from headway.testing.mistakes import Wrong
 from headway.testing.oracle import distance, expected
 from headway.testing.pool import Layers
-from headway.testing.steps import GUARD, StepTensors, Unlike
+from headway.testing.steps import GUARD, CellErrors, StepTensors, Unlike
 from headway.testing.traits import trait
 from headway.testing.written import looks_of_cache, unwritten_behind, unwritten_parts
 
@@ -54,6 +54,7 @@ class Watched(Protocol):
     decode: AttentionBackend | None
     numbers: Numbers
     unlike: Unlike
+    errors: CellErrors
 
 
 def judge(session: Watched, step: StepTensors) -> None:
@@ -123,6 +124,7 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     if not outs:
         return
     error = distance(torch.cat(outs), torch.cat(right))
+    session.errors.note(error, tolerance)
     errors = [distance(out, answer) for out, answer in zip(outs, right, strict=True)]
     bad = [number for number, each in enumerate(errors) if not each <= SEQUENCE_FACTOR * tolerance]
     if error <= tolerance and not bad:
@@ -131,7 +133,8 @@ def _answers(session: Watched, step: StepTensors, layer: int, tolerance: float) 
     finite = [number for number in numbers if not math.isnan(errors[number])]
     worst = max(finite, key=errors.__getitem__) if finite else numbers[0]
     if session.unlike.without_guesses:
-        raise Finding(f"{_count(bad, rows)}layer {layer}", guess="NaN" if not finite else "", error=error)
+        words = f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}"
+        raise Finding(words, guess="NaN" if not finite else "", error=error, tolerance=tolerance, numbers=bad)
     shared = trait(rows, bad) if bad else ""
     looks, named = _unwritten(session, step, layer, numbers, shared)
     if not looks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
 
@@ -96,6 +96,17 @@ class Capabilities:
     def _fitting(layouts: Sequence[CacheLayout], spec: AttentionSpec, block_size: int) -> Sequence[CacheLayout]:
         return [layout for layout in layouts if layout.check(spec, block_size)]
 
+    def _other_cache(self, spec: AttentionSpec) -> str:
+        """The flag that gives a layer a cache of a type that the backend reads; empty if there is none."""
+        if spec.dense:
+            return ""
+        own = {"auto": None, **{KV_DTYPE_NAMES[each]: each for each in self.kv_dtypes if each in KV_DTYPE_NAMES}}
+        for name, kv_dtype in own.items():
+            other = replace(spec, kv_dtype=kv_dtype, k_scale=1.0, v_scale=1.0)
+            if other.cache_dtype != spec.cache_dtype and self.reads_cache_of(other, BLOCK_MULTIPLE):
+                return f"--kv-cache-dtype {name}"
+        return ""
+
     def _refuse_types(self, spec: AttentionSpec, phase: Phase) -> Iterator[Reason]:
         if phase not in self.phases:
             served = (each.value for each in Phase if each in self.phases)
@@ -108,7 +119,8 @@ class Capabilities:
         own = spec.cache_dtype
         if own != spec.dtype and own not in self.kv_dtypes:
             named = (KV_DTYPE_NAMES.get(each, str(each)) for each in self.kv_dtypes)
-            yield Reason("kv_cache_dtype", _either(["the layer's dtype", *named]), str(KV_DTYPE_NAMES.get(own, own)))
+            need = _either(["the layer's dtype", *named])
+            yield Reason("kv_cache_dtype", need, str(KV_DTYPE_NAMES.get(own, own)), self._other_cache(spec))
 
     def _refuse_layout(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, paged: bool) -> Iterator[Reason]:
         if self.layouts is not None and paged:
@@ -119,7 +131,7 @@ class Capabilities:
                 yield Reason("layer", need, "keys and values of their own", "name another backend")
             elif layout not in self.layouts:
                 fitting = self._fitting(self.layouts, spec, block_size)  # a layout that cannot hold the layer is no remedy
-                hint = f"--kv-layout {fitting[0].name}" if fitting else ""
+                hint = f"--kv-layout {fitting[0].name}" if fitting else self._other_cache(spec)
                 yield Reason("kv_layout", _either(known.name for known in self.layouts), layout.name, hint)
         if self.contiguous_blocks and paged and not layout.contiguous_blocks:
             yield Reason("kv_layout", "a layout whose blocks are one piece of memory each", layout.name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -15,9 +16,44 @@ from headway.core.contract.support import Reason
 class HeadwayError(Exception):
     """Base of every error that is the caller's to fix; the command line prints it without a traceback and exits with 2."""
 
+    on_command_line = ""
+    """The message with the command line's flags, if `str` has Python's arguments instead."""
+
+    def name_arguments(self, names: Collection[str]) -> None:
+        """Let the message name arguments of Python, out of `names`, instead of the command line's flags."""
+        if self.args and isinstance(self.args[0], str):
+            self.on_command_line = str(self)
+            self.args = with_arguments(self.args[0], names), *self.args[1:]
+
     def __reduce__(self) -> tuple[object, ...]:
         """Errors come back from other processes, and their texts are made by constructors that take other arguments."""
         return _again, (type(self), self.args), self.__dict__
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: (?!or\b|and\b|--)([^\s;()]*[^\s;(),.])(?= --|[,;)]|\.?$))?")
+_COMMAND = re.compile(r"\bheadway [a-z]")
+
+
+def with_arguments(text: str, names: Collection[str]) -> str:
+    """Return a text whose flags are written as arguments of Python: `--kv-layout nhd` as `kv_layout="nhd"`.
+
+    names: arguments that there are; other flags stay, and so do lines that say what to type in a shell.
+    """
+
+    def line_with_arguments(line: str) -> str:
+        parts, last = list[str](), 0
+        for flag in _FLAG.finditer(line):
+            name, value = flag[1].replace("-", "_"), flag[2]
+            if name not in names:
+                continue
+            between = line[last : flag.start()]
+            parts.append(", " if between == " " and last else between)
+            plain = value is not None and re.fullmatch(r"\d+(\.\d+)?", value)
+            parts.append(name if value is None else f"{name}={value}" if plain else f'{name}="{value}"')
+            last = flag.end()
+        return "".join([*parts, line[last:]])
+
+    return "\n".join(line if _COMMAND.search(line) else line_with_arguments(line) for line in text.split("\n"))
 
 
 def _again(kind: type[HeadwayError], args: tuple[object, ...]) -> HeadwayError:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.transfer import Packed
 
 BlockTables = Sequence[Sequence[int] | NDArray[numpy.int32]] | NDArray[numpy.int32]
@@ -192,7 +193,11 @@ class AttentionMetadata:
         drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
         num_blocks, upper_bound_lens: see the fields.
         Sequences that decode must come last; a padding row has query_len 1, context_len -1 (so a length of 0) and no blocks.
+
+        :raises ConfigError: a sequence that no step can have, with its number and values.
         """
+        _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
+        _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
         most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
         lens = query_lens, context_lens
         return cls.build_groups(*lens, [block_tables], block_size, device, most, [num_blocks], upper_bound_lens)[0]
@@ -211,6 +216,7 @@ class AttentionMetadata:
     ) -> list[AttentionMetadata]:
         """Build metadata for layers of several cache groups, which differ in block table, slots and `num_blocks` alone.
 
+        Lengths and blocks are the engine's own and are not checked: this runs once in each of its steps.
         decode_query_lens: most new tokens that still count as DECODE, of all sequences or of each.
         """
         num_seqs = len(query_lens)
@@ -255,6 +261,50 @@ class AttentionMetadata:
             for group in range(1, len(block_tables))
         ]
         return [first, *others]
+
+
+_BUILD = "AttentionMetadata.build"
+
+
+def _check_lengths(
+    query_lens: Sequence[int] | NDArray[numpy.int32],
+    context_lens: Sequence[int] | NDArray[numpy.int32],
+    block_tables: BlockTables,
+    num_draft_tokens: Sequence[int] | NDArray[numpy.int32] | None,
+) -> None:
+    """Check that every query sees a key, its own at least, unless its row is padding.
+
+    :raises ConfigError: the lists have unequal lengths, or a sequence has impossible ones.
+    """
+    lists = {"query_lens": query_lens, "context_lens": context_lens, "block_tables": block_tables}
+    lists |= {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+    if len({len(each) for each in lists.values()}) > 1:
+        raise ConfigError(_BUILD, "lists with one entry per sequence", ", ".join(f"{len(each)} {n}" for n, each in lists.items()))
+    query, context = numpy.asarray(query_lens), numpy.asarray(context_lens)
+    wrong = (query < 1) | ((context < 0) & ((query != 1) | (context != -1)))
+    if wrong.any():
+        row = int(wrong.argmax())
+        need = "a query_len of at least 1 and a context_len of at least 0 (a padding row has 1 and -1)"
+        raise ConfigError(f"{_BUILD}: sequence {row}", need, f"query_len {query[row]}, context_len {context[row]}")
+
+
+def _check_blocks(kv_lens: NDArray[numpy.int32], block_tables: BlockTables, block_size: int, num_blocks: int) -> None:
+    """Check that each sequence has the blocks for its tokens. num_blocks: blocks of the pool; 0 if the caller does not know.
+
+    :raises ConfigError: a table is too short, or names a block that the pool does not have.
+    """
+    if block_size < 1:
+        raise ConfigError(_BUILD, "a block_size of at least 1", block_size)
+    for row, (count, blocks) in enumerate(zip((-(-kv_lens // block_size)).tolist(), block_tables, strict=True)):
+        if count > len(blocks):
+            need = f"{count} blocks of {block_size} for its {kv_lens[row]} tokens"
+            raise ConfigError(f"{_BUILD}: sequence {row}", need, f"{len(blocks)}")
+        used = blocks[:count]
+        if count:
+            least, most = (used.min(), used.max()) if isinstance(used, numpy.ndarray) else (min(used), max(used))
+            if least < 0 or (num_blocks and most >= num_blocks):
+                need = f"blocks from 0 to {num_blocks - 1}" if num_blocks else "blocks from 0 on"
+                raise ConfigError(f"{_BUILD}: sequence {row}", need, f"block {least if least < 0 else most}")
 
 
 def _pack(

@@ -30,6 +30,14 @@ def check(
     ] = "",
     only: Annotated[str, typer.Option(help="Run these checks, by their names in the scorecard, comma-separated.")] = "",
     cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
+    stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
+    no_guess: Annotated[
+        bool, typer.Option("--no-guess", help="Do not look for what a failure looks like, which may take longer than the cell.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Compare two result files in place of a run; exit with 1 if B is worse."),
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
@@ -63,6 +71,9 @@ def check(
     from headway.testing.subject import STATES
     from headway.tuning.isolated.trial import try_installed
 
+    if compare is not None:
+        _compare(*compare)
+        return
     if not target and not layout:
         raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
     target = STATES + target if states and target and ":" not in target and not target.endswith(".py") else target
@@ -76,7 +87,9 @@ def check(
     try_installed()  # other plugins than the one to be checked may end the processes that check it
     children = jobs or min(4, os.cpu_count() or 1)
     wanted = Wanted(
-        target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model
+        *(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model),
+        stop_at_failure=stop_at_failure,
+        guesses=not no_guess,
     )
     console = Terminal()
     report = _run(wanted, console)
@@ -89,9 +102,21 @@ def check(
         write_bytes(badge(report).encode(), badge_file, "--badge")
     if report.unavailable:
         raise typer.Exit(2)
-    if report.not_run:
+    if report.not_run and not (stop_at_failure and report.failed):
         raise KeyboardInterrupt  # which ends a command as it always does
     if report.failed:
+        raise typer.Exit(1)
+
+
+def _compare(first: Path, second: Path) -> None:
+    """Print what changed from one result file to another; exit with 1 if the second is worse."""
+    from headway.testing.comparison import ReportComparison
+    from headway.testing.report import read_check
+
+    found = ReportComparison(read_check(first), read_check(second))
+    for line in found.lines():
+        print(line)
+    if found.worse:
         raise typer.Exit(1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES
 from headway.core.contract.errors import HeadwayError
@@ -60,11 +62,9 @@ def claims(stage: Stage, cell: CheckCell) -> str:
 
 def _unclaimed(stage: Stage, plain: CheckCell) -> None:
     """supports() must agree with capabilities on features: what the class does not claim is never accepted."""
-    from dataclasses import replace
-
-    spec = stage.claimed.spec(plain)
+    spec = replace(stage.claimed.spec(plain), causal=True)
     fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
-    both_ways = replace(spec, causal=False, dense=True)
+    both_ways = replace(spec, causal=False, dense=True, kv_dtype=None, k_scale=1.0, v_scale=1.0, alibi_slopes=None)
     if not stage.subject.claims.non_causal and stage.subject.supports(both_ways, plain.layout, plain.block_size, Phase.PREFILL):
         raise Finding(
             "non_causal is not claimed, and supports() accepts a layer that is not causal", guess="accepts it unclaimed"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.model import Attention, AttentionFunctions
+from headway.core.contract.sizes import BLOCK_MULTIPLE
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.engine import make_engine
 from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
-from headway.testing.cells import CheckCell, Finding
+from headway.testing.cells import CheckCell, Finding, Skipped
 from headway.testing.oracle import attend
 from headway.testing.stage import Stage
 from headway.testing.subject import BASELINE
@@ -53,11 +57,14 @@ class TinyDecoder:
         """hidden: [rows, HIDDEN]. Returns [rows, vocab_size]."""
         return torch.matmul(hidden, self._cast["head"].T, out=out)
 
-    def reference_logits(self, token_ids: list[int]) -> Tensor:
-        """float64 [num_tokens, vocab_size]: one sequence as a whole, attended to by the kit's own reference."""
+    def reference_logits(self, token_ids: list[int], cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """float64 [num_tokens, vocab_size]: one sequence as a whole, attended to by the kit's own reference.
+
+        cached: gives keys and values as the cache holds them.
+        """
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(self.spec, q, k, v, 0)[0]
+            return attend(self.spec, q, *cached(k, v), 0)[0]
 
         ids = torch.tensor(token_ids)
         return self._forward(self._weights, ids, torch.arange(len(ids)), AttentionFunctions(attention)) @ self._weights["head"].T
@@ -86,13 +93,16 @@ TOKENS = 12
 def engine(stage: Stage, cell: CheckCell) -> str:
     """Every token is the best, or as good as the best, after those before it; in float32 all are those of the baseline."""
     spec = stage.claimed.spec(cell)
+    if cell.block_size % BLOCK_MULTIPLE:
+        raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")
     model = TinyDecoder(spec)
     prefill, decode = stage.parts(cell)  # prompts without a context are among the work
     prompts = _prompts(cell.block_size)
     found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
     for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
-        logits = model.reference_logits(prompt + tokens)[len(prompt) - 1 : -1]
+        logits = model.reference_logits(prompt + tokens, partial(_cached, stage, cell))[len(prompt) - 1 : -1]
         behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+        stage.errors.note(float(behind.max()), NEAR[spec.dtype])
         if float(behind.max()) > NEAR[spec.dtype]:
             at = int((behind > NEAR[spec.dtype]).nonzero()[0])
             raise Finding(
@@ -106,6 +116,20 @@ def engine(stage: Stage, cell: CheckCell) -> str:
             number = next(n for n, pair in enumerate(zip(found, others, strict=True)) if pair[0] != pair[1])
             raise Finding(f"greedy tokens of prompt {number} are those of {BASELINE} {others[number]}, got {found[number]}")
     return stats
+
+
+def _cached(stage: Stage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 keys and values of one sequence as its cache holds them; as they are if the cache has the layer's own type."""
+    spec, size = stage.claimed.spec(cell), cell.block_size
+    if spec.kv_dtype is None:
+        return k, v
+    cache = stage.subject.layouts[cell.layout].allocate(
+        CacheGeometry.of(spec, -(-len(k) // size), size), spec.k_scale, spec.v_scale
+    )
+    slots = torch.arange(len(k), device=spec.device)
+    stage.subject.writer(cell.layout)(k.to(spec.dtype), v.to(spec.dtype), cache, slots)
+    keys, values = cache.gather(slots)
+    return keys.double() * spec.k_scale, values.double() * spec.v_scale
 
 
 def _prompts(block_size: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from headway.testing.cells import CheckCell, Finding, Skipped
 from headway.testing.pool import bits
 from headway.testing.session import Session
 from headway.testing.stage import Stage, close_all, open_all, synchronize, without_stray_reads
-from headway.testing.steps import Lens, Tokens, Turn, first_step
+from headway.testing.steps import Before, Lens, Tokens, Turn, first_step
 from headway.testing.subject import BASELINE
 
 STEPS = 50
@@ -35,16 +35,25 @@ def steps(stage: Stage, cell: CheckCell) -> str:
 def thousand(stage: Stage, cell: CheckCell) -> str:
     """The thousandth step is as right as the first: what counts steps, or fills up, shows late."""
     lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
-    session = stage.session(cell, [lens] * 2, extra_tokens=2 * cell.block_size, layers=1)
-    for number in range(THOUSANDTH):
+    session = stage.session(cell, [lens] * 4, extra_tokens=4 * cell.block_size, layers=1)
+    done = 0
+    for number in (0, 299, 999, THOUSANDTH - 1):
         work = open_all(session, lens)
-        checked = number in (0, 299, 999) or number == THOUSANDTH - 1
+        if number > done:  # steps that are not judged: the same one again and again
+            idle = session.lay_out(work)
+            before = Before(idle)
+            with torch.inference_mode():
+                for _ in range(number - done):
+                    session.attention.begin(idle.metadata, *session.backends)
+                    session.run(idle)
+            session.finish(idle, work, before, checked=False)
         try:
-            session.step(work, checked=checked)
+            session.step(work)
         except Finding as finding:
             finding.args = (f"step {number + 1} of one instance: {finding}",)
             raise
         close_all(session, [turn.seq for turn in work])
+        done = number + 1
     return ""
 
 

@@ -212,7 +212,7 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
     with pytest.raises(UnsupportedError) as caught:
         llm(tiny_model_folder, registry=toy, attn_backend="toy")
     assert [reason.what for reason in caught.value.reasons] == ["batch_invariant"]
-    assert "nearest fix: --attn-backend auto" in str(caught.value)
+    assert 'nearest fix: attn_backend="auto"' in str(caught.value)
 
 
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:

@@ -240,7 +240,7 @@ def test_a_named_backend_serves_and_another_is_refused_with_reasons(bert: tuple[
     close(embedded(named), embedded(llm))
     assert set(named.pooling.engine.stats.batches_by_backend) == {"sdpa.math"}
     with pytest.raises(
-        UnsupportedError, match=r"causal: needs a backend that declares non_causal(.|\n)*nearest fix: --attn-backend auto"
+        UnsupportedError, match=r'causal: needs a backend that declares non_causal(.|\n)*nearest fix: attn_backend="auto"'
     ):
         load(folder, attn_backend="causal_alone", backends=[CausalAlone])
 

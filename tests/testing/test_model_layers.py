@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.metadata import Phase
-from headway.models.layer_specs import read_layer_specs
+from headway.models.families import FAMILIES
+from headway.models.layer_specs import decoder_layer_specs, read_layer_specs
+from headway.models.loader import decoder_config, read_config
+from headway.models.locate import SHAPES
 from headway.testing.broken import planted
 from headway.testing.broken.plain import PlainBackend
-from headway.testing.cells import CheckCell
+from headway.testing.cells import MODEL_SOFTCAPS, MODEL_WINDOWS, WINDOWS, CheckCell
 from headway.testing.checking import Wanted, check
+from headway.testing.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS
+from headway.testing.inputs import steps_of
 from headway.testing.kit import CHECKS, Kit, make_kit
 from headway.testing.model_layers import read_model_layers
 from headway.testing.report import CheckReport
@@ -259,3 +267,38 @@ def test_a_cell_of_a_model_runs_again_by_its_name(tmp_path: Path) -> None:
         check(Wanted(target="sdpa.math", cell=cell, in_process=True))
     with pytest.raises(ConfigError, match="a cell of one of the model's layers 0, got"):
         check(Wanted(target="sdpa.math", model=path, cell=cell.replace("layer=0", "layer=1"), in_process=True))
+
+
+def configs() -> Iterator[Any]:
+    """The configurations of the shapes that Headway brings, and transformers' own of each family it knows."""
+    yield from (read_config(folder) for folder in sorted(SHAPES.iterdir()))
+    for family in FAMILIES:
+        with suppress(ValueError):  # a family that this transformers does not know
+            yield AutoConfig.for_model(family)
+
+
+def test_the_kits_values_are_those_that_models_have() -> None:
+    specs = set()
+    for config in configs():
+        with suppress(ModelError, ConfigError):  # a default configuration that is no model's
+            found = decoder_layer_specs(decoder_config(config, required=True), torch.bfloat16, torch.device("cpu"))
+            specs |= {*found.cached, *found.expanded.values()}
+    dims = {*HEAD_DIMS, *OTHERS["head_dim"], LATENT_DIM}
+    assert {spec.head_dim for spec in specs} <= dims
+    groups = {*GROUPS, *OTHERS["group"], *MANY_HEADS["latent"], *MANY_HEADS["none"]}
+    assert {spec.group_size for spec in specs} <= groups
+    windows = {*WINDOWS.values(), *MODEL_WINDOWS.values()}
+    assert {spec.sliding_window for spec in specs} <= {None, *windows}
+    assert {spec.softcap for spec in specs} <= {None, *MODEL_SOFTCAPS.values()}
+    assert len({spec.sliding_window for spec in specs}) > 2
+
+
+def test_windows_and_soft_caps_of_models_bite_in_their_cells() -> None:
+    cells = make_kit("broken:drops-softcap", "cpu").stage.claimed.of_models()  # type: ignore[union-attr]
+    named = (*MODEL_WINDOWS, *MODEL_SOFTCAPS)
+    assert {(cell.feature, cell.phase) for cell in cells} == set(product(named, ("decode", "extend")))
+    for cell in cells:
+        steps = steps_of(cell.work, cell.phase, cell.block_size)
+        longest = max(query + context for lens in steps for query, context, _ in lens)
+        assert longest > MODEL_WINDOWS.get(cell.feature, 0)
+        assert cell.feature in MODEL_WINDOWS or cell.scores == "alternating"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.testing.cases import parse_case
 
@@ -55,6 +57,32 @@ def test_padding_rows_have_length_zero_and_no_slot() -> None:
     assert metadata.context_lens.tolist() == [4, 0, 0]
     assert metadata.slot_mapping.tolist() == [8, -1, -1]
     assert metadata.num_decodes == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        # A negative context: the first queries would see no key.
+        (([70], [-6], [[0, 1, 2, 3]], 16), "sequence 0: needs .* got query_len 70, context_len -6"),
+        (([3, 1, 2], [0, 4, -1], [[0], [0, 1], [2]], 4), "sequence 2: needs .* got query_len 2, context_len -1"),
+        (([1], [-2], [[0]], 4), "sequence 0: needs .* got query_len 1, context_len -2"),
+        (([0], [5], [[0, 1]], 4), "sequence 0: needs .* got query_len 0, context_len 5"),
+        (([-3], [5], [[0, 1]], 4), "sequence 0: needs .* got query_len -3, context_len 5"),
+        (([5], [4], [[0, 1]], 4), "sequence 0: needs 3 blocks of 4 for its 9 tokens, got 2"),
+        (([5], [4], numpy.zeros((1, 2), dtype=numpy.int32), 4), "sequence 0: needs 3 blocks of 4 for its 9 tokens, got 2"),
+        (([2, 1], [0, 4], [[1], [0, -1]], 4), "sequence 1: needs blocks from 0 on, got block -1"),
+        (([2, 1], [0, 4], numpy.array([[1, 0], [0, -7]], dtype=numpy.int32), 4), "sequence 1: needs .* got block -7"),
+        (([2, 1], [0, 4], [[1], [0, 8]], 4, "cpu", 1, None, 8), "sequence 1: needs blocks from 0 to 7, got block 8"),
+        (([2, 1], [0], [[1], [0, 8]], 4), "needs lists with one entry per sequence, got 2 query_lens, 1 context_lens"),
+        (([2], [0], [[1], [0]], 4), "needs lists with one entry per sequence, got 1 query_lens, 1 context_lens, 2 block_tables"),
+        (([2], [0], [[1]], 4, "cpu", 1, [0, 0]), "needs lists .* 2 num_draft_tokens"),
+        (([2], [0], [[1]], 0), "needs a block_size of at least 1, got 0"),
+    ],
+)
+def test_a_sequence_that_no_step_can_have_is_refused_with_its_number(step: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        AttentionMetadata.build(*step)
+    assert "\n" not in str(raised.value)
 
 
 def test_decodes_before_prefills_are_our_own_mistake() -> None:
