@@ -218,7 +218,7 @@ class Kit:
         """The layer with the most features, and with each type of cache, in the phase that holds most others."""
         found, features = [], self.stage.claimed.values["feature"]
         cached = [(f"{name}-together", name) for name in CACHE_TYPES]
-        plain = [name for name in features if name not in chain.from_iterable(cached)]
+        plain = [str(name) for name in features if name not in {*chain.from_iterable(cached)}]
         for kinds in (("together", "window", "softcap", "alibi", "sinks", "none", *plain), *cached):
             places = product(kinds, ("mixed", "decode", "extend", "prefill"))
             cells = [(phase, self.stage.claimed.plainest(phase, feature=feature)) for feature, phase in places]

@@ -58,17 +58,15 @@ def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None =
     except Exception as error:
         found = finding_of(error)
         note, status = str(found), "failed"
-    error, tolerance = (None, None) if errors is None else (errors.error, errors.tolerance)
-    if found is not None:
-        error, tolerance = found.error, found.tolerance
+    measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
     return CellResult(
         cell=str(cell),
         check=cell.check,
         status=status,  # type: ignore[arg-type]
         reason=note[: 2 * _NOTE],
         guess=found.guess if found is not None else "",
-        relative_error=error if error is not None and error < 1e30 else None,
-        tolerance=tolerance,
+        relative_error=measured.error if measured.error is not None and measured.error < 1e30 else None,
+        tolerance=measured.tolerance,
         seconds=round(time.perf_counter() - started, 4),
         **cell.axes,  # type: ignore[arg-type]
     )
