@@ -118,10 +118,8 @@ class Judge:
         return f"{where}: expected {float(want[token, head, element]):.5g}, got {float(got[token, head, element]):.5g}"
 
     def _guess_output(self, out: Tensor, rows: list[slice], wrong: list[int], fine: list[int], tolerance: float) -> str:
-        if any(bool(out[rows[row]].isnan().any()) for row in wrong):
-            step = self.case.metadata.step
-            fresh = all(step.kv_lens[row] == step.query_lens[row] for row in wrong if out[rows[row]].isnan().any())
-            return "reads the slot's old content: begins with what the slot holds where there is no context" if fresh else _NAN
+        if missing := [row for row in wrong if bool(out[rows[row]].isnan().any())]:
+            return _OLD if all(self._holds_nan(row) for row in missing) else _NAN
 
         def seen(chosen: list[int]) -> Seen:
             found = [out[rows[row]].double() for row in chosen]
@@ -130,6 +128,12 @@ class Judge:
         lens = self.case.metadata.step.query_lens
         one, other = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
         return guess(self.earlier, one, other, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
+
+    def _holds_nan(self, row: int) -> bool:
+        """Return whether a sequence without a context has a slot that holds NaN."""
+        step, slot = self.case.metadata.step, int(self.case.metadata.slots_cpu[row])
+        held = self.earlier.cache.tensors.values()
+        return step.kv_lens[row] == step.query_lens[row] and any(bool(tensor[slot].isnan().any()) for tensor in held)
 
     def _state(self, slot: int, state: SequenceState, tolerance: float) -> None:
         cache = self.case.cache
@@ -182,13 +186,18 @@ class Judge:
             return said
         if bool((self.case.metadata.slots_cpu < 0).any()) and slot in (0, self.case.cache.num_slots - 1):
             return _PADDING
+        if not bool(got.isfinite().all()) or len(got.unique()) < _DISTINCT:
+            return ""
         short = [name for name, dtype in _SHORT.items() if part == "recurrent" and torch.equal(got, got.to(dtype).double())]
         return f"state kept in 16 bits ({short[0]})" if short and self.case.spec.state_dtype == torch.float32 else ""
 
 
 _PADDING = "writes padding rows"
+_OLD = "reads the slot's old content: begins with what the slot holds where there is no context"
 _NAN = "NaN, or rows not written"
 _SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DISTINCT = 8
+"""Different values from which on their type can be told."""
 _MOST_TOKENS = 400
 """Tokens of a sequence along which a state is looked for."""
 

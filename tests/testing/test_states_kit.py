@@ -174,9 +174,9 @@ def test_the_quick_run_finds_every_planted_mistake(name: str) -> None:
 @pytest.mark.parametrize(
     "checks",
     [
-        ("claims", "refuse", "tolerance", "session"),
+        ("claims", "refuse", "tolerance"),
         pytest.param(("answer", "graph"), marks=pytest.mark.slow),
-        pytest.param(("repeat", "memory"), marks=pytest.mark.slow),
+        pytest.param(("session", "repeat", "memory"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
