@@ -86,7 +86,7 @@ class Stage:
             layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
             scores=cell.scores,
             wide_tables=cell.work == "tables",
-            zero_in_use=cell.work in ("many", "again"),
+            zero_in_use=cell.work in ("many", "again") or cell.check == "steps",
             unlike=self.unlike,
             errors=self.errors,
             poison=self.poison if poison is None else poison,
