@@ -29,7 +29,7 @@ class Stage:
         self.unlike = AS_IN_AN_ENGINE
         """What its sessions have simpler than an engine has it."""
         self.errors = CellErrors()
-        """Of the cell that runs."""
+        """Measured errors of the cell that runs."""
 
     @cached_property
     def claimed(self) -> Claimed:

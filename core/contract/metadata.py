@@ -192,8 +192,7 @@ class AttentionMetadata:
         num_draft_tokens: for each sequence the drafts that it verifies. A sequence with drafts has one query token more than
         drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
         num_blocks, upper_bound_lens: see the fields.
-        Sequences that decode must come last; a padding row has context_len -query_len, mostly 1 and -1, and so a length of 0 and no
-        blocks.
+        Sequences that decode must come last; a padding row has a context_len of -query_len, so a length of 0, and no blocks.
 
         :raises ConfigError: a sequence that no step can have, with its number and values.
         """
