@@ -12,6 +12,9 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 from headway.outputs import LogprobsByToken, RequestOutput
 
+_MOST_PENALTY = 10
+"""Largest power of a length: beyond, scores of long continuations overflow."""
+
 
 @knows_its_fields({}, "docs/sampling.md")
 @dataclass
@@ -35,8 +38,9 @@ class BeamSearchParams:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, "a whole number of at least 1", shown(value))
-        if not isinstance(self.length_penalty, (int, float)):
-            raise ConfigError("length_penalty", "a number", shown(self.length_penalty))
+        power = self.length_penalty
+        if isinstance(power, bool) or not isinstance(power, (int, float)) or not -_MOST_PENALTY <= power <= _MOST_PENALTY:
+            raise ConfigError("length_penalty", f"a number from -{_MOST_PENALTY} to {_MOST_PENALTY}", shown(power))
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Stage:
         self.unlike = AS_IN_AN_ENGINE
         """What its sessions have simpler than an engine has it."""
         self.errors = CellErrors()
-        """Of the cell that runs."""
+        """Measured errors of the cell that runs."""
 
     @cached_property
     def claimed(self) -> Claimed:
@@ -86,7 +86,7 @@ class Stage:
             layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
             scores=cell.scores,
             wide_tables=cell.work == "tables",
-            zero_in_use=cell.work in ("many", "again"),
+            zero_in_use=cell.work in ("many", "again") or cell.check == "steps",
             unlike=self.unlike,
             errors=self.errors,
             poison=self.poison if poison is None else poison,

@@ -117,7 +117,7 @@ def _padding(step: StepTensors, layer: int) -> None:
         )
 
 
-def _vanish(out: Tensor, answer: Tensor) -> bool:
+def _vanish(out: torch.Tensor, answer: torch.Tensor) -> bool:
     """Return whether an answer and its output lie below the smallest normal number, as where a sink takes all the weight."""
     smallest = torch.finfo(out.dtype).tiny
     return not out.numel() or (float(answer.abs().max()) < smallest and float(out.abs().max()) < smallest)

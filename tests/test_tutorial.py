@@ -71,7 +71,7 @@ def test_the_mistake_that_the_page_shows_is_found(tmp_path: Path) -> None:
     done = run_python("-m", "headway", "check", f"{file.name}:Walnut", "--quick", "--only", "long", cwd=file.parent)
     assert done.code == 1, done
     assert "2 of 2 failed" in done.out
-    assert "6 of 7 sequences are wrong; layer 0: sequence 4 (query_len 1, kv_len 2063)" in done.out
+    assert "6 of 7 sequences are wrong; layer 0: sequence 3 (query_len 1, kv_len 1024)" in done.out
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ class AttentionMetadata:
         num_draft_tokens: for each sequence the drafts that it verifies. A sequence with drafts has one query token more than
         drafts and is DECODE, one without is DECODE with a single query token: lengths alone cannot tell a draft from a prompt.
         num_blocks, upper_bound_lens: see the fields.
-        Sequences that decode must come last; a padding row has context_len -query_len (so a length of 0) and no blocks.
+        Sequences that decode must come last; a padding row has a context_len of -query_len, so a length of 0, and no blocks.
 
         :raises ConfigError: a sequence that no step can have, with its number and values.
         """
@@ -284,7 +284,7 @@ def _check_lengths(
     wrong = (query < 1) | ((context < 0) & (query + context != 0))
     if wrong.any():
         row = int(wrong.argmax())
-        need = "a query_len of at least 1 and a context_len of at least 0 (a padding row has -query_len)"
+        need = "a query_len of at least 1 and a context_len of at least 0 (the two of a padding row add up to 0)"
         raise ConfigError(f"{_BUILD}: sequence {row}", need, f"query_len {query[row]}, context_len {context[row]}")
 
 

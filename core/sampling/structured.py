@@ -78,7 +78,7 @@ class StructuredOutputsParams:
         if self.json is not None and not isinstance(self.json, (Mapping, bool)):
             self._refuse("json", "a JSON schema, as a dict or a text")
         if self.choice is not None:
-            texts = () if isinstance(self.choice, str) else tuple(self.choice)
+            texts = tuple(self.choice) if isinstance(self.choice, (list, tuple)) else ()
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 self._refuse("choice", "a list of texts that are not empty")
             if any(_has_halves(text) for text in texts):

@@ -13,7 +13,7 @@ import typer
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.files import write_whole
-from headway.testing.cells import FEATURES, MEMORIES, PHASES
+from headway.testing.cells import FEATURES, MEMORIES, MODEL_SOFTCAPS, MODEL_WINDOWS, PHASES
 from headway.testing.report import CellResult, CheckReport, read_check
 
 BEGIN = "<!-- support matrix: begin, written by python docs/_tools/support_matrix.py -->"
@@ -26,7 +26,7 @@ TABLES: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("head_dim", "Head sizes", (64, 80, 96, 128, 256)),
     ("group", "Query heads per kv head", (1, 4, 7, 8)),
     ("dtype", "Element types", ("bfloat16", "float16", "float32")),
-    ("feature", "Features", FEATURES),
+    ("feature", "Features", tuple(name for name in FEATURES if name not in MODEL_WINDOWS | MODEL_SOFTCAPS)),
 )
 """Axis, title, and the columns that come first; values that only a result has follow."""
 DEEP = ("graph", "prompt", "bounds", "lse", "turns", "steps", "repeat", "invariant", "memory", "sync", "engine", "long")

@@ -167,7 +167,8 @@ class Blocks:
             slots = [(first + at // size * size) * size + at % size for first, at in newest]
             return single_tokens(sequences.kv_lens, slots, table, size, device, self.num_blocks)
         contexts = [length - new for length, new in zip(sequences.kv_lens, sequences.query_lens, strict=True)]
-        return AttentionMetadata.build(sequences.query_lens, contexts, table, size, device, num_blocks=self.num_blocks)
+        lens = sequences.query_lens, contexts
+        return AttentionMetadata.build_groups(*lens, [table], size, device, 1, [self.num_blocks])[0]
 
 
 @lru_cache(64)

@@ -160,8 +160,10 @@ def check_ended(new: CompletionOutput, structured: bool, field: str = "structure
     :raises ApiError: the completion has failed, or was ended by the server.
     """
     if new.finish_reason == "error":
-        said = (new.error or "the completion has failed").replace("structured_outputs", field, 1)
-        raise ApiError(400 if NO_TOKEN_LEFT in said or (structured and not new.token_ids) else 500, said)
+        said = new.error or "the completion has failed"
+        by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
+        said = said.replace("structured_outputs", field, 1)
+        raise ApiError(400 if NO_TOKEN_LEFT in said or by_form else 500, said)
     if new.finish_reason == "abort":
         raise ApiError(503, "the server has ended the request", code="aborted")
 

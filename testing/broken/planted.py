@@ -1,4 +1,4 @@
-"""Seventeen ways to get attention wrong, each a few lines beside the plain backend."""
+"""Nineteen ways to get attention wrong, each a few lines beside the plain backend."""
 
 from __future__ import annotations
 
@@ -248,6 +248,28 @@ class TakesTheFirstTileOfHeads(PlainBackend):
         return super().sequence(q[:, heads // group * group + heads % group % 64], keys, values, context, number, metadata)
 
 
+class SharesAMaximum(PlainBackend):
+    """The softmax of all heads and queries of a sequence takes one maximum."""
+
+    name = "shares-a-maximum"
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """The softmax without sinks, which vanishes where every score is far below the maximum."""
+        exponentials = (scores - scores.max()).exp()
+        return exponentials / exponentials.sum(-1, keepdim=True) if self.spec.sinks is None else super().weights(scores)
+
+
+class TakesLengthsForSequences(PlainBackend):
+    """A plan finds what it knows of a sequence by its length."""
+
+    name = "takes-lengths-for-sequences"
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
+        """The context of the step's first sequence of the same length."""
+        first = metadata.kv_lens.index(len(keys))
+        return super().sequence(q, keys, values, len(keys) - metadata.query_lens[first], number, metadata)
+
+
 PLANTED: dict[str, type[AttentionBackend]] = {
     each.name: each
     for each in (
@@ -268,6 +290,8 @@ PLANTED: dict[str, type[AttentionBackend]] = {
         CannotReadItsLayout,
         SharesItsSinks,
         TakesTheFirstTileOfHeads,
+        SharesAMaximum,
+        TakesLengthsForSequences,
     )
 }
 

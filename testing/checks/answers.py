@@ -200,5 +200,5 @@ def lse(stage: Stage, cell: CheckCell) -> str:
             )
         limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack
         if not distance(given.out[tokens], out) <= limit:
-            raise Finding(f"with lse the output of sequence {number} is another than without")
+            raise Finding(f"the output of sequence {number}, computed with lse, is wrong")
     return ""

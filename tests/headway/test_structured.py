@@ -216,3 +216,9 @@ def test_without_llguidance_the_request_is_refused_with_what_installs_it(llm: LL
     with pytest.raises(ConfigError, match=re.escape("pip install 'headway[structured]'")):
         llm.generate(["fine", "not"], [replace(params, structured_outputs=None), params], use_tqdm=False)
     assert not llm.engine.has_unfinished
+
+
+@pytest.mark.parametrize("choice", [301, 1.5, True, {"a": 1}, "ab", [], [5]])
+def test_a_choice_is_a_list_of_texts(choice: object) -> None:
+    with pytest.raises(ConfigError, match=r"structured_outputs\.choice: needs a list of texts that are not empty"):
+        StructuredOutputsParams(choice=choice)  # type: ignore[arg-type]

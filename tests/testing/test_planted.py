@@ -34,10 +34,14 @@ NAMED = {
     "nan-for-one-sequence": ("answer", "none", "NaN for one sequence"),
     "claims-a-layout-it-cannot-read": ("answer", "none", "hnd cache read as nhd"),
     "shares-its-sinks": ("shared", "sinks", "its plan holds sinks or scales"),
+    "shares-a-maximum": ("answer", "none", "exponentials that are not relative to the largest score"),
+    "takes-lengths-for-sequences": ("answer", "none", "queries at the positions of the first sequence"),
     "takes-the-first-tile-of-heads": ("answer", "none", "all of which take the queries of the first tile"),
 }
 """Name -> the check that finds it, the feature of the layer it is found on, and words of the guess."""
 MANY = "takes-the-first-tile-of-heads"
+INPUTS = {"shares-a-maximum": {"scores": "uneven"}, "takes-lengths-for-sequences": {"work": "level"}}
+"""Name -> the inputs that bring a mistake out."""
 
 
 @cache
@@ -50,13 +54,14 @@ def cells_for(name: str) -> list[CheckCell]:
     layout = "hnd" if name == "claims-a-layout-it-cannot-read" else "nhd"
     plain = CheckCell(check, layout=layout, block_size=8, head_dim=32, group=2, feature=feature)
     plain = replace(plain, group=71, kv_heads=1) if name == MANY else plain
+    plain = replace(plain, **INPUTS.get(name, {}))
     phases = ("decode",) if check == "graph" else ("extend", "decode", "ragged")
     return [plain.plain(check, phase=phase) for phase in phases]
 
 
-def test_there_are_seventeen_of_them() -> None:
+def test_there_are_nineteen_of_them() -> None:
     assert set(NAMED) == set(PLANTED)
-    assert len(NAMED) == 17
+    assert len(NAMED) == 19
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -85,15 +85,19 @@ def first_of_each(cells: list[CheckCell]) -> list[CheckCell]:
     )
 
 
-@pytest.mark.parametrize("odd", KINDS, ids=lambda odd: odd.name)
-def test_a_right_backend_passes_whatever_it_claims(odd: Odd) -> None:
+QUICK = ("int8-only", "other-widths-only", "one-kv-head", "encoders-only")
+"""Kinds of which a few cells are run in every run of the tests; listing a kit's cells takes seconds."""
+
+
+@pytest.mark.parametrize("odd", [odd for odd in KINDS if odd.name in QUICK], ids=lambda odd: odd.name)
+def test_a_right_backend_passes_a_cell_of_each_check(odd: Odd) -> None:
     kit = kit_of(odd)
     cells = kit.cells(quick=True)
     results = [kit.run(cell) for cell in first_of_each(cells)]
     assert not [(result.cell, result.reason) for result in results if result.status == "failed"]
     checks = {cell.check for cell in cells}
     assert {"claims", "answer", "siblings", "repeat"} <= checks
-    assert "engine" in checks or odd.name in ("prompts-only", "encoders-only", "float64-only")
+    assert ("engine" in checks) is (odd.name != "encoders-only")
     assert any(result.status == "passed" for result in results if result.check == "answer")
 
 
@@ -103,3 +107,4 @@ def test_a_right_backend_passes_every_quick_cell(odd: Odd) -> None:
     kit = kit_of(odd)
     results = [kit.run(cell) for cell in kit.cells(quick=True)]
     assert not [(result.cell, result.reason) for result in results if result.status == "failed"]
+    assert sum(result.status == "passed" for result in results if result.check == "answer") > 10

@@ -50,7 +50,8 @@ def test_a_decode_over_keys_that_grow_is_compiled_once(monkeypatch: pytest.Monke
         blocks = row.as_strided((length - 15, 16, 2, 64), (64, 64, length * 64, 1))
         cache = LayerCache.wrap({"key": blocks, "value": blocks}, NHD, SPEC)
         tables = numpy.arange(0, length, 16, dtype=numpy.int32)[None]
-        plan = decode.plan(AttentionMetadata.build([1], [length - 1], tables, 16, num_blocks=length - 15))
+        steps = AttentionMetadata.build_groups([1], [length - 1], [tables], 16, "cpu", 1, [length - 15])  # the last block is open
+        plan = decode.plan(steps[0])
         for _ in range(2):
             decode.run(q, cache, plan, torch.empty_like(q))
         if launched:

@@ -166,3 +166,8 @@ def test_json_has_at_most_one_space_between_its_parts(form: dict[str, Any]) -> N
         assert accepts(text, whitespace_pattern=r"[ \t\n\r]*", **form)
     assert not accepts('{"a": 1}', disable_any_whitespace=True, **form)
     assert accepts('{"a":"two  spaces"}', disable_any_whitespace=True, **form)
+
+
+def test_flags_that_a_grammar_gives_are_refused_like_those_of_a_pattern() -> None:
+    with pytest.raises(ValueError, match="needs flags of i, m, s, u, x, got 'q'"):
+        rust_regex("a", "q")

@@ -80,6 +80,8 @@ def test_a_chat_is_searched_too(served: Running, http: httpx.Client, llm: LLM) -
         (TEXT, {"echo": True}, "echo: needs nothing beside"),
         (TEXT, {"repetition_penalty": 1.2}, "repetition_penalty: needs 1 beside"),
         (TEXT, {"length_penalty": "long"}, "length_penalty"),
+        (TEXT, {"length_penalty": 1000}, "length_penalty"),
+        (TEXT, {"length_penalty": "nan"}, "length_penalty"),
         (TEXT, {"n": 2, "best_of": 4}, "best_of: needs nothing beside"),
         (TEXT, {"n": 200}, "n"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format: needs nothing beside use_beam_search"),
