@@ -186,7 +186,7 @@ class Judge:
             return said
         if bool((self.case.metadata.slots_cpu < 0).any()) and slot in (0, self.case.cache.num_slots - 1):
             return _PADDING
-        if not bool(got.isfinite().all()) or len(got.unique()) < _DISTINCT:
+        if not bool(got.isfinite().all()) or len(torch.unique(got)) < _DISTINCT:
             return ""
         short = [name for name, dtype in _SHORT.items() if part == "recurrent" and torch.equal(got, got.to(dtype).double())]
         return f"state kept in 16 bits ({short[0]})" if short and self.case.spec.state_dtype == torch.float32 else ""
