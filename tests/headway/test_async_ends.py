@@ -26,7 +26,7 @@ def test_a_fault_in_the_engine_ends_every_stream_with_the_cause(llm: LLM, monkey
 
     async def run() -> None:
         tasks = [asyncio.create_task(read(served.generate([1, number], LONG))) for number in range(1, 4)]
-        while served.num_running < 3:
+        while served.num_running < 3 and not any(task.done() for task in tasks):
             await asyncio.sleep(0.001)
         monkeypatch.setattr(llm.engine, "step", lambda: 1 / 0)
         for result in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10):
