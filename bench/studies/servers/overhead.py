@@ -112,7 +112,8 @@ def paced_driver(folder: Path | None, step_seconds: float, work_seconds: float, 
     """A PacedEngine as an engine's process has one. folder: of a tokenizer; None for token ids. others: as PacedEngine's."""
     tokenizer = None if folder is None else read_tokenizer(folder)
     files = folder or Path("/nonexistent")
-    model = SimpleNamespace(name="paced", folder=files, tokenizer=tokenizer, tokenizer_folder=folder, eos_token_ids=())
+    parts = {"folder": files, "tokenizer": tokenizer, "tokenizer_folder": folder}
+    model = SimpleNamespace(name="paced", eos_token_ids=(), rounding="", **parts)
     engine = PacedEngine(1000 if tokenizer is None else len(tokenizer), step_seconds, work_seconds, *others)
     device = SimpleNamespace(type="cpu")
     assembly: Any = SimpleNamespace(model=model, engine=engine, stats_log=None, device=device, rules=RequestRules())
