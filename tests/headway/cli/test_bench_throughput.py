@@ -109,7 +109,7 @@ def test_options_that_do_not_go_together_say_why(folder: Path, arguments: tuple[
 def test_shapes_without_the_format_are_refused() -> None:
     error = call("--model", "qwen3-0.6b", *GRID).exception
     assert isinstance(error, ModelError)
-    assert "--load-format dummy" in str(error)
+    assert "load_format dummy" in str(error)
 
 
 def test_texts_need_a_tokenizer(folder: Path, tmp_path: Path) -> None:
