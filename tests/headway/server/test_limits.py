@@ -63,7 +63,7 @@ def test_a_time_that_no_clock_can_wait_for_is_refused(name: str, seconds: float)
 
 
 def test_an_empty_name_of_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--served-model-name: needs a name that is not empty"):
+    with pytest.raises(ConfigError, match="--served-model-name: needs a text that is not empty"):
         ServerOptions(served_model_names=("tiny", ""))
 
 
