@@ -152,7 +152,7 @@ def test_a_fault_inside_a_request_ends_it_alone(llm: LLM, served: AsyncLLM) -> N
 
     good, uncompiled, raised = (outputs[-1] for outputs in asyncio.run(run()))
     assert plain(good) == plain(alone)
-    for output, words in ((uncompiled, "regex"), (raised, "no such row")):
+    for output, words in ((uncompiled, "regular expression"), (raised, "no such row")):
         assert output.outputs[0].finish_reason == "error"
         assert words in str(output.outputs[0].error)
 

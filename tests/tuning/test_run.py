@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 from headway.backends.sdpa import SDPA
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import UnknownBackendError, UnsupportedError
-from headway.core.contract.layout import HND, NHD
+from headway.core.contract.layout import HND, NHD, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.registry import Registry, create_registry
 from headway.tuning.measure import run as module
@@ -70,7 +69,7 @@ def test_all_but_a_prefill_pay_for_the_write_into_the_cache(registry: Registry, 
             written.append(len(k))
             write(k, *rest)
 
-        return SimpleNamespace(layout=info.layout, load_writer=lambda device: counted)
+        return LayoutInfo(info.layout, lambda device: counted)
 
     monkeypatch.setattr(Registry, "layout", counting)
     prefills = [point for point in POINTS if point.phase == "prefill"]
