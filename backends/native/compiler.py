@@ -70,11 +70,12 @@ def find_compiler() -> tuple[CCompiler | None, Support]:
 def library() -> tuple[ctypes.CDLL | None, Support]:
     """Return our C library, compiled at the first call on a machine; (None, why not) if there is no compiler, or it fails."""
     with _LOADING:
-        return _library()
+        return build_library()
 
 
 @cache
-def _library() -> tuple[ctypes.CDLL | None, Support]:
+def build_library() -> tuple[ctypes.CDLL | None, Support]:
+    """Compile and load our C library, without a lock; `library` is for callers in several threads."""
     if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return None, Support.no("OpenMP", "a torch with OpenMP", "one without")
     compiler, support = find_compiler()

@@ -206,7 +206,7 @@ def test_c_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv(compiler.VARIABLE, str(broken))
     compiler.find_compiler.cache_clear()
     try:
-        built, support = compiler._library.__wrapped__()
+        built, support = compiler.build_library.__wrapped__()
     finally:
         compiler.find_compiler.cache_clear()
     assert built is None
