@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
@@ -17,6 +16,7 @@ from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
 
 MODULE = "flash_attn.flash_attn_interface"
 ENTRY = "flash_attn_gpu"

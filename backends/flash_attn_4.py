@@ -8,7 +8,6 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from headway.backends.probe import HALF_DTYPES, capability, find, has_gpu
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
@@ -16,6 +15,7 @@ from headway.core.contract.layout import NHD, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.probe import HALF_DTYPES, capability, find, has_gpu
 
 MODULE = "flash_attn.cute.interface"
 ENTRY = "_flash_attn_fwd"

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headway.backends.probe import HALF_DTYPES, at_least, declares, find, has_gpu
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.kernels.runtime.probe import HALF_DTYPES, at_least, declares, find, has_gpu
 
 MODULE = "torch.nn.attention.varlen"
 PARAMETERS = frozenset({"block_table", "seqused_k", "scale", "window_size", "enable_gqa"})

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.probe import HALF_DTYPES, at_least, find, has_gpu
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -19,6 +18,7 @@ from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Reason, Support
+from headway.kernels.runtime.probe import HALF_DTYPES, at_least, find, has_gpu
 
 MODULE = "xformers.ops.fmha"
 SPLIT_K = "triton_splitk"

@@ -117,7 +117,7 @@ requests() {  # what parameters cost, what guesses and the host's memory gain; t
 }
 
 tests() {
-    $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/headway tests/models tests/core tests/bench tests/backends ||
+    $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/headway tests/server tests/models tests/kernels tests/core tests/bench tests/backends ||
         failed="$failed tests"
 }
 
@@ -155,7 +155,7 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
     cut=$(mktemp -d)/qwen3-next-12
     $PYTHON -P - "$cut" <<-'end' || { failed="$failed states-cut"; return; }
 	import json, pathlib, sys
-	from headway.models.locate import locate
+	from headway.models.checkpoints.locate import locate
 	config = json.loads((locate("qwen3-next-80b-a3b", weights=False) / "config.json").read_text())
 	pathlib.Path(sys.argv[1]).mkdir()
 	(pathlib.Path(sys.argv[1]) / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 12, "num_experts": 128}))
@@ -246,7 +246,7 @@ ranks_vllm() {  # where it is installed
         failed="$failed vllm-70b-fp8"
 }
 
-ranks_tests() { $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/core/engine/ranks tests/backends/all_reduce || failed="$failed ranks-tests"; }
+ranks_tests() { $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/core/engine/ranks tests/kernels/all_reduce || failed="$failed ranks-tests"; }
 
 ranks() {
     for each in check sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done

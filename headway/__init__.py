@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headway.beam_search import BeamSearchParams
     from headway.core.contract.adapters import LoRARequest
     from headway.core.contract.errors import HeadwayError
-    from headway.core.engine.state.stats import EngineSnapshot
+    from headway.core.engine.data.stats import EngineSnapshot
     from headway.core.sampling.logprobs import Logprob
     from headway.core.sampling.params import RequestOutputKind, SamplingParams
     from headway.core.sampling.structured import StructuredOutputsParams
@@ -57,7 +57,7 @@ _HOME = {
     "EmbeddingRequestOutput": "headway.outputs",
     "EngineArgs": "headway.engine_args",
     "EngineDeadError": "headway.hosting.host",
-    "EngineSnapshot": "headway.core.engine.state.stats",
+    "EngineSnapshot": "headway.core.engine.data.stats",
     "HeadwayError": "headway.core.contract.errors",
     "LoRARequest": "headway.core.contract.adapters",
     "Logprob": "headway.core.sampling.logprobs",
@@ -76,14 +76,14 @@ _HOME = {
 
 
 class _VllmModules:
-    """Finds modules of vLLM's that programs import from headway, `headway.sampling_params` for example; see headway.vllm_api."""
+    """Finder of vLLM's modules that programs import from headway, such as `headway.sampling_params`; see headway.compat.vllm."""
 
     @staticmethod
     def find_spec(full_name: str, path: Any = None, target: Any = None) -> Any:
         """See importlib.abc.MetaPathFinder. Python asks when no file has the name."""
-        if not full_name.startswith("headway.") or full_name.startswith("headway.vllm_api"):
+        if not full_name.startswith("headway.") or full_name.startswith("headway.compat.vllm"):
             return None
-        from headway.vllm_api.modules import find_module
+        from headway.compat.vllm.modules import find_module
 
         return find_module(full_name)
 
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOME[name]), name)
     if name.startswith("__"):
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    from headway.vllm_api.modules import lend
+    from headway.compat.vllm.modules import lend
 
     return lend("", name)
 

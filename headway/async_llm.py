@@ -10,11 +10,12 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from headway.compat.vllm.calls import check_keywords
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.engine.data.request_limits import CheckedRequest
+from headway.core.engine.data.stats import EngineSnapshot
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.request_limits import CheckedRequest
-from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.engine_access import AsyncModelAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
@@ -27,7 +28,6 @@ from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream
 from headway.requests.validation import RequestName, quickly_checked
-from headway.vllm_api.calls import check_keywords
 
 if TYPE_CHECKING:
     from headway.llm import LLM

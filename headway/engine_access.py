@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from headway.compat.vllm.calls import missing_attribute
+from headway.compat.vllm.metrics import EngineMetric, metrics_of
 from headway.core.contract.adapters import LoRARequest
+from headway.core.engine.data.stats import EngineSnapshot
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.stats import EngineSnapshot
 from headway.core.sampling.params import SamplingParams
 from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver
 from headway.hosting.host import Task
 from headway.hosting.profiling import MOST_STEPS, ProfileRequest, StepsProfile, start_profile, stop_profile, write_trace
 from headway.models.loader import LoadedModel
-from headway.vllm_api.calls import missing_attribute
-from headway.vllm_api.metrics import EngineMetric, metrics_of
 
 log = logging.getLogger("headway")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
+from headway.compat.vllm.arguments import Flag, add_flags, add_foreign_flags
+from headway.compat.vllm.options import LLM_OPTIONS, TAKEN, from_vllm
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
-from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
-from headway.models.origin import ModelOrigin
-from headway.models.pooling.detect import RUNNERS, TASKS
-from headway.vllm_api.arguments import Flag, add_flags, add_foreign_flags
-from headway.vllm_api.options import LLM_OPTIONS, TAKEN, from_vllm
+from headway.models.checkpoints.origin import ModelOrigin
+from headway.models.encoders.pooling.detect import RUNNERS, TASKS
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -12,6 +12,8 @@ from typing import Any, Self, overload
 from tqdm import tqdm
 
 from headway.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search
+from headway.compat.vllm.calls import check_keywords
+from headway.compat.vllm.configs import ModelSettings
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
@@ -28,8 +30,6 @@ from headway.pooling.find import find_pooling_model
 from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import FORMS, Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
-from headway.vllm_api.calls import check_keywords
-from headway.vllm_api.configs import ModelSettings
 
 
 class LLM(EngineAccess, PooledCalls):

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, Self
 
+from headway.compat.vllm.calls import check_keywords
+from headway.compat.vllm.configs import VllmConfig
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
@@ -16,8 +18,6 @@ from headway.hosting.live_model import worker_of
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Prompt, list_of_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState
-from headway.vllm_api.calls import check_keywords
-from headway.vllm_api.configs import VllmConfig
 
 
 class LLMEngine(EngineAccess):

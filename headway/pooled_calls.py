@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from headway.compat.vllm.calls import check_keywords
 from headway.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -15,7 +16,6 @@ from headway.outputs import (
 )
 from headway.pooling.client import PoolingClient
 from headway.requests.prompts import Prompt
-from headway.vllm_api.calls import check_keywords
 
 
 class PooledCalls(ABC):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.state import StateSpec
-from headway.models.experts.config import ExpertsConfig
-from headway.models.names import LLAMA_NAMES, TensorNames
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GateActivation = Literal["silu", "sigmoid", "none"]
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.step.config import Activation, GateActivation, LatentConfig
+from headway.models.families.names import LLAMA_NAMES, TensorNames
 
 
 @dataclass(frozen=True)
@@ -48,33 +45,6 @@ class LayerConfig:
     """Decay of each head's state (`lightning`): a token's is exp(-slope)."""
     names: TensorNames | None = None
     """What its tensors are called, where they are not called as in `DecoderConfig.names`."""
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Latent attention in place of heads of keys and values (MLA, DeepSeek-V2)."""
-
-    kv_lora_rank: int
-    """Elements of the latent that keys and values are expanded from."""
-    qk_nope_head_dim: int
-    """Elements of a query and key head that are not rotated."""
-    qk_rope_head_dim: int
-    """Elements that are rotated; the key's are shared by all heads."""
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    """Elements of the queries' latent; None: queries are a plain product."""
-    interleaved: bool = True
-    """Whether the checkpoint rotates neighbouring elements with each other instead of the two halves."""
-
-    @property
-    def q_dim(self) -> int:
-        """Elements of a head of query and key."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def kv_dim(self) -> int:
-        """Elements cached of a token: a latent, and behind the latent the key's rotated part."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import CONV, MAMBA1
-from headway.models.axes import Axis, Division
+from headway.kernels.experts.cut import ExpertsCut
+from headway.kernels.experts.cut import needs as needs_of_experts
+from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
-from headway.models.experts.cut import ExpertsCut
-from headway.models.experts.cut import needs as needs_of_experts
 
 
 class ModelCut:

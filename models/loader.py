@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.backends.native.library import functions
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -20,24 +19,25 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.text import shown
-from headway.models.checkpoint import check_folder, unknown
+from headway.kernels.experts.forms import reads_experts
+from headway.kernels.linear.forms import QuantizedWeight
+from headway.kernels.linear.linear import reads_as_it_is
+from headway.kernels.runtime.native.library import functions
+from headway.models.checkpoints.checkpoint import check_folder, unknown
+from headway.models.checkpoints.end_tokens import read_end_tokens
+from headway.models.checkpoints.formats.config import METHODS, Quantization, read_quantization
+from headway.models.checkpoints.formats.rounding import ON_LOADING
+from headway.models.checkpoints.gguf.blocks_file import kept_blocks
+from headway.models.checkpoints.live_weights import LiveWeights
+from headway.models.checkpoints.locate import locate
+from headway.models.checkpoints.origin import AS_IT_IS, ModelOrigin
+from headway.models.checkpoints.rounded_weights import DummyInFormat, QuantizeOnLoading
+from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
 from headway.models.config import BeyondDecoderError, DecoderConfig
-from headway.models.decoder import Decoder
-from headway.models.end_tokens import read_end_tokens
-from headway.models.experts.forms import reads_experts
-from headway.models.families import TEXT_PARTS, read_decoder_config
-from headway.models.gguf_blocks_file import kept_blocks
-from headway.models.linear import reads_as_it_is
-from headway.models.live_weights import LiveWeights
-from headway.models.locate import locate
-from headway.models.origin import AS_IT_IS, ModelOrigin
-from headway.models.plain_config import plain_config
-from headway.models.quantization.config import METHODS, Quantization, read_quantization
-from headway.models.quantization.forms import QuantizedWeight
-from headway.models.quantization.rounding import ON_LOADING
-from headway.models.rope import takes_long_factors
-from headway.models.rounded_weights import DummyInFormat, QuantizeOnLoading
-from headway.models.weights import DummyWeights, Weights, WeightSource
+from headway.models.families.families import TEXT_PARTS, read_decoder_config
+from headway.models.families.plain_config import plain_config
+from headway.models.families.rope import takes_long_factors
+from headway.models.layers.decoder import Decoder
 
 if TYPE_CHECKING:
     from headway.models.transformers_adapter.model import TransformersModel

@@ -8,9 +8,9 @@ from typing import Final
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.model import StateLayer
 from headway.core.contract.state import KEY_VALUE, StateParameters
-from headway.core.engine.state.groups import PageFormat, page_format
-from headway.core.engine.state.pool import SMALLEST_CHUNK, pool_size, size_text
-from headway.core.engine.state.state_slots import StateSlots, plan_slots
+from headway.core.engine.data.groups import PageFormat, page_format
+from headway.core.engine.data.pool import SMALLEST_CHUNK, pool_size, size_text
+from headway.core.engine.data.state_slots import StateSlots, plan_slots
 from headway.plan.attention_times import layout_of
 from headway.plan.devices import GIB, GpuKind
 from headway.plan.model_costs import RankCosts

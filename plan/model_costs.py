@@ -16,11 +16,11 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
 from headway.core.contract.state import KEY_VALUE
 from headway.core.select.layer_specs import LayerSpecs
+from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.decoder import STATE_PARTS
-from headway.models.experts.config import ExpertsConfig
-from headway.models.layer_specs import decoder_layer_specs
+from headway.models.families.layer_specs import decoder_layer_specs
+from headway.models.layers.decoder import STATE_PARTS
 
 UNEVENNESS: Final = 0.75
 """Standard deviation of the logarithm of how often an expert is chosen. The experts touched a layer in

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from headway.core.contract.errors import ModelError
-from headway.models.checkpoint import check_folder
+from headway.models.checkpoints.checkpoint import check_folder
+from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig
-from headway.models.families import TEXT_PARTS
+from headway.models.families.families import TEXT_PARTS
 from headway.models.loader import decoder_config, read_config
-from headway.models.locate import locate
 
 _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "hidden_size": (),

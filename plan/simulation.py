@@ -13,11 +13,11 @@ import numpy
 from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
+from headway.core.engine.data.pool import SMALLEST_CHUNK
+from headway.core.engine.data.schedule import ScheduledStep
+from headway.core.engine.data.sequence import Sequence as Completion
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.pool import SMALLEST_CHUNK
-from headway.core.engine.state.schedule import ScheduledStep
-from headway.core.engine.state.sequence import Sequence as Completion
-from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.plan.memory import EngineMemory
 from headway.plan.step_time import StepParts, StepPredictor, StepWork

@@ -16,7 +16,7 @@ from headway.plan.utilisation import H200, Utilisation
 
 WEAKEST_FIRST: tuple[Source, ...] = ("data sheet", "like", "table")
 GRAPH_TOKENS = 2048
-"""Most tokens of a prompt's step that is one CUDA graph (`headway.core.engine.graphs`)."""
+"""Most tokens of a prompt's step that is one CUDA graph (`headway.core.engine.execution`)."""
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,28 @@
-"""What a backend is tested with. The names below are for third parties; the modules beside this one may change."""
+"""What a backend is tested with. The names below are for third parties; the modules below may change."""
 
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["Case", "CheckReport", "Kit", "Wanted", "check", "load_subject", "make_case", "parse_case", "read_check", "reference"]
 
 if TYPE_CHECKING:
-    from headway.testing.cases import Case, make_case, parse_case
-    from headway.testing.checking import Wanted, check
-    from headway.testing.kit import Kit
-    from headway.testing.reference import reference
-    from headway.testing.report import CheckReport, read_check
-    from headway.testing.subject import load_subject
+    from headway.core.oracle.cases import Case, make_case, parse_case
+    from headway.core.oracle.reference import reference
+    from headway.testing.kit.checking import Wanted, check
+    from headway.testing.kit.kit import Kit
+    from headway.testing.kit.report import CheckReport, read_check
+    from headway.testing.kit.subject import load_subject
 
 _HOME = {
-    "Case": "cases",
-    "CheckReport": "report",
-    "Kit": "kit",
-    "Wanted": "checking",
-    "check": "checking",
-    "load_subject": "subject",
-    "make_case": "cases",
-    "parse_case": "cases",
-    "read_check": "report",
-    "reference": "reference",
+    "Case": "headway.core.oracle.cases",
+    "CheckReport": "headway.testing.kit.report",
+    "Kit": "headway.testing.kit.kit",
+    "Wanted": "headway.testing.kit.checking",
+    "check": "headway.testing.kit.checking",
+    "load_subject": "headway.testing.kit.subject",
+    "make_case": "headway.core.oracle.cases",
+    "parse_case": "headway.core.oracle.cases",
+    "read_check": "headway.testing.kit.report",
+    "reference": "headway.core.oracle.reference",
 }
 
 
@@ -32,4 +32,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'headway.testing' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"headway.testing.{_HOME[name]}"), name)
+    return getattr(import_module(_HOME[name]), name)

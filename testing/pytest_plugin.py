@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from headway.testing.runner import CellProcess
+    from headway.testing.kit.runner import CellProcess
 
 _TARGET = "--attn-plugin"
 
@@ -37,7 +37,7 @@ class KitCollector(pytest.Collector):
     def collect(self) -> Iterable[pytest.Item]:
         """One test a cell."""
         from headway.core.contract.errors import HeadwayError
-        from headway.testing.runner import TIMEOUT, CellProcess
+        from headway.testing.kit.runner import TIMEOUT, CellProcess
 
         device = self.config.getoption("--attn-device")
         child = CellProcess(self.name, device, 1, TIMEOUT[device])
@@ -63,7 +63,7 @@ class CellItem(pytest.Item):
         from dataclasses import fields
 
         from headway.core.contract.errors import with_arguments
-        from headway.core.engine.state.config import EngineConfig
+        from headway.core.engine.data.config import EngineConfig
         from headway.core.system.child import ChildDied
 
         try:

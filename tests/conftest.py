@@ -57,12 +57,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the pr
     os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a CUDA device where there is none; `-m gpu` shows it, as skipped."""
     if torch.cuda.is_available():
         return
-    for item in items:
-        if "gpu" in item.keywords:
+    of_gpus = [item for item in items if "gpu" in item.keywords]
+    if "gpu" in config.option.markexpr:
+        for item in of_gpus:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))
+    elif of_gpus:
+        config.hook.pytest_deselected(items=of_gpus)
+        items[:] = [item for item in items if "gpu" not in item.keywords]
 
 
 def pytest_collection_finish() -> None:

@@ -15,16 +15,16 @@ import fake_fla
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
+from headway.core.oracle.state_cases import make_state_case
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
-from headway.testing.checking import Wanted, check
-from headway.testing.state_cases import make_state_case
-from headway.testing.state_kit import StateKit
-from headway.testing.state_subject import state_subject_of
-from headway.testing.state_verdict import Judge
+from headway.testing.diagnosis.state_verdict import Judge
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.state_kit import StateKit
+from headway.testing.kit.state_subject import state_subject_of
 from run_engine import generate
 from stateful_model import MODELS
 

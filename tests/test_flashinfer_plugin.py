@@ -17,9 +17,9 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.registry.plugin_sources import load_file
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.reference import reference, relative_error, run_backend
 from latent_layers import case_of
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flashinfer" / "headway_flashinfer.py"

@@ -13,12 +13,12 @@ from headway.backends.layouts import write_rows
 from headway.core.contract.layout import NHD, CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import make_case
+from headway.core.oracle.cells import CheckCell
+from headway.core.oracle.pool import Foreign
 from headway.registry.plugin_sources import load_file
-from headway.testing.cases import make_case
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.pool import Foreign
-from headway.testing.subject import load_subject
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import load_subject
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "headway-flex" / "headway_flex.py"
 LAYER = spec(num_heads=4, num_kv_heads=2, head_dim=64, sliding_window=20)

@@ -19,19 +19,19 @@ import torch
 import triton
 import triton.language as tl
 
-import headway.backends.all_reduce
-import headway.backends.sampling
 import headway.backends.states.triton
 import headway.backends.triton
-import headway.models.experts
-import headway.models.fused
-import headway.models.lora
+import headway.kernels.all_reduce
+import headway.kernels.experts
+import headway.kernels.linear
+import headway.kernels.lora
+import headway.kernels.sampling
+import headway.kernels.step
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
-from headway.backends.triton.launch import PDL_CAPABILITY, Launcher
-from headway.backends.triton.layer import INTERPRETED
-from headway.models.families import FAMILIES
-from headway.models.fused.tiles import TiledProducts
-from headway.models.linear import Linear
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.tiles import TiledProducts
+from headway.kernels.runtime.triton_launch import INTERPRETED, PDL_CAPABILITY, Launcher
+from headway.models.families.families import FAMILIES
 from launched_kernels import (
     ATTENTION,
     BF16,
@@ -61,13 +61,14 @@ if INTERPRETED:
 
 HOPPER, ADA = (9, 0), (8, 9)
 PACKAGES = (
-    headway.backends.all_reduce,
-    headway.backends.sampling,
+    headway.kernels.all_reduce,
+    headway.kernels.sampling,
     headway.backends.states.triton,
     headway.backends.triton,
-    headway.models.experts,
-    headway.models.fused,
-    headway.models.lora,
+    headway.kernels.experts,
+    headway.kernels.linear,
+    headway.kernels.step,
+    headway.kernels.lora,
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("structure")  # the trees of all files are parsed once
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "bench")
+FOLDERS = ("core", "kernels", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "server", "cli", "bench")
 ROOMS = (
     "core.contract",
     "core.system",
@@ -23,16 +23,19 @@ ROOMS = (
     "core.speculation",
     "core.engine",
     "core.pooling",
+    "core.oracle",
+    "kernels",
     "backends",
     "registry",
     "models",
-    "testing",
     "tuning.table",
     "tuning.measure",
     "tuning.isolated",
     "tuning",
+    "testing",
     "plan",
     "headway",
+    "server",
     "bench",
     "cli",
     "entry",
@@ -111,7 +114,7 @@ def test_imports_only_go_down() -> None:
     assert not wrong, "modules import from rooms above their own"
 
 
-ENGINE_ORDERS = ("state", "cache", "offload", "scheduling"), ("state", "forward", "graphs", "device", "ranks")
+ENGINE_ORDERS = ("data", "cache", "offload", "scheduling"), ("data", "execution", "ranks")
 """The rooms of core/engine from the bottom up: those of the host decide, and those of the device run what was decided. The two
 meet in core/engine/*.py alone."""
 
@@ -169,7 +172,7 @@ def test_headway_links_to_every_folder_of_the_package() -> None:
 def test_what_tests_share_has_an_index() -> None:
     folder = ROOT / "tests" / "support"
     listed = {line.split("`")[1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")}
-    assert listed == {path.name for path in folder.iterdir() if path.suffix in (".py", ".c")}
+    assert listed == {str(path.relative_to(folder)) for path in folder.rglob("*.[pc]*") if path.suffix in (".py", ".c")}
 
 
 def test_files_stay_short() -> None:

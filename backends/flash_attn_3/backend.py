@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from headway.backends.flash_attn_3.library import GENERATION, find_library
-from headway.backends.probe import HALF_DTYPES, capability
 from headway.core.contract.backend import AttentionBackend, GraphLevel, Lengths, StepLimits, fits
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError
@@ -19,6 +18,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, LayerCac
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.probe import HALF_DTYPES, capability
 
 LATENT_HEAD = (576, 512)
 """head_dim and v_head_dim of DeepSeek's absorbed latent attention: the key is the value's 512 elements and 64 with positions."""

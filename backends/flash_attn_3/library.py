@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from headway.backends.compiled_library import Home, LibraryCandidate, LibrarySearch
 from headway.backends.flash_attn_3.binding import Operators, registered
-from headway.backends.probe import has_gpu
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.compiled_library import Home, LibraryCandidate, LibrarySearch
+from headway.kernels.runtime.probe import has_gpu
 
 SEARCH = LibrarySearch(
     "flash_attn_3",

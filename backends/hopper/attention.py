@@ -11,15 +11,15 @@ from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, AttentionTile, box_of, tiles_of, variant_of
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.launch import Kernel, Launch
-from headway.backends.nvrtc.store import load
-from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.store import load
+from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
 
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from headway.backends.hopper.attention import HopperKernels, HopperPlan
 from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
-from headway.backends.nvrtc.compiler import find_compiler
-from headway.backends.probe import HALF_DTYPES, capability, has_gpu
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
@@ -19,6 +17,8 @@ from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.nvrtc.compiler import find_compiler
+from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
 
 CAPABILITY = (9, 0)
 """The compute capability whose instructions (wgmma, setmaxnreg) the kernel is written in; no other has them."""

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper.tiles import ARCH
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant
-from headway.backends.nvrtc.launch import Kernel, Launch
-from headway.backends.nvrtc.store import load
 from headway.backends.triton.configs import Architecture, DecodeConfig
 from headway.backends.triton.decode import Decode, DecodePlan
-from headway.backends.triton.launch import Workspace
 from headway.backends.triton.layer import Layer
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.store import load
+from headway.kernels.runtime.triton_launch import Workspace
 
 ARGUMENTS = Struct("=13Q16q5i2f4x")
 """struct DecodeArguments of decode.cu."""

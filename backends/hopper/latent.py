@@ -12,20 +12,20 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant
-from headway.backends.nvrtc.launch import Launch
-from headway.backends.nvrtc.store import load
-from headway.backends.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.backends.triton.chunks import most_chunks
 from headway.backends.triton.configs import Architecture, DecodeConfig
 from headway.backends.triton.decode import DecodePlan
 from headway.backends.triton.latent import LatentDecode
-from headway.backends.triton.launch import Workspace, aligned
 from headway.backends.triton.layer import Layer
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.store import load
+from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
+from headway.kernels.runtime.triton_launch import Workspace, aligned
 
 HEAD = (576, 512)
 """head_dim and v_head_dim: DeepSeek's."""

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
 from headway.backends.hopper.latent import HEAD, ROWS, HeadTile, HopperLatentDecode
-from headway.backends.probe import HALF_DTYPES
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import DecodePlan
-from headway.backends.triton.launch import Workspace
 from headway.backends.triton.layer import Layer
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
@@ -23,6 +21,8 @@ from headway.core.contract.layout import LATENT, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.kernels.runtime.probe import HALF_DTYPES
+from headway.kernels.runtime.triton_launch import Workspace
 
 _HINT = "name triton, which runs on every GPU"
 

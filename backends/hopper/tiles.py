@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from headway.backends.nvrtc.compiler import Variant
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.compiler import Variant
 
 ARCH = "sm_90a"
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)

@@ -10,7 +10,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from headway.backends.native.library import TYPES, CacheStruct, DecodeStruct, StepStruct, functions, is_recording, native_support
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import UnsupportedError
@@ -18,6 +17,15 @@ from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.kernels.runtime.native.library import (
+    TYPES,
+    CacheStruct,
+    DecodeStruct,
+    StepStruct,
+    functions,
+    is_recording,
+    native_support,
+)
 
 _LANES = 16
 _MOST_DIM = 256

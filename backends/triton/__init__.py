@@ -1,5 +1,5 @@
 """The Triton backend: paged split-KV decode, varlen prefill and extend, and the cache writer, for every built-in layout."""
 
-from headway.backends.triton.cache import use_kernel_cache
+from headway.kernels.runtime.triton_cache import use_kernel_cache
 
 use_kernel_cache()

@@ -13,8 +13,7 @@ from torch import Tensor
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent import LatentDecode
-from headway.backends.triton.launch import Workspace
-from headway.backends.triton.layer import INTERPRETED, Layer
+from headway.backends.triton.layer import Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
@@ -23,6 +22,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, Ca
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
 
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import CHUNK_FIELDS, SEQ_FIELDS
-from headway.backends.triton.launch import BoundKernel, Launcher, launches_early
+from headway.kernels.runtime.triton_launch import BoundKernel, Launcher, launches_early
 
 _WORK = 8192
 """Chunks times sequences that a program compares at once."""

@@ -15,12 +15,12 @@ from headway.backends.triton.chunk_kernel import cut_sequences
 from headway.backends.triton.chunks import Chunks, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.launch import Launcher, Workspace, aligned, launches_early, specialised
-from headway.backends.triton.layer import INTERPRETED, NO_SCALES, Addressing, Layer, scales_of
+from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of
 from headway.backends.triton.splits import FAN, choose_cut
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, Workspace, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode

@@ -12,11 +12,11 @@ from torch import Tensor
 from headway.backends.triton.configs import Architecture, DecodeConfig, latent_config
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import latent_decode
-from headway.backends.triton.launch import BoundKernel, Launcher, Workspace, launches_early
-from headway.backends.triton.layer import INTERPRETED, Addressing, Layer
+from headway.backends.triton.layer import Addressing, Layer
 from headway.backends.triton.merge_kernel import merge_chunks
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, Workspace, launches_early
 
 MERGE_WARPS = 4
 MERGED = 16

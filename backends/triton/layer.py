@@ -15,9 +15,8 @@ from torch import Tensor
 
 from headway.core.contract.layout import SCALES, LayerCache
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.triton_launch import INTERPRETED
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2E = math.log2(math.e)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
-from headway.backends.triton.launch import BoundKernel, Launcher, Workspace, aligned, launches_early
-from headway.backends.triton.layer import INTERPRETED, NO_SCALES, Addressing, Layer, scales_of
+from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
@@ -21,6 +20,7 @@ from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.transfer import upload
+from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, Workspace, aligned, launches_early
 
 FEW_TOKENS = 1024
 """Prompts of up to this many tokens in all are read through pointers: a launch with descriptors costs the host 6 us more, which a

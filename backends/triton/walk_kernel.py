@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from headway.backends.triton.layer import INTERPRETED as _INTERPRETED
 from headway.backends.triton.tiles import (
     add_scaled,
     block_numbers,
@@ -16,6 +15,7 @@ from headway.backends.triton.tiles import (
     row_scales,
     softmax_step,
 )
+from headway.kernels.runtime.triton_launch import INTERPRETED as _INTERPRETED
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 

@@ -9,10 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.launch import Launcher, aligned, launches_early
 from headway.backends.triton.layer import NO_SCALES, Addressing, scales_of
 from headway.backends.triton.write_kernel import write_kv
 from headway.core.contract.layout import LayerCache
+from headway.kernels.runtime.triton_launch import Launcher, aligned, launches_early
 
 
 class Writer:

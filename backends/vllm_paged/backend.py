@@ -8,8 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.nvrtc.compiler import find_compiler
-from headway.backends.probe import at_least, has_gpu
 from headway.backends.vllm_paged.decode import MAX_WARPS, PagedDecode, PagedDecodePlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
@@ -18,6 +16,8 @@ from headway.core.contract.layout import VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
+from headway.kernels.runtime.nvrtc.compiler import find_compiler
+from headway.kernels.runtime.probe import at_least, has_gpu
 
 CAPABILITY = (8, 0)
 """The first compute capability with bfloat16 products and asynchronous copies, and ..."""

@@ -11,13 +11,13 @@ import torch
 from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant, architecture
-from headway.backends.nvrtc.launch import Launch
-from headway.backends.nvrtc.store import load
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
+from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"
 """The sources of the kernels."""

@@ -6,12 +6,12 @@ import torch
 from numpy import float32, int32
 from torch import Tensor
 
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant
-from headway.backends.nvrtc.launch import Launch
-from headway.backends.nvrtc.store import load
 from headway.backends.vllm_paged.decode import CSRC, TILE
 from headway.core.contract.layout import LayerCache
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.store import load
 
 _MANY_TOKENS = 1024
 """Tokens from which smaller blocks of threads, more of them on a multiprocessor, write faster."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from headway.bench.crossover.worker_protocol import events
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.support import Reason
+from headway.core.oracle.cases import parse_case
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.startup import check_names
 from headway.core.system.child import Child, python_command
@@ -23,7 +24,6 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
-from headway.testing.cases import parse_case
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.measure_point import new_cell
 from headway.tuning.measure.points import Point
@@ -49,7 +49,7 @@ class EngineOptions:
     llm: Mapping[str, Any]
     """Arguments of headway.LLM, without attn_backend."""
     cases: Sequence[str]
-    """Cases of the grammar of headway.testing.cases: query_len is the input's length, kv_len that of input and output."""
+    """Cases of the grammar of headway.core.oracle.cases: query_len is the input's length, kv_len that of input and output."""
     backends: Sequence[str] | None = None
     """Names and pairs as `LLM` takes them. None: all that are available here, those without a phase beside auto; and `auto`."""
     repeat: int = 1

@@ -18,7 +18,8 @@ from headway.bench.crossover.view import pairs_of, view
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.core.engine.graphs.graph_set import as_run
+from headway.core.engine.execution.graph_set import as_run
+from headway.core.oracle.cases import parse_case
 from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import MeasuredChoice
@@ -28,7 +29,6 @@ from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry, create_registry
-from headway.testing.cases import parse_case
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.measure_point import Bench, measure_point
 from headway.tuning.measure.points import Point, held_out

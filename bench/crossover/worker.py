@@ -13,9 +13,9 @@ import torch
 
 from headway.bench.crossover.worker_protocol import Tell, receive_request
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.core.oracle.cases import parse_case
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
-from headway.testing.cases import parse_case
 from headway.tuning.table.schema import SpecRecord
 
 _WARM_UP_TOKENS = 4

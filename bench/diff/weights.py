@@ -9,12 +9,12 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.models.checkpoint import check_folder
-from headway.models.decoder import Decoder
+from headway.models.checkpoints.checkpoint import check_folder
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.formats.rounding import ON_LOADING
+from headway.models.checkpoints.locate import locate
+from headway.models.layers.decoder import Decoder
 from headway.models.loader import LoadedModel, load_model
-from headway.models.locate import locate
-from headway.models.quantization.config import read_quantization
-from headway.models.quantization.rounding import ON_LOADING
 from headway.tuning.measure.products import choose_products
 
 AS_STORED = "checkpoint"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.stats import EngineStats
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.decoder import STATE_PARTS, Decoder
+from headway.models.layers.decoder import STATE_PARTS, Decoder
 from headway.models.layers.mlp import ExpertsMLP
 from headway.tuning.measure.timing import Timer
 

@@ -16,11 +16,11 @@ from headway.bench.generate.workloads import Requests, RequestSet
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.provenance import Origin
 from headway.llm import LLM
-from headway.models.decoder import Decoder
+from headway.models.layers.decoder import Decoder
 from headway.tuning.measure.device import crowding, describe_device
 from headway.tuning.measure.timing import Timer
 

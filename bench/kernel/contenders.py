@@ -17,8 +17,8 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD, CacheLayout, CacheWriter
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import YES, Support
+from headway.core.oracle.cases import Case
 from headway.registry import Registry
-from headway.testing.cases import Case
 from headway.tuning.measure.contender import Contender, writer_name
 from headway.tuning.measure.workloads import AttentionWork, PhaseName
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.models.linear import Linear
-from headway.models.quantization.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
+from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
+from headway.kernels.linear.linear import Linear
 
 _EXACT, _ROUNDED = 1e-2, 8e-2
 _MOST_COPIES = 16

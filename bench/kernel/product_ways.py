@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.bench.kernel.product_layers import ProductLayers
-from headway.models.linear import Linear, can_pack, reads_as_it_is
+from headway.kernels.linear.linear import Linear, can_pack, reads_as_it_is
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.products import obey_kept
 
@@ -62,7 +62,7 @@ def _plain(layers: ProductLayers, device: torch.device) -> ProductWays:
         return ProductWays(lambda x: [TimedProduct(name, _alone, layers.linears)])
     ways = [TimedProduct(MM, _alone, layers.linears)]
     try:
-        from headway.models.fused.products import FewRows
+        from headway.kernels.linear.products import FewRows
     except ImportError:
         return ProductWays(lambda x: ways)
     few = FewRows(device)
@@ -72,7 +72,7 @@ def _plain(layers: ProductLayers, device: torch.device) -> ProductWays:
 
 def _on_gpu(layers: ProductLayers, dtype: torch.dtype, device: torch.device) -> ProductWays:
     """The engine's own: kept times choose among them, or the rule."""
-    from headway.models.fused.quantized_ways import QuantizedWays
+    from headway.kernels.linear.quantized_ways import QuantizedWays
 
     quantized = QuantizedWays(device)
     kind = quantized.kind(layers.linears[0], dtype)

@@ -27,7 +27,7 @@ class KernelCell(BaseModel):
     """"peer" is a library called without Headway."""
     phase: PhaseName
     case: str
-    """The case as it was asked for, in the grammar of headway.testing.cases."""
+    """The case as it was asked for, in the grammar of headway.core.oracle.cases."""
     geometry: str
     """num_heads/num_kv_heads/head_dim."""
     layout: str

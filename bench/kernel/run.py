@@ -22,12 +22,12 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
+from headway.core.oracle.cases import Case
+from headway.core.oracle.reference import reference, relative_error
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar
 from headway.registry import Registry
-from headway.testing.cases import Case
-from headway.testing.reference import reference, relative_error
 from headway.tuning.isolated.trial import create_registry
 from headway.tuning.measure.contender import (
     Contender,
@@ -63,7 +63,7 @@ class KernelOptions:
     """Kernels of other libraries, called bare in the same run."""
     geometries: Sequence[Geometry] = (Geometry(32, 8, 128),)
     cases: Sequence[str] | None = None
-    """Cases of the grammar of headway.testing.cases; None: the device's default cells."""
+    """Cases of the grammar of headway.core.oracle.cases; None: the device's default cells."""
     dtype: torch.dtype | None = None
     """None: bfloat16 on a GPU, float32 on a CPU."""
     kv_dtype: torch.dtype | None = None

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from headway.bench.kernel.peaks import DevicePeak
 from headway.core.contract.state import KEY_VALUE, StateSpec
-from headway.testing.state_cases import gate_shapes
+from headway.core.oracle.state_cases import gate_shapes
 from headway.tuning.table.state_schema import MeasuredState, StateTable
 
 

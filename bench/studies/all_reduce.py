@@ -143,8 +143,8 @@ def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[All
     """Our kernel with programs of other sizes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from headway.backends.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
-    from headway.backends.all_reduce.peer_memory import PeerMemory
+    from headway.kernels.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
+    from headway.kernels.all_reduce.peer_memory import PeerMemory
 
     for each in block_bytes:
         store = PrefixStore(f"blocks of {each}", ranks.store)

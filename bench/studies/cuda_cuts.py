@@ -19,21 +19,21 @@ import typer
 from rich import box
 from rich.table import Table
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.bench.generate.roofline import measure_read_gbps
 from headway.bench.kernel.product_layers import FORMS, ProductLayers
 from headway.bench.studies.command import run_study
 from headway.bench.studies.experts.run import EXPERT_FORMS, RandomLayer, parse_form, parse_shape
 from headway.bench.studies.products import Study
-from headway.cli.bench_kernel import product_shape
+from headway.cli.measure.bench_kernel import product_shape
 from headway.cli.options import sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
-from headway.models.experts.cuda_lots import LOTS, CudaLots
-from headway.models.fused.cuda_cuts import CudaCut
-from headway.models.fused.cuda_products import CudaProducts
-from headway.models.fused.quantized_choice import FEW, FLOAT8, SHARED
-from headway.models.fused.quantized_ways import QuantizedWays
+from headway.kernels.experts.cuda_lots import LOTS, CudaLots
+from headway.kernels.linear.cuda_cuts import CudaCut
+from headway.kernels.linear.cuda_products import CudaProducts
+from headway.kernels.linear.quantized_choice import FEW, FLOAT8, SHARED
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.tuning.measure.device import describe_device, resolve_device
 from headway.tuning.measure.timing import Timer
 

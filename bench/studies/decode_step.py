@@ -18,18 +18,18 @@ from torch import Tensor
 from headway.bench.generate.roofline import Roofline
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Attention, AttentionFunctions
-from headway.core.engine.forward.attention import PagedAttention
-from headway.core.engine.state import pool
+from headway.core.engine.data import pool
+from headway.core.engine.execution.attention import PagedAttention
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.system.terminal import Terminal
+from headway.models.checkpoints.locate import locate, shape_names
+from headway.models.checkpoints.weights import DummyWeights
 from headway.models.config import DecoderConfig
-from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
+from headway.models.families.families import read_decoder_config
+from headway.models.layers.decoder import Decoder
 from headway.models.loader import read_config
-from headway.models.locate import locate, shape_names
-from headway.models.weights import DummyWeights
 from headway.tuning.isolated.trial import create_registry
 from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.timing import Timer

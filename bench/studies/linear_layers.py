@@ -1,4 +1,4 @@
-"""Why models/linear.py packs weights: F.linear beside the packed product, at the row counts of decode and prefill.
+"""Why kernels/linear/linear.py packs weights: F.linear beside the packed product, at the row counts of decode and prefill.
 
 python -m headway.bench.studies.linear_layers
 """
@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.terminal import Terminal
+from headway.kernels.linear.linear import Linear
 from headway.machine.threads import set_threads
-from headway.models.linear import Linear
 from headway.tuning.measure.timing import Timer
 
 SHAPES = {"qkv": (960, 576), "gate_up": (3072, 576), "down": (576, 1536), "lm_head": (49152, 576)}

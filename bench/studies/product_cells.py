@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
-from headway.models.fused.quantized import QuantizedCut
+from headway.kernels.linear.quantized import QuantizedCut
 from headway.tuning.table.identity import DeviceIdentity
 
 Change = Callable[[QuantizedCut], QuantizedCut]

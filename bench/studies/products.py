@@ -21,7 +21,6 @@ import torch
 import typer
 from torch import Tensor
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.bench.kernel.product_layers import FORMS, ProductLayers, tolerance
 from headway.bench.studies.command import run_study
 from headway.bench.studies.product_cells import THE_RULES, Change, ProductCell, ProductsReport, changes
@@ -29,12 +28,13 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
-from headway.models.fused.products import FewRows
-from headway.models.fused.quantized import QuantizedCut, QuantizedProducts, quantized_cut, weight_bytes
-from headway.models.fused.quantized_choice import KERNEL
-from headway.models.fused.quantized_cuts import changed
-from headway.models.fused.quantized_ways import QuantizedWays
-from headway.models.linear import Linear
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.products import FewRows
+from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts, quantized_cut, weight_bytes
+from headway.kernels.linear.quantized_choice import KERNEL
+from headway.kernels.linear.quantized_cuts import changed
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import InterleavedTimer, Timing

@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headway.integrations.transformers as integration
-from headway.models.locate import SHAPES, locate, shape_names
+from headway.models.checkpoints.locate import SHAPES, locate, shape_names
 from headway.tuning.measure.device import resolve_device
 
 

@@ -21,7 +21,7 @@ from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text
 from headway.core.system.json_files import write_bytes
-from headway.models.locate import locate
+from headway.models.checkpoints.locate import locate
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,11 @@ from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
-from headway.core.engine.device.host_rows import HostRows
-from headway.core.engine.device.local_executor import EngineSource, LocalExecutor
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import Executor
+from headway.core.engine.data.request_limits import RequestLimits
+from headway.core.engine.execution.host_rows import HostRows
+from headway.core.engine.execution.local_executor import EngineSource, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -20,9 +23,6 @@ from headway.core.engine.ranks.ranked_executor import RankedExecutor
 from headway.core.engine.scheduling import deterministic
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import Executor
-from headway.core.engine.state.request_limits import RequestLimits
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs

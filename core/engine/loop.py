@@ -20,6 +20,14 @@ from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import CACHE, WEIGHTS, Executor, InFlight
+from headway.core.engine.data.profiler_ranges import StepClock
+from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
+from headway.core.engine.data.schedule import ScheduledSequence, ScheduledStep
+from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats
+from headway.core.engine.data.step import OutputDelta
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.admission_queue import AdmissionQueue
@@ -27,14 +35,6 @@ from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
 from headway.core.engine.scheduling.step_results import StepResults, delta_of, smaller_budget
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import CACHE, WEIGHTS, Executor, InFlight
-from headway.core.engine.state.profiler_ranges import StepClock
-from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
-from headway.core.engine.state.schedule import ScheduledSequence, ScheduledStep
-from headway.core.engine.state.sequence import Sequence
-from headway.core.engine.state.stats import EngineSnapshot, EngineStats
-from headway.core.engine.state.step import OutputDelta
 from headway.core.sampling.sampler import seed_of
 from headway.core.select.selection import Selection
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.data.stats import EngineSnapshot
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.sequence import Sequence
-from headway.core.engine.state.stats import EngineSnapshot
 
 
 class Holding(NamedTuple):

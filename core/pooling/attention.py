@@ -11,7 +11,7 @@ from headway.core.contract.backend import Backends, Plan
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.forward.faults import blame
+from headway.core.engine.execution.faults import blame
 from headway.core.select.costs import Shape
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector

@@ -69,3 +69,8 @@ def picture(text: str) -> str:
 def _escaped(sign: str) -> str:
     code = ord(sign)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def shown_size(count: int) -> str:
+    """Bytes in words."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

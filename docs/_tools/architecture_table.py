@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from headway.core.contract.errors import ModelError
 from headway.core.system.files import write_whole
-from headway.models.families import FAMILIES
+from headway.models.families.families import FAMILIES
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.load import refusal
 from headway.models.transformers_adapter.model import TransformersModel

@@ -16,10 +16,10 @@ from headway import LLM
 from headway.bench.charts import new_figure
 from headway.core.contract.backend import AttentionBackend
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.device.local_executor import LocalExecutor
-from headway.core.engine.device.model_runner import ModelRunner
-from headway.core.engine.device.token_sampler import TokenSampler
-from headway.core.engine.forward.attention import PagedAttention
+from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.execution.model_runner import ModelRunner
+from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare

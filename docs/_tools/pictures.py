@@ -11,7 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-from headway.backends.all_reduce.one_shot import CAPACITY
 from headway.bench.charts import COLOURS, bare, bars, heading, new_figure, png
 from headway.bench.crossover.curves import to_curves
 from headway.bench.crossover.plot import to_png
@@ -22,6 +21,7 @@ from headway.bench.generate.results import KernelPeersFile, PeersFile
 from headway.bench.kernel.results import KernelReport
 from headway.bench.studies.ranks.results import RanksReport
 from headway.core.system.json_files import write_bytes
+from headway.kernels.all_reduce.one_shot import CAPACITY
 from headway.tuning.table.files import read_table
 
 RESULTS = Path("bench/results")

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.oracle.cells import FEATURES, MEMORIES, MODEL_SOFTCAPS, MODEL_WINDOWS, PHASES
 from headway.core.system.files import write_whole
-from headway.testing.cells import FEATURES, MEMORIES, MODEL_SOFTCAPS, MODEL_WINDOWS, PHASES
-from headway.testing.report import CellResult, CheckReport, read_check
+from headway.testing.kit.report import CellResult, CheckReport, read_check
 
 BEGIN = "<!-- support matrix: begin, written by python docs/_tools/support_matrix.py -->"
 END = "<!-- support matrix: end -->"

@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "support")]
+SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+sys.path[:0] = [str(Path(__file__).parent), str(SUPPORT), *map(str, SUPPORT.glob("*/"))]

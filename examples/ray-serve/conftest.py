@@ -4,5 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests" / "support")]
+SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+sys.path[:0] = [str(Path(__file__).parent), str(SUPPORT), *map(str, SUPPORT.glob("*/"))]
 os.environ["RAY_AUTH_MODE"] = "disabled"  # for a cluster of this process alone; else Ray leaves a token in the home folder

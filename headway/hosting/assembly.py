@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from headway.backends.compile_ahead import compile_ahead
+from headway.compat.vllm.configs import CacheSettings, VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
-from headway.core.engine.device.host_rows import HostRows
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.engine import make_engine
+from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.torch_ranks import MeetingError, TorchRanks
-from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.batch_processors import ProcessorBatch
 from headway.core.sampling.grammar import GrammarCompiler
 from headway.core.select.layer_specs import LayerSpecs
@@ -31,6 +31,7 @@ from headway.core.system.part_clock import PartClock
 from headway.hosting.draft_model import draft_args, proposer_of
 from headway.hosting.rank_assembly import EngineChoices, join_ranks, load_part, rank_devices, sampling_of, start_ranks
 from headway.hosting.stats_report import StatsLog
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel
@@ -44,7 +45,6 @@ from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.self_test import check_named
 from headway.tuning.measure.timing import SharedBudget
-from headway.vllm_api.configs import CacheSettings, VllmConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from headway.core.contract.compiled import CompileAhead
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
-    from headway.core.engine.state.config import EngineConfig
+    from headway.core.engine.data.config import EngineConfig
     from headway.core.select.costs import CostTable
     from headway.engine_args import EngineArgs
-    from headway.models.decoder import Decoder
+    from headway.models.layers.decoder import Decoder
     from headway.models.transformers_adapter.model import TransformersModel
 
 log = logging.getLogger("headway")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.request_limits import CheckedRequest
 from headway.core.sampling.params import SamplingParams
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from threading import Lock, get_ident
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
 from headway.machine.interrupts import HeldInterrupts

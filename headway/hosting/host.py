@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
+from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
 from headway.hosting.driver import EngineDriver, Listener
 from headway.requests.rules import RequestRules
 from headway.requests.validation import RequestNames, RequestValidator, TextModel

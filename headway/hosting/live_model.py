@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, made_by
-from headway.core.engine.state.executor import CACHE, WEIGHTS
+from headway.core.engine.data.executor import CACHE, WEIGHTS
 from headway.core.system.held_tensors import held_tensors
 from headway.core.system.text import cut, shown
 from headway.models.loader import LOAD_FORMATS
 
 if TYPE_CHECKING:
     from headway.hosting.driver import EngineDriver
-    from headway.models.live_weights import LiveWeights
+    from headway.models.checkpoints.live_weights import LiveWeights
 
 _LOST = "weights lost in sleep"
 

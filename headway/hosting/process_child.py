@@ -18,7 +18,7 @@ from functools import partial
 from threading import Event, Thread
 from typing import Any
 
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.step import OutputDelta
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.system_errors import escape_unencodable, open_closed_streams
 from headway.core.system.wire import Wire

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.step import OutputDelta
 from headway.core.system.child import how_it_ended
 from headway.hosting.driver import EngineDriver, Listener
 from headway.hosting.host import EngineDeadError, Task, abort_request

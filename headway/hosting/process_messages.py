@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headway.core.engine.state.step import OutputDelta
+    from headway.core.engine.data.step import OutputDelta
     from headway.hosting.driver import EngineDriver
     from headway.hosting.host import EngineFacts
 

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from headway.backends.compile_ahead import compile_ahead
-from headway.backends.sampling.choice import fastest_sampling
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
-from headway.core.engine.device.local_executor import LocalExecutor
-from headway.core.engine.device.memory import run_trial
+from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.execution.memory import run_trial
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.scheduling import deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
+from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.sampling.choice import fastest_sampling
 from headway.machine.memory import bound_kernel_caches
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, load_model
@@ -37,10 +37,10 @@ from headway.tuning.measure.products import choose_products
 if TYPE_CHECKING:
     from headway.core.contract.compiled import CompileAhead
     from headway.core.contract.ranks import Ranks
-    from headway.core.engine.state.config import EngineConfig
+    from headway.core.engine.data.config import EngineConfig
     from headway.core.sampling.sampler import SamplingOps
     from headway.engine_args import EngineArgs
-    from headway.models.decoder import Decoder
+    from headway.models.layers.decoder import Decoder
     from headway.models.transformers_adapter.model import TransformersModel
 
 _MODULE: Final = "headway.hosting.rank_child"

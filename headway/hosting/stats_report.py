@@ -6,8 +6,8 @@ import logging
 import time
 from collections import Counter
 
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestOutput
 
 log = logging.getLogger("headway.stats")

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.hosting.driver import EngineDriver, Listener
 from headway.hosting.host import EngineDeadError, EngineFacts, Task
 from headway.machine.memory import give_back

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
 from headway.core.pooling.engine import PoolingEngine
@@ -16,9 +15,10 @@ from headway.core.select.selector import Selector
 from headway.core.select.workload import Workload
 from headway.core.system.part_clock import PartClock
 from headway.hosting.assembly import checked_registry
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap
 from headway.machine.threads import set_threads
-from headway.models.pooling.loader import LoadedPoolingModel, load_pooling_model
+from headway.models.encoders.pooling.loader import LoadedPoolingModel, load_pooling_model
 from headway.pooling.find import PoolingModel
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for

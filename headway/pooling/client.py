@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 from tqdm import tqdm
 
 from headway.core.contract.errors import ConfigError
-from headway.models.pooling.detect import PoolingTask
+from headway.models.encoders.pooling.detect import PoolingTask
 from headway.pooling.assembly import PoolingAssembly
 from headway.pooling.jobs import PoolingJob, PoolingJobs
 

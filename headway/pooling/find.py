@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from headway.models.locate import ALIASES, locate
-from headway.models.pooling.detect import PoolingTask, pooling_task
+from headway.models.checkpoints.locate import ALIASES, locate
+from headway.models.encoders.pooling.detect import PoolingTask, pooling_task
 
 if TYPE_CHECKING:
     from headway.engine_args import EngineArgs

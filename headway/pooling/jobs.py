@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.pooling.engine import EncodedText
 from headway.core.system.text import shown
-from headway.models.pooling.detect import PoolingTask
-from headway.models.pooling.loader import LoadedPoolingModel
+from headway.models.encoders.pooling.detect import PoolingTask
+from headway.models.encoders.pooling.loader import LoadedPoolingModel
 from headway.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,

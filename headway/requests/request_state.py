@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from headway.core.engine.state.request_limits import CheckedRequest
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.request_limits import CheckedRequest
+from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
 from headway.core.sampling.logprobs import Logprob, TokenLogprobs
 from headway.core.sampling.params import RequestOutputKind, SamplingParams

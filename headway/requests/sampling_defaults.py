@@ -11,7 +11,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
-from headway.models.locate import RECOMMENDED_SAMPLING
+from headway.models.checkpoints.locate import RECOMMENDED_SAMPLING
 
 _DEFAULTS: Final = {
     "temperature": "temperature",

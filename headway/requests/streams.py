@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from headway.core.engine.state.request_limits import CheckedRequest
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.request_limits import CheckedRequest
+from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.detokenizer import Tokenizer
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.request_state import OutputProcessor, Progress, RequestState

@@ -8,14 +8,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.operations import Operations, Rope
 from headway.models.config import DecoderConfig, StateConfig
 from headway.models.cut import StateCut
+from headway.models.families.names import StateNames
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors
-from headway.models.linear import Linear
-from headway.models.names import StateNames
-from headway.models.operations import Operations, Rope
 
 
 class KimiDelta(StatePart):

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, LatentLayer
-from headway.models.attention_specs import cached_spec, expanded_spec
-from headway.models.axes import Axis
-from headway.models.config import DecoderConfig, LatentConfig, LayerConfig
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.config import LatentConfig
+from headway.kernels.step.operations import Norm, Operations, Rope
+from headway.models.config import DecoderConfig, LayerConfig
+from headway.models.families.attention_specs import cached_spec, expanded_spec
 from headway.models.layers.tensors import LayerTensors
-from headway.models.linear import Linear
-from headway.models.operations import Norm, Operations, Rope
 
 _EPS = 1e-6
 """Epsilon of the norms of latents, whatever the model's other norms have: DeepSeek's code and transformers' leave it at this."""

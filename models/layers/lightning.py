@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from headway.core.contract.model import Attention, StateLayer
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.step.operations import Operations, Rope
 from headway.models.config import StateConfig
 from headway.models.cut import StateCut
+from headway.models.families.names import StateNames
 from headway.models.layers.state_part import StatePart
 from headway.models.layers.tensors import LayerTensors
-from headway.models.names import StateNames
-from headway.models.operations import Operations, Rope
 
 
 class Lightning(StatePart):

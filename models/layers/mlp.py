@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from headway.kernels.experts.plain import Experts
+from headway.kernels.experts.weights import ExpertWeights, each_expert
+from headway.kernels.linear.forms import num_bytes
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.operations import Operations
+from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.config import DecoderConfig
-from headway.models.experts.plain import Experts
-from headway.models.experts.weights import ExpertWeights, each_expert, take_experts
 from headway.models.layers.tensors import LayerTensors
-from headway.models.linear import Linear
-from headway.models.operations import Operations
-from headway.models.quantization.forms import num_bytes
 
 if TYPE_CHECKING:
-    from headway.models.experts.fused import FusedExperts
+    from headway.kernels.experts.fused import FusedExperts
 
 
 class MLP:

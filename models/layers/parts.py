@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.models.linear import Linear
-from headway.models.operations import Norm, Operations, Rope
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.operations import Norm, Operations, Rope
 
 
 class Part(Protocol):

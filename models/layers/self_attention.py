@@ -7,14 +7,14 @@ from dataclasses import replace
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.models.attention_specs import cached_spec
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.norm_share import NormShare
+from headway.kernels.step.operations import Gate, Heads, Norm, Operations, Rope
 from headway.models.config import DecoderConfig, LayerConfig
+from headway.models.families.attention_specs import cached_spec
+from headway.models.families.rope import rotary_order
 from headway.models.layers.tensors import LayerTensors
-from headway.models.linear import Linear
-from headway.models.norm_share import NormShare
-from headway.models.operations import Gate, Heads, Norm, Operations, Rope
-from headway.models.rope import rotary_order
 
 
 class SelfAttention:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from headway.core.contract.model import Attention
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.step.operations import Gate, Operations, Rope
 from headway.models.cut import StateCut
 from headway.models.layers.state_part import StatePart
-from headway.models.operations import Gate, Operations, Rope
 
 
 class ShortConvolution(StatePart):

@@ -12,15 +12,15 @@ from torch import Tensor
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.state import StateParameters
-from headway.models.attention_specs import state_spec
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.norm_share import NormShare
+from headway.kernels.step.operations import Gate, Norm, Operations, Rope
 from headway.models.config import DecoderConfig, StateConfig
 from headway.models.cut import StateCut
+from headway.models.families.attention_specs import state_spec
+from headway.models.families.names import StateNames
 from headway.models.layers.tensors import LayerTensors
-from headway.models.linear import Linear
-from headway.models.names import StateNames
-from headway.models.norm_share import NormShare
-from headway.models.operations import Gate, Norm, Operations, Rope
 
 
 class StatePart(ABC):

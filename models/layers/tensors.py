@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.ranks import Ranks
-from headway.models.axes import Axis
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear, ProductOrigin
+from headway.kernels.step.operations import Norm
+from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.linear import Linear, ProductOrigin
-from headway.models.operations import Norm
-from headway.models.weights import WeightSource
 
 
 class LayerTensors:

@@ -31,7 +31,7 @@ Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
 def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     """torch's own compiler; each graph is announced, for one that a request waits for must be seen."""
     announce_compilation("layers of the model (torch.compile)")
-    # By this process: another would keep its kernels in Triton's own form, which `backends/triton/cache.py` takes for damaged.
+    # By this process: another would keep its kernels in Triton's own form, which `KernelCache` takes for damaged.
     compiler: Any = torch._dynamo.lookup_backend("inductor")
     return compiler(graph, inputs, config_patches={"compile_threads": 1})
 

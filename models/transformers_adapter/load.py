@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.models.checkpoints.tensor_files import plain_slices
+from headway.models.checkpoints.weights import IGNORED
 from headway.models.config import BeyondDecoderError
-from headway.models.families import FAMILIES, read_decoder_config
-from headway.models.tensor_files import plain_slices
+from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME
 from headway.models.transformers_adapter.model import TransformersModel
-from headway.models.weights import IGNORED
 
 
 def causal_lm_class(config: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.state import STATE_KINDS, StateCache, StateMetadata, StateParameters
 from headway.core.contract.state_backend import StateBackend, StateCapabilities
-from headway.testing.state_reference import SequenceState, advance
+from headway.core.oracle.state_reference import SequenceState, advance
 
 
 class PlainStates(StateBackend):

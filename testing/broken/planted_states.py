@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headway.core.contract.state import GATED_DELTA, KDA, KEY_VALUE, MAMBA1, MAMBA2, StateCache, StateMetadata, StateParameters
 from headway.core.contract.state_backend import StateBackend
+from headway.core.oracle.state_reference import SequenceState, advance
 from headway.testing.broken.plain_states import PlainStates
-from headway.testing.state_reference import SequenceState, advance
 
 
 class BeginsWithTheSlot(PlainStates):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.backends.nvrtc.compiler import Compiler, find_compiler
+from headway.kernels.runtime.nvrtc.compiler import Compiler, find_compiler
 
 
 @pytest.fixture

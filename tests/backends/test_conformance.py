@@ -15,12 +15,12 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.cells import PHASES, CheckCell
+from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.registry import Registry, create_registry
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.cells import PHASES, CheckCell
-from headway.testing.kit import Kit
-from headway.testing.reference import reference, relative_error, run_backend
-from headway.testing.subject import load_subject
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import load_subject
 
 CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 

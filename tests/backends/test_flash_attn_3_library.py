@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fake_flash_attn_3 import FlashAttn3
-from headway.backends import compiled_library
-from headway.backends.compiled_library import LibraryCandidate, LibrarySearch, ask
 from headway.backends.flash_attn_3 import child, library
 from headway.backends.flash_attn_3.binding import Operators, registered
 from headway.backends.flash_attn_3.library import SEARCH
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime import compiled_library
+from headway.kernels.runtime.compiled_library import LibraryCandidate, LibrarySearch, ask
 from headway.registry import Registry
 
 VARIABLE = SEARCH.variable

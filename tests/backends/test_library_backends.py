@@ -19,7 +19,6 @@ from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
 from headway.backends.layouts import write_rows
-from headway.backends.probe import declares, find
 from headway.backends.torch_varlen import PARAMETERS
 from headway.backends.torch_varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
@@ -29,10 +28,11 @@ from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.kernels.runtime.probe import declares, find
 from headway.registry import Registry
 from headway.registry.builtin import RANK
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.reference import reference, relative_error, run_backend
 
 FAKES = {FlashAttention2: FlashAttn2, FlashAttention4: FlashAttn4, TorchVarlenBackend: TorchVarlen, XFormersAttention: XFormers}
 LIBRARIES = {"flash_attn": "flash_attn", "flash_attn_4": "flash_attn", "xformers": "xformers"}
@@ -374,7 +374,7 @@ def test_flash_attn_4_by_generation(
 
 @pytest.mark.parametrize("kind", [FlashAttention2, TorchVarlenBackend], ids=lambda kind: kind.name)
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type[AttentionBackend]) -> None:
-    monkeypatch.setattr("headway.backends.probe.capability", lambda device: (7, 5))
+    monkeypatch.setattr("headway.kernels.runtime.probe.capability", lambda device: (7, 5))
     refused = kind.supports(on_gpu(spec()), NHD, BLOCK, Phase.DECODE)
     assert str(refused) == "no: compute capability: needs 8.0 or newer, got 7.5"
 
@@ -468,7 +468,7 @@ def test_a_library_that_exits_while_it_loads_is_a_reason(monkeypatch: pytest.Mon
     def leave(name: str) -> None:
         raise SystemExit(f"{name} wants out")
 
-    monkeypatch.setattr("headway.backends.probe.import_module", leave)
+    monkeypatch.setattr("headway.kernels.runtime.probe.import_module", leave)
     found, support = find("anything", "at_all", "a hint")
     assert found is None
     assert support.reasons[0].got == "SystemExit: anything wants out"

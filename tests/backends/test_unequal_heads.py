@@ -13,7 +13,7 @@ from headway.backends.sdpa import SDPA, SDPAMath
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.testing.cases import make_case, parse_case
+from headway.core.oracle.cases import make_case, parse_case
 from latent_layers import IN_KEY, UNEQUAL, case_of, dense_errors, errors_of, strided
 
 BACKENDS = pytest.mark.parametrize("backend", [SDPA, SDPAMath], ids=lambda backend: backend.name)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from fake_vllm_library import RELEASES, FakeVllmLibrary
-from headway.backends import compiled_library
-from headway.backends.vllm_library import child, library
-from headway.backends.vllm_library.library import SEARCH, bind, find_library
-from headway.backends.vllm_library.scalar_types import INT4
 from headway.core.contract.support import YES
+from headway.kernels.runtime import compiled_library
+from headway.kernels.runtime.vllm_library import child, library
+from headway.kernels.runtime.vllm_library.library import SEARCH, bind, find_library
+from headway.kernels.runtime.vllm_library.scalar_types import INT4
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_it_is_found_without_an_import_tried_elsewhere_and_loaded(monkeypatch: p
     monkeypatch.setattr(torch.ops, "load_library", load)
     assert find_library() == YES
     assert loaded == [str(path)]
-    assert commands[0][-2:] == ["headway.backends.vllm_library.child", str(path)]
+    assert commands[0][-2:] == ["headway.kernels.runtime.vllm_library.child", str(path)]
     operators, support = bind("marlin_gemm", "gptq_marlin_repack")
     assert support
     assert operators["marlin_gemm"].place["b_zeros"] == 7

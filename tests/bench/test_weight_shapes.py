@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from headway import LLM, SamplingParams
 from headway.bench.studies.weight_shapes import weight_shapes
 from headway.core.contract.errors import ConfigError
-from headway.models.families import read_decoder_config
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.locate import locate
+from headway.models.families.families import read_decoder_config
 from headway.models.loader import read_config
-from headway.models.locate import locate
-from headway.models.quantization.config import read_quantization
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
 LABELS = {

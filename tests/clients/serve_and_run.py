@@ -10,8 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from headway.models.checkpoints.locate import locate
 from headway.models.loader import read_tokenizer
-from headway.models.locate import locate
 
 FOLDER = Path(__file__).resolve().parent
 ENVIRONMENTS = FOLDER.parent.parent / ".venv-clients"

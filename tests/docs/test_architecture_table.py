@@ -13,10 +13,10 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from architecture_table import BEGIN, END, adapt, outcomes, render, replace_in, tiny
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
-from headway.models.families import FAMILIES
+from headway.models.families.families import FAMILIES
 from headway.registry import Registry
 from run_engine import generate
 from sampled_logits import logits_of, watched

@@ -9,7 +9,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
-from headway.testing.report import CellResult, CheckReport, machine_of, read_check
+from headway.testing.kit.report import CellResult, CheckReport, machine_of, read_check
 from support_matrix import BEGIN, END, render, replace_in
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -17,13 +17,13 @@ from headway.bench.generate.workloads import parse_sizes
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import make_case, parse_case
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.select.workload import Workload
 from headway.core.system import files
 from headway.core.system.files import read_text
 from headway.core.system.json_files import write_json
-from headway.testing.cases import make_case, parse_case
-from headway.testing.runner import CellProcess, CellRun
+from headway.testing.kit.runner import CellProcess, CellRun
 from headway.tuning.measure.workloads import Geometry, build_case, make_work
 from headway.tuning.table.files import read_table
 from tables import a_cell, a_table

@@ -16,8 +16,8 @@ from headway.core.contract.errors import ModelError
 from headway.core.select.backend_request import ALL_AUTO
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.json_files import write_json
-from headway.models import gguf
-from headway.models.weights import Weights
+from headway.models.checkpoints.gguf import gguf
+from headway.models.checkpoints.weights import Weights
 from headway.registry import Registry
 from headway.tuning import autotune
 from headway.tuning.autotune import TableRequest, costs_for

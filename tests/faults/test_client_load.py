@@ -18,7 +18,7 @@ from sandbox import save_tiny_model
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_clients_who_leave_in_every_way_leave_nothing_behind(tmp_path: Path) -> None:
-    """`python tests/support/client_load.py MODEL --clients 500 --device cuda` does the same on a GPU."""
+    """`python tests/support/servers/client_load.py MODEL --clients 500 --device cuda` does the same on a GPU."""
     model = save_tiny_model(tmp_path / "model")
     command = [sys.executable, client_load.__file__, str(model), "--clients", "60", "--requests", "12", "--device", "cpu"]
     options = ("--kv-cache-memory", "192KiB", "--num-threads", "1", "--no-autotune")  # 48 blocks: sequences push each other out

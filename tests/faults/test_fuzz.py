@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 from headway.core.contract.errors import HeadwayError, ModelError
 from headway.core.system.json_files import write_json
-from headway.models import gguf
-from headway.models.checkpoint import check_folder
-from headway.models.quantization.config import read_quantization
-from headway.models.tensor_files import plain_slices
-from headway.models.weights import Weights
+from headway.models.checkpoints.checkpoint import check_folder
+from headway.models.checkpoints.formats.config import read_quantization
+from headway.models.checkpoints.gguf import gguf
+from headway.models.checkpoints.tensor_files import plain_slices
+from headway.models.checkpoints.weights import Weights
 from headway.registry.isolation import Verdict
 from headway.tuning.table.files import read_table
 from quantized_models import FORMATS

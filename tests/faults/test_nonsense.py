@@ -18,11 +18,11 @@ import plain_models
 import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
+from headway.core.engine.data.config import EngineConfig, check_block_size
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig, check_block_size
-from headway.models.checkpoint import check_sizes
+from headway.models.checkpoints.checkpoint import check_sizes
+from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
-from headway.models.pooling.loader import load_pooling_model
 from headway.registry import Registry
 from sandbox import save_tiny_model
 from tables import a_device

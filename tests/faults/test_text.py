@@ -19,7 +19,7 @@ from headway.bench.crossover.export import to_html
 from headway.bench.crossover.report import notes, print_view, to_csv, to_markdown
 from headway.bench.crossover.view import view
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.state.sequence import Sequence
+from headway.core.engine.data.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.logs import LogFormatter
 from headway.core.system.terminal import Terminal, for_standard_output

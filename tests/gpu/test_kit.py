@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.registry import create_registry
-from headway.testing.checking import Wanted, check
+from headway.testing.kit.checking import Wanted, check
 
 pytestmark = pytest.mark.gpu
 

@@ -18,12 +18,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
-from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
-from headway.models.weights import Weights
+from headway.models.checkpoints.weights import Weights
+from headway.models.families.families import read_decoder_config
+from headway.models.layers.decoder import Decoder
 from headway.registry import Registry, create_registry
 from run_engine import drain
 from sandbox import TOY, Result, assert_refused, install

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headway.cli import doctor as cli_doctor
 from headway.cli.app import app
-from headway.cli.doctor import command_lines, diagnose, screen
+from headway.cli.look import doctor as cli_doctor
+from headway.cli.look.doctor import command_lines, diagnose, screen
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.support import Support
 from headway.machine.description import Gpu, Machine, examine, parse_gpus

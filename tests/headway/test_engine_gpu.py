@@ -15,14 +15,14 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, NHD, VLLM_5D
 from headway.core.contract.metadata import Phase
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
-from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
+from headway.models.checkpoints.weights import Weights
+from headway.models.families.families import read_decoder_config
+from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model
-from headway.models.weights import Weights
 from headway.registry import Registry, create_registry
 from hybrid_models import ROWS
 from proposer_stub import told_of

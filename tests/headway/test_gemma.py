@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headway.bench.generate.workloads import PROMPTS
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry

@@ -16,11 +16,11 @@ import pytest
 
 from headway import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.hosting import assembly
 from headway.hosting.driver import FairLock
-from headway.models.decoder import Decoder
+from headway.models.layers.decoder import Decoder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

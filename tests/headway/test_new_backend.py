@@ -15,11 +15,11 @@ import torch
 from headway.cli.new_backend import distribution_of, write_package
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
+from headway.core.oracle.cells import CheckCell
 from headway.registry import create_registry
 from headway.registry.plugin_sources import load_file
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.subject import load_subject
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import load_subject
 from sandbox import assert_refused, run_headway, run_python
 
 REGISTRY = create_registry(load_entry_points=False)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from headway.bench.generate.workloads import PROMPTS
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.machine.threads import set_threads
 from headway.models.loader import LoadedModel, load_model

@@ -10,7 +10,7 @@ import pytest
 
 from headway import LLM, EngineSnapshot, SamplingParams
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.stats import EngineStats
 from headway.hosting.stats_report import stats_line, stats_page
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headway import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
+from headway.compat.vllm.names import HOMES, LACKING, MODULES
+from headway.compat.vllm.options import LLM_OPTIONS, NEUTRAL_VALUES
 from headway.core.contract.errors import ConfigError
-from headway.vllm_api.names import HOMES, LACKING, MODULES
-from headway.vllm_api.options import LLM_OPTIONS, NEUTRAL_VALUES
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headway.cli.warm import show, watch_start
+from headway.cli.run.warm import show, watch_start
 from headway.core.contract.compiled import announce_compilation
 from sandbox import Result, assert_refused
 

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.oracle import attend as exact
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.integrations.dense import Sequences
 from headway.integrations.mask import Visibility
 from headway.integrations.step_attention import StepAttention
-from headway.testing.oracle import attend as exact
 from registries import registering
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)

@@ -144,7 +144,7 @@ except ValueError as error: print(error)
 def test_smollm2_says_the_same() -> None:
     from transformers import AutoTokenizer
 
-    from headway.models.locate import locate
+    from headway.models.checkpoints.locate import locate
 
     folder = locate("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")

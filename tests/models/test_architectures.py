@@ -17,10 +17,10 @@ from transformers import Phi3Config
 import hybrid_models
 from backend_cases import LAYOUTS
 from engine_logits import logits_by_transformers, observed, save_random
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
-from headway.models.families import FAMILIES
+from headway.models.families.families import FAMILIES
 from headway.models.loader import load_model
 from headway.registry import Registry
 from plain_models import ROWS, SMALL, VOCAB

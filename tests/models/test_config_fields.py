@@ -21,7 +21,7 @@ from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway import LLM
 from headway.core.contract.errors import HeadwayError
-from headway.models.families import FAMILIES
+from headway.models.families.families import FAMILIES
 from headway.models.loader import load_model
 from tiny_encoders import EMBEDDERS, save, vector
 from transformers_release import needs

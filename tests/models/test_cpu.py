@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from gguf_block_models import blocks_of
-from headway.backends.native import compiler
-from headway.backends.native.library import functions
-from headway.models import linear as linear_module
-from headway.models.cpu import panels as panels_module
-from headway.models.cpu.operations import NativeOperations
-from headway.models.cpu.panels import coded_panels, dense_panels, multiply
-from headway.models.linear import Linear, reads_as_it_is
-from headway.models.operations import Heads, Norm, TorchOperations
-from headway.models.quantization.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.kernels.linear import linear as linear_module
+from headway.kernels.linear import packed_blocks as panels_module
+from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.kernels.linear.linear import Linear, reads_as_it_is
+from headway.kernels.linear.packed_blocks import coded_panels, dense_panels, multiply
+from headway.kernels.runtime.native import compiler
+from headway.kernels.runtime.native.library import functions
+from headway.kernels.step.native import NativeOperations
+from headway.kernels.step.operations import Heads, Norm, TorchOperations
 from operation_inputs import ropes
 
 CPU = torch.device("cpu")

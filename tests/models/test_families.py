@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from headway.core.contract.errors import ModelError
-from headway.models.families import read_decoder_config
+from headway.models.families.families import read_decoder_config
 
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 

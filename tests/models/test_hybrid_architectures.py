@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForConditionalGeneration
 from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ModelError
-from headway.models.families import FAMILIES, read_decoder_config
+from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.loader import load_model
 from hybrid_models import READS_IMAGES, ROWS
 from plain_models import VOCAB

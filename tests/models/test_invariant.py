@@ -20,14 +20,14 @@ from transformers import (
 )
 
 from headway.core.contract.errors import ModelError
-from headway.models.config import ACTIVATIONS, Activation
-from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
-from headway.models.invariant import ON_CPU, invariant_operations
-from headway.models.linear import Linear
-from headway.models.operations import ACTIVATE, TorchOperations
-from headway.models.quantization.rounding import int8
-from headway.models.weights import Weights
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.config import ACTIVATIONS, Activation
+from headway.kernels.step.invariant import ON_CPU, invariant_operations
+from headway.kernels.step.operations import ACTIVATE, TorchOperations
+from headway.models.checkpoints.formats.rounding import int8
+from headway.models.checkpoints.weights import Weights
+from headway.models.families.families import read_decoder_config
+from headway.models.layers.decoder import Decoder
 
 SMALL = {
     "vocab_size": 97,

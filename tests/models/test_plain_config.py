@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.core.contract.errors import ModelError
-from headway.models.families import read_decoder_config
-from headway.models.plain_config import plain_config
+from headway.models.families.families import read_decoder_config
+from headway.models.families.plain_config import plain_config
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,

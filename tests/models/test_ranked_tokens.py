@@ -11,7 +11,7 @@ import hybrid_models
 import plain_models
 from engine_logits import save_random
 from headway.core.sampling.params import SamplingParams
-from headway.models.families import FAMILIES
+from headway.models.families.families import FAMILIES
 from quantized_models import FORMATS, GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
 from ranked_decoder import decoder_engine
 from run_engine import Written, drain

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.backends.native.library import functions, native_support
 from headway.core.sampling.params import SamplingParams
+from headway.kernels.runtime.native.library import functions, native_support
 from headway.llm import LLM
 
 pytest.importorskip("gguf")

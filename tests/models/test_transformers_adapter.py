@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from graph_stub import PiecesTape
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.device.compilation import CompilationWatch
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.execution.compilation import CompilationWatch
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.models.transformers_adapter.compile import compile_layers

@@ -12,8 +12,8 @@ import torch
 from transformers import Gemma3TextConfig, GptOssConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from engine_logits import logits_by_transformers, observed, save_random
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from headway.cli.app import command
-from headway.core.engine.state.stats import EngineSnapshot, EngineStats
-from headway.server.metrics import Metrics
-from headway.server.middleware import PROBES
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats
+from headway.server.limits.middleware import PROBES
+from headway.server.operators.metrics import Metrics
 from headway.server.options import ServerOptions
 
 STUCK = 20

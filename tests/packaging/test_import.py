@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from headway.core.contract.errors import ModelError
-from headway.models import gguf, locate
+from headway.models.checkpoints import locate
+from headway.models.checkpoints.gguf import gguf
 from sandbox import run_python
 
 ROOT = Path(__file__).resolve().parents[2]

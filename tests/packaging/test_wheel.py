@@ -16,7 +16,7 @@ from built_package import VERSION, Built, Environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel"), pytest.mark.timeout(600)]
 
-PARTS = ("core", "registry", "backends", "models", "testing", "tuning", "plan", "bench")
+PARTS = ("core", "kernels", "registry", "backends", "models", "testing", "tuning", "plan", "server", "cli", "bench")
 """Folders that install as headway.NAME."""
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "h200" / "crossover-16-8-128.json"
 NOT_SHIPPED = ("bench/results/", "bench/studies/", "bench/reproduce.sh")
@@ -69,7 +69,9 @@ def test_a_model_writes_from_another_folder(installed: Environment) -> None:
 
 
 def test_the_engines_files_are_there(installed: Environment) -> None:
-    shapes = installed.run("python", "-c", "from headway.models.locate import locate; print(locate('qwen3-0.6b', weights=False))")
+    shapes = installed.run(
+        "python", "-c", "from headway.models.checkpoints.locate import locate; print(locate('qwen3-0.6b', weights=False))"
+    )
     assert Path(shapes.out.strip(), "config.json").is_file(), shapes
     built = installed.run(
         "headway", "build", "vllm_paged", "--arch", "sm_90", "--head-dim", "128", HEADWAY_CACHE=str(installed.cwd)

@@ -15,9 +15,9 @@ import hybrid_models
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.ranks import ONE_RANK
 from headway.core.contract.state import KEY_VALUE
-from headway.models.axes import Shape, held_sizes, whole_sizes
-from headway.models.decoder import Decoder
-from headway.models.weights import DummyWeights
+from headway.kernels.linear.axes import Shape, held_sizes, whole_sizes
+from headway.models.checkpoints.weights import DummyWeights
+from headway.models.layers.decoder import Decoder
 from headway.plan.model_costs import WEIGHT_FORMATS, check_cache_dtype, rank_costs
 from headway.plan.read_model import PlannedModel, read_planned_model
 from thread_ranks import alone
@@ -70,7 +70,7 @@ def planned(name: str, folder: Path) -> PlannedModel:
 
 
 def read_architecture(config: PretrainedConfig) -> str:
-    from headway.models.families import FAMILIES
+    from headway.models.families.families import FAMILIES
 
     return FAMILIES[config.model_type].architecture
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headway.core.contract.errors import HeadwayError
-from headway.testing.cells import CheckCell
-from headway.testing.checking import Wanted, check
-from headway.testing.kit import Kit
+from headway.core.oracle.cells import CheckCell
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.kit import Kit
 
 PLAIN = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
 

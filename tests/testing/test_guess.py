@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.oracle.cells import CheckCell
 from headway.testing.broken import planted
 from headway.testing.broken.plain import PlainBackend, PlainPlan
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.subject import load_subject
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import load_subject
 
 CELL = CheckCell("answer", "decode", layout="nhd", block_size=8, head_dim=32, group=2)
 

@@ -7,10 +7,10 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cells import KV_HEADS, PHASES, SCALES, SCORES, WORKS, CheckCell
-from headway.testing.inputs import Numbers, deal, possible, steps_of
-from headway.testing.oracle import attend
-from headway.testing.pool import first_far
+from headway.core.oracle.cells import KV_HEADS, PHASES, SCALES, SCORES, WORKS, CheckCell
+from headway.core.oracle.inputs import Numbers, deal, possible, steps_of
+from headway.core.oracle.oracle import attend
+from headway.core.oracle.pool import first_far
 
 
 @pytest.mark.parametrize(

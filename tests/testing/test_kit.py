@@ -17,17 +17,17 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.oracle.cells import PHASES, CheckCell
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import TIMEOUT
-from headway.testing.cells import PHASES, CheckCell
-from headway.testing.checking import Wanted, check
-from headway.testing.comparison import ReportComparison
-from headway.testing.kit import CHECKS, Kit
-from headway.testing.report import CellResult, CheckReport, machine_of, read_check
-from headway.testing.runner import CellProcess, CellRun, cell_timeout
-from headway.testing.scorecard import badge, command, patterns, scorecard
-from headway.testing.state_cells import parse_cell
-from headway.testing.subject import load_subject
+from headway.testing.diagnosis.scorecard import badge, command, patterns, scorecard
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.comparison import ReportComparison
+from headway.testing.kit.kit import CHECKS, Kit
+from headway.testing.kit.report import CellResult, CheckReport, machine_of, read_check
+from headway.testing.kit.runner import CellProcess, CellRun, cell_timeout
+from headway.testing.kit.state_cells import parse_cell
+from headway.testing.kit.subject import load_subject
 
 HERE = Path(__file__).parent
 HOSTILE = HERE / "hostile.py"
@@ -131,7 +131,7 @@ def test_a_cell_that_loses_the_gpu_costs_the_next_cell_nothing(monkeypatch: pyte
         def stop(self) -> None:
             pass
 
-    monkeypatch.setattr("headway.testing.runner.Child", Process)
+    monkeypatch.setattr("headway.testing.kit.runner.Child", Process)
     child = CellProcess("subject", "cuda", 1, 60.0)
     cells = [str(PLAIN.plain("answer", phase=phase)) for phase in ("decode", "prefill", "extend")]
     assert [each.status for each in CellRun([child]).all(cells)] == ["failed", "passed", "passed"]

@@ -17,21 +17,21 @@ from transformers import AutoConfig
 
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.metadata import Phase
-from headway.models.families import FAMILIES
-from headway.models.layer_specs import decoder_layer_specs, read_layer_specs
+from headway.core.oracle.cells import MODEL_SOFTCAPS, MODEL_WINDOWS, WINDOWS, CheckCell
+from headway.core.oracle.inputs import steps_of
+from headway.models.checkpoints.locate import SHAPES
+from headway.models.families.families import FAMILIES
+from headway.models.families.layer_specs import decoder_layer_specs, read_layer_specs
 from headway.models.loader import decoder_config, read_config
-from headway.models.locate import SHAPES
 from headway.testing.broken import planted
 from headway.testing.broken.plain import PlainBackend
-from headway.testing.cells import MODEL_SOFTCAPS, MODEL_WINDOWS, WINDOWS, CheckCell
-from headway.testing.checking import Wanted, check
-from headway.testing.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS
-from headway.testing.inputs import steps_of
-from headway.testing.kit import CHECKS, Kit, make_kit
-from headway.testing.model_layers import read_model_layers
-from headway.testing.report import CheckReport
-from headway.testing.scorecard import command, scorecard
-from headway.testing.subject import load_subject
+from headway.testing.diagnosis.scorecard import command, scorecard
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS
+from headway.testing.kit.kit import CHECKS, Kit, make_kit
+from headway.testing.kit.model_layers import read_model_layers
+from headway.testing.kit.report import CheckReport
+from headway.testing.kit.subject import load_subject
 
 CPU = torch.device("cpu")
 LLAMA = {

@@ -10,12 +10,12 @@ import torch
 
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.oracle.cells import CheckCell
 from headway.testing.broken.planted import PLANTED
-from headway.testing.cells import CheckCell
-from headway.testing.cover import MANY_HEADS
-from headway.testing.kit import Kit
-from headway.testing.report import CellResult
-from headway.testing.subject import load_subject
+from headway.testing.kit.cover import MANY_HEADS
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.report import CellResult
+from headway.testing.kit.subject import load_subject
 
 NAMED = {
     "wrong-scale": ("answer", "none", "scale 1/sqrt(head_dim)"),

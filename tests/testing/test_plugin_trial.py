@@ -11,11 +11,11 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginSource
-from headway.testing.checking import Wanted, check
-from headway.testing.kit import CHECKS, Kit
-from headway.testing.plugin_trial import CELL, source_of, try_plugin
-from headway.testing.scorecard import scorecard
-from headway.testing.subject import load_subject
+from headway.testing.diagnosis.scorecard import scorecard
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.kit import CHECKS, Kit
+from headway.testing.kit.plugin_trial import CELL, source_of, try_plugin
+from headway.testing.kit.subject import load_subject
 from headway.tuning.isolated.trial import try_plugins
 
 HOSTILE = Path(__file__).parent / "hostile.py"

@@ -15,9 +15,9 @@ from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, Ca
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.subject import subject_of
+from headway.core.oracle.cells import CheckCell
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import subject_of
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 SMALL = Capabilities(phases=ALL_PHASES, layouts=(NHD,), dtypes=(torch.float32,), devices=("cpu",), exact_host_lengths=True)

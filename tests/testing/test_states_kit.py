@@ -16,16 +16,16 @@ from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
+from headway.core.oracle.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
 from headway.testing.broken.plain_states import PlainStates
 from headway.testing.broken.planted_states import PLANTED_STATES
-from headway.testing.checking import Wanted, check
-from headway.testing.kit import Kit, make_kit, run_cell
-from headway.testing.report import CellResult
-from headway.testing.state_cells import StateCell, parse_cell
-from headway.testing.state_kit import StateKit
-from headway.testing.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
-from headway.testing.state_subject import ODD_LAYOUT, state_subject_of
-from headway.testing.subject import load_subject
+from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.kit import Kit, make_kit, run_cell
+from headway.testing.kit.report import CellResult
+from headway.testing.kit.state_cells import StateCell, parse_cell
+from headway.testing.kit.state_kit import StateKit
+from headway.testing.kit.state_subject import ODD_LAYOUT, state_subject_of
+from headway.testing.kit.subject import load_subject
 
 NAMED = {
     "begins-with-the-slot": (StateCell("answer", "prefill"), "reads the slot's old content"),

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
-from headway.models.experts.choice import TOKEN_COUNTS
-from headway.models.experts.plain import PlainExperts
-from headway.models.experts.router import Routed
-from headway.models.experts.routing import route
-from headway.models.experts.weights import ExpertWeights
-from headway.models.operations import Norm
+from headway.kernels.experts.choice import TOKEN_COUNTS
+from headway.kernels.experts.plain import PlainExperts
+from headway.kernels.experts.router import Routed
+from headway.kernels.experts.routing import route
+from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.step.operations import Norm
 from headway.tuning.measure.experts import choose_experts
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class Fake:
 
 def kind_of(*methods: Fake) -> object:
     pytest.importorskip("triton")
-    from headway.models.experts.fused import FusedExperts
+    from headway.kernels.experts.fused import FusedExperts
 
     layer = Layer(CONFIG, torch.float32)
     kind = FusedExperts(CONFIG, torch.float32, CPU)
@@ -121,7 +121,7 @@ def test_without_time_a_rule_chooses_and_says_so(cache: Path, caplog: pytest.Log
 
 def test_quantised_layers_have_times_of_their_own(cache: Path) -> None:
     pytest.importorskip("triton")
-    from headway.models.experts.fused import FusedExperts
+    from headway.kernels.experts.fused import FusedExperts
 
     only = Fake("only")
     kinds = [kind_of(only)]

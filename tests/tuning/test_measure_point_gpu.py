@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from headway.core.contract.layout import NHD
+from headway.core.oracle.reference import reference, relative_error
 from headway.registry import Registry
-from headway.testing.reference import reference, relative_error
 from headway.tuning.measure.contender import checked
 from headway.tuning.measure.graph_replay import captures, graph_contender
 from headway.tuning.measure.points import Point

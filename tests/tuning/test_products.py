@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.models.fused.quantized_choice import ROW_COUNTS, MeasuredWay, ProductKind, ProductTimes
-from headway.models.linear import Linear
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ROW_COUNTS, MeasuredWay, ProductKind, ProductTimes
 from headway.tuning.measure.products import choose_products
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from quantized_weights import float8, int4

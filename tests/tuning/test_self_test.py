@@ -11,9 +11,9 @@ import torch
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cells import telling_sinks
 from headway.registry import create_registry
 from headway.testing.broken.plain import PlainBackend, PlainPlan
-from headway.testing.cells import telling_sinks
 from headway.tuning.measure.self_test import self_test
 
 PLAIN = AttentionSpec(6, 3, 32, 0.2)

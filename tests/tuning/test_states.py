@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.state_costs import NO_BLOCKS, state_shape
 from headway.core.select.state_selector import StateSelector
 from headway.core.select.workload import Workload
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states
 from headway.tuning.autotune import TableRequest

@@ -24,9 +24,9 @@ from typing import Any, TextIO
 import psutil
 import torch
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import die_with_parent, how_it_ended, message_of, open_replies, reply
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import create_registry
 from headway.registry.hookspecs import PROJECT
 from headway.registry.isolation import Verdict

@@ -12,7 +12,7 @@ from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.testing.cases import Case
+from headway.core.oracle.cases import Case
 from headway.tuning.measure import self_test as selftest
 from headway.tuning.measure.contender import run_layer
 from headway.tuning.measure.graph_replay import captures, worst_case

@@ -15,7 +15,7 @@ from headway.core.contract.backend import AttentionBackend, Plan
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import Phase
-from headway.testing.cases import Case
+from headway.core.oracle.cases import Case
 from headway.tuning.measure.timing import Timer, Timing, host_us
 
 

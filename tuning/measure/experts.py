@@ -22,10 +22,10 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.folders import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.models.experts.choice import TOKEN_COUNTS, ExpertTimes
-from headway.models.experts.plain import PlainExperts
-from headway.models.experts.routing import Routing
-from headway.models.operations import Norm
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
+from headway.kernels.experts.plain import PlainExperts
+from headway.kernels.experts.routing import Routing
+from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
@@ -34,9 +34,9 @@ from headway.tuning.measure.timing import InterleavedTimer, Timing
 from headway.tuning.table.identity import DeviceIdentity
 
 if TYPE_CHECKING:
-    from headway.models.experts.fused import FusedExperts
-    from headway.models.experts.methods import Method
-    from headway.models.experts.weights import ExpertWeights
+    from headway.kernels.experts.fused import FusedExperts
+    from headway.kernels.experts.methods import Method
+    from headway.kernels.experts.weights import ExpertWeights
 
 SCHEMA = "headway.experts/1"
 _TURNS = InterleavedTimer(rounds=2, round_ms=2.0)

@@ -12,8 +12,8 @@ from torch import Tensor
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.oracle.cases import Case
 from headway.core.speculation.step_times import is_captured
-from headway.testing.cases import Case
 from headway.tuning.measure.contender import Contender, run_layer
 
 _WARM_UPS = 2

@@ -66,7 +66,7 @@ class Point:
 
     @property
     def case(self) -> str:
-        """The point as a case of the grammar of headway.testing.cases."""
+        """The point as a case of the grammar of headway.core.oracle.cases."""
         query, kv = _text(self.query_len), _text(self.kv_len)
         return self.mixed or (f"{self.batch}q{query}" if self.phase == "prefill" else f"{self.batch}q{query}s{kv}")
 

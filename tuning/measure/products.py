@@ -23,8 +23,8 @@ from headway.core.contract.support import Support
 from headway.core.system.folders import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.models.fused.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
-from headway.models.quantization.forms import num_bytes
+from headway.kernels.linear.forms import num_bytes
+from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
@@ -33,9 +33,9 @@ from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_d
 from headway.tuning.table.identity import DeviceIdentity
 
 if TYPE_CHECKING:
-    from headway.models.fused.quantized_choice import ProductKind
-    from headway.models.linear import Linear
-    from headway.models.quantization.forms import QuantizedWeight
+    from headway.kernels.linear.forms import QuantizedWeight
+    from headway.kernels.linear.linear import Linear
+    from headway.kernels.linear.quantized_choice import ProductKind
 
 SCHEMA = "headway.products/1"
 _TURNS = InterleavedTimer(rounds=2, round_ms=2.0)

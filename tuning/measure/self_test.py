@@ -20,14 +20,14 @@ from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, known_cause
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.inputs import Numbers
+from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.core.select.startup import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import write_whole
 from headway.core.system.folders import cache_folder
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.inputs import Numbers
-from headway.testing.reference import reference, relative_error, run_backend
 from headway.tuning.measure.measure_point import Pair
 from headway.tuning.table.schema import BackendRecord
 

@@ -14,10 +14,10 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
+from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
+from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, state_of
 from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.registry import Registry
-from headway.testing.state_cases import StateCase, make_state_case, run_states
-from headway.testing.state_reference import SequenceState, StateAnswer, advance, answer, state_of
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.state_points import StatePoint
 

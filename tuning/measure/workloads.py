@@ -20,7 +20,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cases import Case, check_room, parse_case
+from headway.core.oracle.cases import Case, check_room, parse_case
 
 VERIFY_QUERY_LEN = 8
 """Most query tokens of a sequence that decodes (speculative verification)."""

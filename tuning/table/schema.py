@@ -158,7 +158,7 @@ class Cell(BaseModel):
 
     phase: PhaseName
     case: str
-    """A case of the grammar of headway.testing.cases; for a generation, input_len and input_len + output_len of each request."""
+    """A case of headway.core.oracle.cases' grammar; for a generation, input_len and input_len + output_len of each request."""
     batch: Count
     query_len: Count
     """Mean over the sequences; of a generation the input's."""

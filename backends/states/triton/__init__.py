@@ -1,5 +1,5 @@
 """The state backend `triton`: one launch for the decode of a layer with a state, a chunked scan for prompts."""
 
-from headway.backends.triton.cache import use_kernel_cache
+from headway.kernels.runtime.triton_cache import use_kernel_cache
 
 use_kernel_cache()

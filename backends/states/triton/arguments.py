@@ -8,8 +8,8 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from headway.backends.triton.launch import Launcher, aligned, specialised
 from headway.core.contract.state import StateCache, StateParameters, StateSpec
+from headway.kernels.runtime.triton_launch import Launcher, aligned, specialised
 
 
 def convolution_constants(spec: StateSpec, cache: StateCache, parameters: StateParameters) -> Mapping[str, Any]:

@@ -12,13 +12,12 @@ from headway.backends.states.triton.scan import StateScan
 from headway.backends.states.triton.scan_plan import plan_scan
 from headway.backends.states.triton.step import StateStep
 from headway.backends.states.triton.tuning import StateTuning
-from headway.backends.triton.launch import Workspace
-from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.backend import GraphLevel, Plan
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateCapabilities
 from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
 
 LONGEST_KEY = 256
 """Elements of a key: the kernels hold a whole column of the state in registers."""

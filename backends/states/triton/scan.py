@@ -24,9 +24,8 @@ from headway.backends.states.triton.prepare_kernels import convolve_chunks, leav
 from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens, walk_turned
 from headway.backends.states.triton.scan_plan import CHUNK, ChunkedPlan
 from headway.backends.states.triton.tuning import StateTuning
-from headway.backends.triton.launch import Launcher, shared_memory
-from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA1, StateCache, StateParameters, StateSpec
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, shared_memory
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

@@ -18,8 +18,8 @@ from headway.backends.states.triton.arguments import (
 )
 from headway.backends.states.triton.step_kernels import step_channels, step_heads
 from headway.backends.states.triton.tuning import StateTuning
-from headway.backends.triton.launch import Launcher, Workspace, launches_early
 from headway.core.contract.state import MAMBA1, StateCache, StateMetadata, StateParameters, StateSpec
+from headway.kernels.runtime.triton_launch import Launcher, Workspace, launches_early
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import typer
 from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin, command_line, cpu_name
-from headway.models.locate import DEFAULT_MODEL
+from headway.models.checkpoints.locate import DEFAULT_MODEL
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headway.models.locate import locate
+from headway.models.checkpoints.locate import locate
 
 
 def headway(asked: dict[str, Any]) -> Callable[[list[list[int]], int], None]:

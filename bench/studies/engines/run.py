@@ -19,8 +19,8 @@ from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedE
 from headway.core.contract.support import Reason
 from headway.core.system.child import Child, python_command
 from headway.core.system.provenance import Origin
+from headway.models.checkpoints.locate import locate
 from headway.models.loader import read_config
-from headway.models.locate import locate
 from headway.tuning.measure.device import identify_device
 
 _LIMIT = 600.0

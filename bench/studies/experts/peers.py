@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.plain import activate
-from headway.models.experts.router import Routed
-from headway.models.experts.weights import ExpertWeights
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.plain import activate
+from headway.kernels.experts.router import Routed
+from headway.kernels.experts.weights import ExpertWeights
 
 Layer = Callable[[Routed], Tensor]
 """The weighted sum of what the experts give, [num_tokens, hidden_size]."""

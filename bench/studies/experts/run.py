@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.bench.generate.roofline import measure_read_gbps
 from headway.bench.studies.experts.peers import ExpertsPeer, installed
 from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import Origin
-from headway.models.experts.config import ExpertsConfig
-from headway.models.experts.forms import forms_of, reads_experts
-from headway.models.experts.fused import FusedExperts
-from headway.models.experts.methods import Method
-from headway.models.experts.plain import PlainExperts
-from headway.models.experts.router import Routed
-from headway.models.experts.routing import Routing
-from headway.models.experts.weights import ExpertWeights
-from headway.models.operations import Norm
-from headway.models.quantization.forms import QuantizedWeight, form_name, num_bytes
-from headway.models.quantization.rounding import float4, float8, int4, int8
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.forms import forms_of, reads_experts
+from headway.kernels.experts.fused import FusedExperts
+from headway.kernels.experts.methods import Method
+from headway.kernels.experts.plain import PlainExperts
+from headway.kernels.experts.router import Routed
+from headway.kernels.experts.routing import Routing
+from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.linear.forms import QuantizedWeight, form_name, num_bytes
+from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.step.operations import Norm
+from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from headway.tuning.measure.device import describe_device
 from headway.tuning.measure.experts import choose_experts
 from headway.tuning.measure.timing import Timer

@@ -11,7 +11,7 @@ import typer
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.studies.command import run_study
 from headway.bench.studies.kernel_peers.libraries import all_peers
-from headway.cli.bench_kernel import measure_kernels, with_plugins
+from headway.cli.measure.bench_kernel import measure_kernels, with_plugins
 from headway.cli.options import names_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import command_line

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.backends.flash_attn_3.library import find_library
 from headway.bench.kernel.contenders import Call, KernelPeer
 from headway.core.contract.support import Support
-from headway.testing.cases import Case
+from headway.core.oracle.cases import Case
 
 
 class FlashAttn3(KernelPeer):

@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.bench.kernel.contenders import Call, KernelPeer
 from headway.bench.studies.kernel_peers.flash_attn_3 import FlashAttn3
 from headway.core.contract.metadata import AttentionMetadata
-from headway.testing.cases import Case
+from headway.core.oracle.cases import Case
 from headway.tuning.measure.workloads import PhaseName
 
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20

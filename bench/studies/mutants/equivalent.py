@@ -17,9 +17,9 @@ from headway.bench.studies.mutants.reference import TiledAttention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cases import Case, make_case
-from headway.testing.pool import bits
-from headway.testing.subject import Subject, subject_of
+from headway.core.oracle.cases import Case, make_case
+from headway.core.oracle.pool import bits
+from headway.testing.kit.subject import Subject, subject_of
 
 STEPS = 300
 """Random steps after which nothing has differed."""

@@ -24,9 +24,9 @@ from headway.bench.studies.mutants.equivalent import changes_nothing
 from headway.bench.studies.mutants.grammar import mistakes
 from headway.bench.studies.mutants.states import planted
 from headway.core.contract.backend import AttentionBackend
-from headway.testing.cells import CheckCell
-from headway.testing.kit import Kit
-from headway.testing.subject import subject_of
+from headway.core.oracle.cells import CheckCell
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import subject_of
 
 SECONDS = 120
 """After which in one cell, of a second or two otherwise, a mistake counts as one that hangs, which is found."""

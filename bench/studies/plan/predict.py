@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.bench.studies.plan.points import DEEPSEEK_V2_LITE, RESULTS, MeasuredPoint
 from headway.core.contract.metadata import Phase
-from headway.core.engine.state.groups import page_format
+from headway.core.engine.data.groups import page_format
 from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
 from headway.plan.demand import Demand

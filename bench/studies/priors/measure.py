@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from headway.backends.compile_ahead import compile_ahead
 from headway.bench.crossover.regret import LAYERS, RegretReport, judge_again, measure_regret
 from headway.bench.studies.priors.results import LayerLosses, Loss, PriorsReport, StartTimes
 from headway.bench.studies.priors.ship import as_text
@@ -30,6 +29,7 @@ from headway.core.select.workload import PRESETS
 from headway.core.system.json_files import write_bytes, write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
+from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning.autotune import TableRequest, preferred_layouts, tables_for
 from headway.tuning.measure.device import identify_device

@@ -168,7 +168,7 @@ def _support(name: str) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if str(_SUPPORT) not in sys.path:
-        sys.path.append(str(_SUPPORT))
+        sys.path += map(str, (_SUPPORT, *_SUPPORT.glob("*/")))
     return importlib.import_module(name)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from headway.bench.studies.requests.results import RequestsCell, Study
 from headway.core.contract.errors import HeadwayError
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.llm import LLM
 

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headway.bench.studies.requests.engines import Engines, Sizes, ask, cell, same, sequences
 from headway.bench.studies.requests.results import RequestsCell
 from headway.core.contract.sampling_plugins import ProposerInfo, ProposerOptions, SequenceProposer
-from headway.models.locate import SHAPES, locate, shape_names
+from headway.models.checkpoints.locate import SHAPES, locate, shape_names
 from headway.registry import hookimpl
 
 _NAME: Final = "following"

@@ -28,10 +28,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from headway.async_llm import AsyncLLM
-from headway.core.engine.state.profiler_ranges import StepClock
-from headway.core.engine.state.request_limits import CheckedRequest, RequestLimits
-from headway.core.engine.state.stats import EngineSnapshot, EngineStats
-from headway.core.engine.state.step import OutputDelta
+from headway.core.engine.data.profiler_ranges import StepClock
+from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats
+from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread

@@ -14,9 +14,9 @@ import torch
 from headway.backends.states.triton.backend import TritonStates
 from headway.backends.states.triton.tuning import StateTuning
 from headway.core.contract.state import KDA, MAMBA1, MAMBA2, StateCache, StateLayout, StateSpec
-from headway.testing.cells import Finding
-from headway.testing.state_cases import StateCase, make_state_case
-from headway.testing.state_verdict import Judge, distance
+from headway.core.oracle.cells import Finding
+from headway.core.oracle.state_cases import StateCase, make_state_case
+from headway.testing.diagnosis.state_verdict import Judge, distance
 from headway.tuning.measure.timing import Timer
 
 STEP_CUTS = tuple({"step_value": value, "step_warps": warps} for value, warps in ((32, 4), (64, 4), (32, 2)))

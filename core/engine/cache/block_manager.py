@@ -13,11 +13,11 @@ from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.free_pages import FreePages, PageKeeper
 from headway.core.engine.cache.prefix_lookup import GroupPrefixes, KeptElsewhere
-from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.state.page_mover import STATES
-from headway.core.engine.state.pool import SMALLEST_CHUNK
-from headway.core.engine.state.sequence import PageTable, PrefixCopy, Sequence
-from headway.core.engine.state.state_slots import Checkpoint
+from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.data.page_mover import STATES
+from headway.core.engine.data.pool import SMALLEST_CHUNK
+from headway.core.engine.data.sequence import PageTable, PrefixCopy, Sequence
+from headway.core.engine.data.state_slots import Checkpoint
 
 SHORTEST_FIRST_HIT = 8
 """Fewest tokens that a prefix hit must spare where no whole page is shared. With a hit a prompt extends a context instead of

@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from headway.core.engine.state.state_slots import StateSlots
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.state_slots import StateSlots
+from headway.core.engine.data.stats import EngineStats
 
 
 class StateKeeper(Protocol):

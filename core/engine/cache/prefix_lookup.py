@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy
 
-from headway.core.engine.state.groups import CacheGroup
-from headway.core.engine.state.sequence import Sequence
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.sequence import Sequence
 
 _WIDTH = array("i").itemsize
 

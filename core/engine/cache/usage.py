@@ -6,9 +6,9 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.state.groups import CacheGroup
-from headway.core.engine.state.sequence import PageTable, Sequence
-from headway.core.engine.state.state_slots import StateSlots
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.sequence import PageTable, Sequence
+from headway.core.engine.data.state_slots import StateSlots
 
 OWN, SHARED, RESERVED, GIVEN_BACK = "osrg"
 """How a sequence uses a block: it alone holds the block; others hold it too, or the prefix cache gave it; the block holds no

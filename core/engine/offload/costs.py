@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.engine.state.page_mover import STATES, LinkRates, PageName
-from headway.core.engine.state.stats import EngineStats
+from headway.core.engine.data.page_mover import STATES, LinkRates, PageName
+from headway.core.engine.data.stats import EngineStats
 
 log = logging.getLogger("headway")
 

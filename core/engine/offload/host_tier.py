@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.page_mover import STATES, PageName
+from headway.core.engine.data.page_mover import STATES, PageName
 
 
 class HostTier:

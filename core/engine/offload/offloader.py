@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
+from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadCosts, OffloadFailures, PrefillTimer
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.offload.pending_restores import PendingRestores
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.page_mover import STATES, KeptPage, PageMover, PageName, Pending
-from headway.core.engine.state.sequence import Sequence
-from headway.core.engine.state.stats import EngineStats
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.transfer import upload
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending
+from headway.core.engine.data.pool import PoolSize, page_memory, size_text
+from headway.core.engine.data.state_slots import StateMemory, StateSlots
+from headway.core.engine.data.step import StepInput
 from headway.core.engine.offload.disk_tier import DiskStore
 from headway.core.engine.offload.host_tier import HostSlots
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.page_mover import STAGING_BYTES, KeptPage, LinkRates, PageName, Pending
-from headway.core.engine.state.pool import PoolSize, page_memory, size_text
-from headway.core.engine.state.state_slots import StateMemory, StateSlots
-from headway.core.engine.state.step import StepInput
 
 
 class _State(Enum):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headway.core.system.shared_ring import RingSize
 
 if TYPE_CHECKING:
-    from headway.core.engine.device.local_executor import LocalExecutor
+    from headway.core.engine.execution.local_executor import LocalExecutor
     from headway.core.engine.ranks.torch_ranks import TorchRanks
 
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.ranks.rank_messages import MakeRank, RankChoices, RankJoins, RankReady, StartRank, pickled
 from headway.core.engine.ranks.rank_watch import RankProcess, RankWatch
-from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.system.child import module_path, python_command
 from headway.core.system.shared_ring import RingSize, RingWriter, shared_memory
 from headway.core.system.wire import Wire

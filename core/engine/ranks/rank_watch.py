@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Final, NamedTuple, TypeVar
 
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.ranks.rank_messages import RankFailed
-from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.system.child import how_it_ended
 from headway.core.system.shared_ring import LifeSigns
 from headway.core.system.wire import Wire

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy
 
-from headway.core.engine.state.step import NEWEST, NewPages, StartedRow, StepInput
+from headway.core.engine.data.step import NEWEST, NewPages, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 
 _DECODE: Final = 1

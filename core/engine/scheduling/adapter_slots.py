@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from headway.core.contract.adapters import NO_ADAPTER, HostAdapter, LoRARequest
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.adapters import AdapterLoad, AdapterReader, KnownAdapter
+from headway.core.engine.data.adapters import AdapterLoad, AdapterReader, KnownAdapter
 
 
 class AdapterTable:

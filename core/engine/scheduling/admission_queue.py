@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from headway.core.engine.data.schedule import ScheduledStep
+from headway.core.engine.data.sequence import Sequence as Completion
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.schedule import ScheduledStep
-from headway.core.engine.state.sequence import Sequence as Completion
 
 _LONGEST_WAIT = 0.02
 """Seconds that an idle engine waits for a request's preparation before it looks for new requests again."""

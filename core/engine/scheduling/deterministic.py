@@ -13,9 +13,9 @@ from dataclasses import replace
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.model import StateLayer
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.sequence import Sequence
 from headway.core.select.backend_request import AUTO, BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector

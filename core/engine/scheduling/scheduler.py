@@ -12,11 +12,11 @@ from operator import attrgetter
 from headway.core.contract.adapters import NO_ADAPTER
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
+from headway.core.engine.data.sequence import Sequence, Status
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
-from headway.core.engine.state.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
-from headway.core.engine.state.sequence import Sequence, Status
-from headway.core.engine.state.stats import EngineStats
 
 _turn = attrgetter("turn")
 _FARTHEST = 1024

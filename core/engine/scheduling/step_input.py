@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.adapters import NO_ADAPTER
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.schedule import ScheduledStep
+from headway.core.engine.data.sequence import Sequence as Completion
+from headway.core.engine.data.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
-from headway.core.engine.state.groups import CacheGroup
-from headway.core.engine.state.schedule import ScheduledStep
-from headway.core.engine.state.sequence import Sequence as Completion
-from headway.core.engine.state.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.sampling.row_needs import OF_TOKENS, need_of
 
 

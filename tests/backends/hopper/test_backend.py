@@ -13,7 +13,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.oracle import attend
+from headway.core.oracle.oracle import attend
 
 SPEC = AttentionSpec(32, 8, 128, 0.1, torch.bfloat16, torch.device("cuda"))
 

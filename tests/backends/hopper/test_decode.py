@@ -17,10 +17,10 @@ from headway.backends.hopper import backend, decode
 from headway.backends.hopper.decode import Ring, row_blocks, shared_bytes, variant_of
 from headway.backends.hopper.decode_backend import HopperDecoding
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, SHARED_BYTES
-from headway.backends.nvrtc.compiler import Compiler
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.compiler import Compiler
 from headway.registry import Registry
 from host_decode import HostDecode, run_by_the_host
 from triton_interpreter import passed_in_the_interpreter

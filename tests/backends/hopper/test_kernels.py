@@ -10,8 +10,8 @@ import torch
 
 from headway.backends.hopper import attention, schedule, tiles
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES, tiles_of, variant_of
-from headway.backends.nvrtc.compiler import Compiler
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.compiler import Compiler
 
 CSRC = Path(tiles.__file__).parent / "csrc"
 PAIRS = [(dim, dim) for dim in tiles.HEAD_DIMS] + list(tiles.UNEQUAL)

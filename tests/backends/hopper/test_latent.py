@@ -16,12 +16,12 @@ from headway.backends.hopper import backend, latent
 from headway.backends.hopper.latent import HeadTile, variant_of
 from headway.backends.hopper.latent_backend import HopperLatent
 from headway.backends.hopper.tiles import ARCH
-from headway.backends.nvrtc.compiler import Compiler
 from headway.backends.triton.chunks import Chunks
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import LATENT, NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.compiler import Compiler
 from headway.registry import Registry
 from host_latent import HostLatent, run_by_the_host
 from triton_interpreter import passed_in_the_interpreter

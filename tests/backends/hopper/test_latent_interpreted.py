@@ -14,10 +14,10 @@ pytest.importorskip("cuda.bindings")
 
 from backend_cases import spec
 from headway.backends.layouts import write_rows
-from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.layout import LATENT, LayerCache
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.reference import reference, reference_with_lse, relative_error, run_backend
+from headway.kernels.runtime.triton_launch import INTERPRETED
 from host_latent import HostLatent, run_by_the_host
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_latent.py runs these with TRITON_INTERPRET=1")

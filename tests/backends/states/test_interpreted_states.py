@@ -9,16 +9,16 @@ import torch
 
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateLayout, StateSpec
-from headway.testing.state_cases import make_state_case
-from headway.testing.state_cells import StateCell
-from headway.testing.state_kit import StateKit
-from headway.testing.state_subject import state_subject_of
-from headway.testing.state_verdict import Judge
+from headway.core.oracle.state_cases import make_state_case
+from headway.testing.diagnosis.state_verdict import Judge
+from headway.testing.kit.state_cells import StateCell
+from headway.testing.kit.state_kit import StateKit
+from headway.testing.kit.state_subject import state_subject_of
 
 pytest.importorskip("triton")
 try:
     from headway.backends.states.triton.backend import TritonStates
-    from headway.backends.triton.layer import INTERPRETED
+    from headway.kernels.runtime.triton_launch import INTERPRETED
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 

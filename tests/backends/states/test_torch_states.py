@@ -18,8 +18,8 @@ from headway.core.contract.state import (
     StateParameters,
     StateSpec,
 )
-from headway.testing.state_cases import StateCase, make_state_case, random_inputs, random_parameters, run_states
-from headway.testing.state_reference import StateAnswer, answer
+from headway.core.oracle.state_cases import StateCase, make_state_case, random_inputs, random_parameters, run_states
+from headway.core.oracle.state_reference import StateAnswer, answer
 
 RECURRENT = [kind for kind in STATE_KINDS if kind != "conv"]
 TIME_FIRST = StateLayout("time_first", ("slot", "value", "head", "key"), ("slot", "time", "channel"))

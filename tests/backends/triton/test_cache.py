@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-from headway.backends.triton.cache import KernelCache, use_kernel_cache
 from headway.core.system import files, folders
+from headway.kernels.runtime.triton_cache import KernelCache, use_kernel_cache
 
 KEY = "ab" * 32
 FILES = {"kernel.cubin": b"\x7fELF code", "kernel.json": b"{}"}
@@ -113,7 +113,7 @@ def test_a_read_only_folder_is_read(own_folder: Path, monkeypatch: pytest.Monkey
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         files.write_whole(path, content)
 
-    monkeypatch.setattr("headway.backends.triton.cache.write_whole", refuse)
+    monkeypatch.setattr("headway.kernels.runtime.triton_cache.write_whole", refuse)
     assert found() == FILES
     other = get_cache_manager("cd" * 32)
     assert Path(other.put(b"more", "kernel.cubin")).read_bytes() == b"more"
@@ -140,6 +140,6 @@ def test_without_any_place_to_write_the_error_is_the_first(tmp_path: Path, monke
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, f"no room for {path.name}")
 
-    monkeypatch.setattr("headway.backends.triton.cache.write_whole", full)
+    monkeypatch.setattr("headway.kernels.runtime.triton_cache.write_whole", full)
     with pytest.raises(OSError, match=r"no room for kernel\.cubin"):
         compiled()

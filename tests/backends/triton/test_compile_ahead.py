@@ -12,10 +12,9 @@ pytest.importorskip("triton")
 
 from triton.runtime import driver
 
-from headway.backends.compile_ahead import BuildLaunchers, compile_with_triton
-from headway.backends.triton.launch import Launcher
-from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.compiled import AHEAD
+from headway.kernels.runtime.compile_ahead import BuildLaunchers, compile_with_triton
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher
 
 
 def test_a_kernel_and_its_launcher_are_built_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 try:
-    from headway.backends.triton.layer import INTERPRETED
+    from headway.kernels.runtime.triton_launch import INTERPRETED
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 

@@ -18,9 +18,9 @@ from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.testing.cases import Case, make_case, parse_case
-from headway.testing.checks.batch_invariance import dependent, invariance_case
-from headway.testing.reference import reference, reference_with_lse, relative_error, run_backend
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.reference import reference, reference_with_lse, relative_error, run_backend
+from headway.testing.kit.checks.batch_invariance import dependent, invariance_case
 from latent_layers import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
 from latent_layers import case_of as latent_case
 from shared_plans import errors_over_shared_plans
@@ -29,8 +29,8 @@ pytest.importorskip("triton")
 try:
     from headway.backends.triton import configs
     from headway.backends.triton.backend import TritonAttention
-    from headway.backends.triton.layer import INTERPRETED
     from headway.backends.triton.writer import Writer
+    from headway.kernels.runtime.triton_launch import INTERPRETED
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 

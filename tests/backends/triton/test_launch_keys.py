@@ -14,11 +14,11 @@ from triton.runtime import jit
 from headway.backends.triton import decode as module
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode
-from headway.backends.triton.launch import Compiled, Launcher, Workspace, specialised
-from headway.backends.triton.layer import INTERPRETED, Layer
+from headway.backends.triton.layer import Layer
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.triton_launch import INTERPRETED, Compiled, Launcher, Workspace, specialised
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, dtype=torch.bfloat16)

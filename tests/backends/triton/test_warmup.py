@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 
 from attention_layer import AttentionLayer, variant_of
 from headway.backends.triton import backend as triton_backend
-from headway.backends.triton import launch
 from headway.backends.triton.configs import SM_90
-from headway.backends.triton.layer import INTERPRETED
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.layout import NHD, VLLM_5D, CacheLayout
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime import triton_launch as launch
+from headway.kernels.runtime.triton_launch import INTERPRETED
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_num_tokens=2100, max_num_seqs=70, max_model_len=9000, max_decode_len=4)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.backends.nvrtc.compiler import Compiler, Variant
 from headway.backends.vllm_paged.decode import CSRC, variant_of
 from headway.backends.vllm_paged.writer import variant_of as writer_variant
 from headway.core.contract.errors import BackendError
+from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 EVERYDAY = [(BF16, BF16, 128, 16), (torch.float16, FP8, 80, 64)]

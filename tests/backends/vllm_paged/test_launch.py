@@ -12,14 +12,14 @@ import numpy
 import pytest
 import torch
 
-from headway.backends.nvrtc.arguments import Arguments
-from headway.backends.nvrtc.compiler import Variant
-from headway.backends.nvrtc.launch import Launch
 from headway.backends.vllm_paged import decode, writer
 from headway.backends.vllm_paged.decode import CSRC, PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import Launch
 
 pytest.importorskip("cuda.bindings")
 

@@ -18,9 +18,9 @@ from headway.bench.diff.sides import SideOptions, check_side, make_side
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.forward.attention import PagedAttention
-from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.execution.attention import PagedAttention
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from headway.tuning.measure.device import identify_device

@@ -18,7 +18,7 @@ from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.models.experts.config import ExpertsConfig
+from headway.kernels.experts.config import ExpertsConfig
 from headway.tuning.measure.device import identify_device
 from headway.tuning.table.identity import DeviceInfo
 
@@ -80,9 +80,9 @@ def test_without_a_gpu_the_study_is_refused() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
     pytest.importorskip("triton")
-    from headway.models.experts.plain import PlainExperts
-    from headway.models.experts.router import Routed
-    from headway.models.experts.routing import route
+    from headway.kernels.experts.plain import PlainExperts
+    from headway.kernels.experts.router import Routed
+    from headway.kernels.experts.routing import route
 
     peers, versions = installed()
     assert set(versions) == {"torch", "vllm", "flashinfer"}

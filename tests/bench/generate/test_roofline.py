@@ -7,12 +7,12 @@ import torch
 
 from headway.bench.generate.roofline import Rates, Roofline, keys_seen, measure_read_gbps
 from headway.core.contract.spec import AttentionSpec
-from headway.core.engine.state.stats import EngineStats
-from headway.models.decoder import Decoder
-from headway.models.families import read_decoder_config
+from headway.core.engine.data.stats import EngineStats
+from headway.models.checkpoints.locate import SHAPES
+from headway.models.checkpoints.weights import DummyWeights
+from headway.models.families.families import read_decoder_config
+from headway.models.layers.decoder import Decoder
 from headway.models.loader import read_config
-from headway.models.locate import SHAPES
-from headway.models.weights import DummyWeights
 from tiny_bench import CPU, QUICK
 
 META = torch.device("meta")

@@ -8,7 +8,7 @@ import pytest
 
 from headway.bench.generate.throughput import TextWorkload, ThroughputReport, num_passes, run_throughput, same_tokens
 from headway.bench.generate.workloads import PROMPTS, take_prompts
-from headway.cli.bench_throughput import print_report
+from headway.cli.measure.bench_throughput import print_report
 from headway.llm import LLM
 from sandbox import save_tiny_model
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from headway.bench.kernel.comparison import check_request, compare
 from headway.bench.kernel.peaks import DevicePeak, peak_of
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.cli.bench_kernel import kernel
+from headway.cli.measure.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 
 SMALL = ("--geometry", "4/2/32", "--rep-ms", "0", "--warmup-ms", "0", "--device", "cpu", "--cases", "2q1s20")

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from headway.bench.studies.cuda_cuts import KERNELS, cuda_cuts, cuts
 from headway.core.contract.errors import ConfigError
-from headway.models.fused.cuda_products import CudaProducts
-from headway.models.fused.quantized_choice import FEW
-from headway.models.fused.quantized_ways import QuantizedWays
+from headway.kernels.linear.cuda_products import CudaProducts
+from headway.kernels.linear.quantized_choice import FEW
+from headway.kernels.linear.quantized_ways import QuantizedWays
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -10,8 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from headway.bench.studies import decode_step as step
-from headway.models.decoder import Decoder
-from headway.models.weights import DummyWeights
+from headway.models.checkpoints.weights import DummyWeights
+from headway.models.layers.decoder import Decoder
 
 
 def test_the_floor_counts_weights_once_and_k_and_v_of_every_token() -> None:

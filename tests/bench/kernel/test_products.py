@@ -10,8 +10,8 @@ from headway.bench.kernel import products
 from headway.bench.kernel.product_layers import FORMS, ProductLayers
 from headway.bench.kernel.product_ways import ProductWays, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
-from headway.models.linear import Linear
-from headway.models.quantization.products import packs
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.plain_quantized import packs
 from tiny_bench import CPU, QUICK
 
 SHAPE = (64, 256)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from headway.bench.kernel.report import print_report
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.cli.bench_kernel import kernel
+from headway.cli.measure.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.registry import Registry

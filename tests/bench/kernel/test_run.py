@@ -7,7 +7,7 @@ import torch
 
 from headway.backends.sdpa import SDPA
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
-from headway.cli.bench_kernel import kernel
+from headway.cli.measure.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 from headway.registry import Registry
 from headway.tuning.measure.workloads import Geometry

@@ -13,8 +13,8 @@ from headway.bench.studies.mutants.equivalent import changes_nothing
 from headway.bench.studies.mutants.grammar import mistakes
 from headway.bench.studies.mutants.score import everything, score
 from headway.bench.studies.mutants.states import planted
-from headway.testing.kit import Kit
-from headway.testing.subject import subject_of
+from headway.testing.kit.kit import Kit
+from headway.testing.kit.subject import subject_of
 
 SEED = 29
 TEXT = Path(reference.__file__).read_text()

@@ -51,7 +51,7 @@ def test_texts_are_the_same_or_part_at_a_tie() -> None:
 
 
 def test_every_family_is_tried_and_unknown_ones_are_refused() -> None:
-    from headway.models.families import FAMILIES
+    from headway.models.families.families import FAMILIES
 
     assert len(families([])) == len(FAMILIES) + 2
     assert families(["llama", "qwen3_moe"]) == ["qwen3_moe", "llama"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import AttentionMetadata, Phase
-from headway.testing.cases import parse_case
+from headway.core.oracle.cases import parse_case
 
 
 def test_phase_follows_from_lengths() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.state.config import EngineConfig
+from headway.core.engine.data.config import EngineConfig
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import ConfigError, PromptError, UnsupportedError
 from headway.core.contract.model import Attention
-from headway.core.engine.device.launched import Launched
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.step import Sampled
 from headway.core.engine.engine import make_engine
+from headway.core.engine.execution.launched import Launched
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.step import Sampled
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
 from proposer_stub import Told

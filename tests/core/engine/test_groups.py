@@ -11,8 +11,8 @@ from torch import Tensor
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from run_engine import generate

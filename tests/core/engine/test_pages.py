@@ -10,10 +10,10 @@ import torch
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data import pool
+from headway.core.engine.data.groups import PageFormat, page_format
+from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state import pool
-from headway.core.engine.state.groups import PageFormat, page_format
-from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 from windowed_model import MODELS, Windowed
 

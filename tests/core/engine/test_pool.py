@@ -8,8 +8,8 @@ import torch
 from backend_cases import spec
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
-from headway.core.engine.state import pool
-from headway.core.engine.state.groups import page_format
+from headway.core.engine.data import pool
+from headway.core.engine.data.groups import page_format
 
 LAYOUTS = [NHD] * 3
 SPECS = [spec()] * 3  # 2 kv heads x 32 x 4 bytes, key and value: 512 bytes a token and layer

@@ -17,8 +17,8 @@ from headway.backends.states.torch_states import TorchStates
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 from headway.core.contract.model import Attention
 from headway.core.contract.state import KEY_VALUE
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
 from proposer_stub import told_of

@@ -12,11 +12,11 @@ import pytest
 from graph_stub import AsItIs
 from headway.core.contract.backend import GraphLevel
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
+from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.engine import make_engine
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.state.sequence import Sequence
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from headway.testing.broken.plain import PlainBackend

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.core.engine.device.token_sampler import Chosen
+from headway.core.engine.execution.token_sampler import Chosen
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.ranked_vocabulary import vocabulary_of
 from headway.core.sampling.sampler import NOT_A_TOKEN, TORCH_SAMPLING, SamplingOps

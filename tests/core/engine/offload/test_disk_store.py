@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.contract.errors import ConfigError
+from headway.core.engine.data.page_mover import KeptPage
 from headway.core.engine.offload.disk_tier import DiskStore
-from headway.core.engine.state.page_mover import KeptPage
 from headway.core.system import files
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.cache.checkpoints import Checkpoints
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.state_slots import StateSlots
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.engine import make_engine
 from headway.core.engine.loop import EngineLoop
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.state_slots import StateSlots
-from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from proposer_stub import told_of

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from headway.core.contract.errors import HeadwayError
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.structured import StructuredOutputsParams
 from proposer_stub import told_of

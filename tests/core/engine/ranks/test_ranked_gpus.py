@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headway import LLM
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.child import module_path
 from ranked_model import assert_ended, pids_of, ranked_engine
@@ -72,8 +72,8 @@ def test_gpus_that_are_not_to_reach_each_other_sum_by_nccl(
 MEETS_NOBODY = """
 from functools import partial
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.executor import ExecutorLostError
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import ExecutorLostError
 from ranked_model import make_rank
 processes = RankProcesses(2, "rank_that_leaves", ["cuda:0", "cuda:1"])
 try:

@@ -9,9 +9,9 @@ import pytest
 from graph_backend import Again, Wide
 from headway.core.contract.ranks import Ranks
 from headway.core.contract.sampling_plugins import Proposer
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.engine import make_engine
-from headway.core.engine.state.config import EngineConfig
-from headway.core.engine.state.stats import EngineStats
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from proposer_stub import Told

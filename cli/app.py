@@ -1,0 +1,142 @@
+"""The command line: `headway generate`, `headway chat`, `headway backends`, `headway doctor`, `headway bench ...` and others."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from headway.cli.look.backends import backends
+from headway.cli.look.doctor import doctor
+from headway.cli.look.explain import explain
+from headway.cli.look.plugins import plugins
+from headway.cli.look.table import table
+from headway.cli.measure.bench_crossover import crossover
+from headway.cli.measure.bench_kernel import kernel
+from headway.cli.measure.bench_serve import serve as bench_serve
+from headway.cli.measure.bench_throughput import throughput
+from headway.cli.measure.build import build
+from headway.cli.measure.check import check
+from headway.cli.measure.diff import diff
+from headway.cli.measure.plan import plan
+from headway.cli.new_backend import new_backend
+from headway.cli.run.batch import batch
+from headway.cli.run.chat import chat
+from headway.cli.run.generate import generate
+from headway.cli.run.serve import serve
+from headway.cli.run.warm import warm
+from headway.compat.vllm.options import ANY_VALUE, FLAGS
+from headway.core.contract.errors import ConfigError
+from headway.core.system.logs import log_to_stderr
+from headway.core.system.text import shown
+
+_MOST_SAID = 400
+"""Most characters of an error."""
+
+
+def _bounded(parameter: Any) -> bool:
+    """Whether a smallest or a largest value is declared, in the parameter or, before typer 0.27, in its type.
+
+    The engine checks options without either.
+    """
+    places = parameter, getattr(parameter, "type", None)
+    return any(getattr(place, end, None) is not None for place in places for end in ("min", "max"))
+
+
+class Command(TyperCommand):
+    """A command whose error for an unknown option names the nearest one."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """:raises ConfigError: an option that does not exist, or a number that is beyond 64 bits or not finite."""
+        try:
+            left = super().parse_args(context, arguments)
+            self._check_numbers(context)
+            return left
+        except Exception as error:
+            if not hasattr(error, "possibilities"):  # click's NoSuchOption; typer brings a click of its own in some releases
+                said = getattr(error, "message", "")
+                if len(said) > _MOST_SAID:  # the message repeats the argument
+                    error.message = f"{said[: _MOST_SAID // 2]}...{said[-_MOST_SAID // 2 :]}"  # type: ignore[attr-defined]
+                raise
+            option: str = error.option_name  # type: ignore[attr-defined]
+            near = [name for name in error.possibilities or () if name.startswith("--")]
+            name = option.lstrip("-").replace("-", "_")
+            hint = FLAGS.get(name) or ("leave it out: it changes no answer here" if name in ANY_VALUE else "")
+            hint = hint or (f"did you mean {near[0]}?" if near else f"{context.command_path} --help lists them")
+            raise ConfigError(option, f"an option of {context.command_path}", f"{option!r}", hint) from error
+
+    def _check_numbers(self, context: Any) -> None:
+        parameters: list[Any] = list(self.params)
+        for parameter in parameters:
+            given = context.params.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                    raise ConfigError(max(parameter.opts, key=len), "a whole number of at most 64 bits", shown(value))
+                if _bounded(parameter) and isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigError(max(parameter.opts, key=len), "a finite number", value)
+
+
+_EXAMPLE = 'Example: headway generate --chat "What is the capital of France?"'
+RUN, CHOOSE = "Run a model", "Choose a backend"
+MEASURE, WRITE = "Measure and check", "Write a backend"
+"""Panels of `headway --help`."""
+
+app = typer.Typer(
+    name="headway",
+    help="Run LLMs on the attention kernels that are fastest on this machine.",
+    epilog=_EXAMPLE,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for panel, commands in (
+    (RUN, (generate, chat, serve, batch)),
+    (CHOOSE, (doctor, plan, warm, build)),
+    (MEASURE, (diff,)),
+    (WRITE, (new_backend, check, plugins)),
+):
+    for each in commands:
+        app.command(each.__name__.replace("_", "-"), cls=Command, rich_help_panel=panel)(each)
+listing = typer.Typer(invoke_without_command=True, callback=backends)
+listing.command(cls=Command)(explain)
+app.add_typer(listing, name="backends", rich_help_panel=CHOOSE)
+bench = typer.Typer(help="Measure speed: generation, kernels, crossover tables, servers.", no_args_is_help=True)
+app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
+app.add_typer(table, name="table", rich_help_panel=MEASURE)
+bench.command(cls=Command)(throughput)
+bench.command(cls=Command)(kernel)
+bench.command(cls=Command)(crossover)
+bench.command("serve", cls=Command)(bench_serve)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from headway.version import __version__
+
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what the engine chooses.")] = False,
+    wanted: Annotated[
+        str | None, typer.Option("--plugins", help="Installed plugins to use: all, none, allow=A,B or block=A,B.")
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options of every command."""
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)
+    if wanted is not None:
+        from headway.registry.records import VARIABLE, PluginPolicy
+
+        PluginPolicy.parse(wanted, "--plugins")
+        os.environ[VARIABLE] = wanted  # the processes that a command starts are to have the same
+
+
+command = typer.main.get_command(app)
+"""What `app` makes of all of the above: made once, for it takes as long as a quick command itself."""

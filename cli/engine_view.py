@@ -1,0 +1,151 @@
+"""The engine shown in a terminal: its cache as a picture, and a line of statistics below the text that is written."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.core.engine.cache.usage import GIVEN_BACK, OWN, RESERVED, SHARED, CacheUsage, GroupUsage
+from headway.core.engine.data.stats import EngineSnapshot
+from headway.hosting.stats_report import stats_line
+
+_STYLES = {OWN: "green", SHARED: "cyan", RESERVED: "yellow", GIVEN_BACK: "dim", "c": "blue", ".": "dim"}
+_WORDS = {OWN: "own", SHARED: "shared", RESERVED: "reserved", GIVEN_BACK: "given back"}
+_ROW = 60
+"""Letters in a line."""
+_MOST_ROWS = 4
+"""Lines of one sequence in one group; beyond them a letter stands for several blocks."""
+
+
+def picture(usage: CacheUsage) -> RenderableType:
+    """Draw blocks by sequence and group, and the pool, at most 80 columns wide and readable without colours."""
+    legend = Text.assemble(*(part for letter, word in _WORDS.items() for part in _entry(letter, word)))
+    parts: list[RenderableType] = [legend]
+    for number, group in enumerate(usage.groups):
+        parts.append(Text(f"group {number}: {_what(group)}", style="bold"))
+        for seq in usage.sequences:
+            parts += _rows(f"{seq.name}, {seq.num_tokens:,} tokens", seq.blocks[number])
+    return Group(*parts, Text(), _pool(usage), Text(), _table(usage))
+
+
+def _entry(letter: str, word: str) -> list[tuple[str, str]]:
+    return [(letter, _STYLES[letter]), (f" {word}   ", "")]
+
+
+def _what(group: GroupUsage) -> str:
+    layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"
+    one = group.num_layers == 1
+    seen = f"see{'s' * one} {group.window:,} tokens" if group.window else f"keep{'s' * one} every token"
+    together = f", {group.blocks_per_page} blocks to a page" if group.blocks_per_page > 1 else ""
+    return f"{layers} {seen}{together}"
+
+
+def _rows(title: str, letters: str) -> Iterator[Text]:
+    """A title, and one letter for each block or, in a long sequence, for several."""
+    each = max(1, -(-len(letters) // (_ROW * _MOST_ROWS)))
+    pieces = [letters[start : start + each] for start in range(0, len(letters), each)]
+    shown = "".join(max(piece, key=piece.count) for piece in pieces)
+    scale = f", {each} to a letter" if each > 1 else ""
+    yield Text(f"  {title}: {len(letters):,} blocks{scale}")
+    for start in range(0, len(shown), _ROW):
+        row = Text("    ")
+        for letter in shown[start : start + _ROW]:
+            row.append(letter, style=_STYLES[letter])
+        yield row
+
+
+def _pool(usage: CacheUsage) -> Text:
+    """A bar of the pool's pages: the number of the group that uses them, c for cached, a dot for free."""
+    used = [group.used // group.blocks_per_page for group in usage.groups]
+    cached = sum(group.cached // group.blocks_per_page for group in usage.groups)
+    counts = [(str(number), count) for number, count in enumerate(used)] + [("c", cached)]
+    bar = Text("pool  ")
+    left = _ROW
+    for letter, count in counts:
+        cells = min(left, -(-count * _ROW // usage.num_pages))
+        bar.append(letter * cells, style=_STYLES.get(letter, "green"))
+        left -= cells
+    bar.append("." * left, style="dim")
+    size = usage.page_bytes / 1024
+    bar.append(f"\n      {usage.num_pages:,} pages of {size:,.0f} KiB; c: cached, .: free; blocks of {usage.block_size}")
+    if usage.num_offloaded_blocks:
+        bar.append(f"\n      {usage.num_offloaded_blocks:,} blocks kept in the host's memory")
+    if usage.states is not None:
+        slots, rows, kept, offloaded = usage.states
+        bar.append(
+            f"\nstates {rows:,} of {slots.num_rows:,} rows in use, {kept:,} of {slots.num_checkpoints:,} checkpoints kept,"
+        )
+        beyond = f"; {offloaded:,} states kept in the host's memory" if offloaded else ""
+        bar.append(f"\n      {slots.bytes_per_slot / 2**20:,.2f} MiB each{beyond}")
+    return bar
+
+
+def _table(usage: CacheUsage) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "blocks", "used", "cached", "given back"):
+        table.add_column(column, justify="left" if column == "group" else "right")
+    for number, group in enumerate(usage.groups):
+        table.add_row(str(number), *(f"{count:,}" for count in (group.total, group.used, group.cached, group.given_back)))
+    return table
+
+
+_SECONDS_IN_PLACE = 0.25
+"""Seconds between two refreshes on a terminal."""
+_SECONDS_BETWEEN_LINES = 2.0
+"""Seconds between two lines where stderr is no terminal."""
+
+
+class LiveStats:
+    """Shows what an engine does, on stderr: in the terminal's last row, or as plain lines where stderr is no terminal.
+
+    The last row is kept out of what scrolls (DECSTBM, as package managers do), so text may be streamed to the same terminal.
+    """
+
+    def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
+        """stats: reads the engine's figures. shown: False: nothing is shown."""
+        self._stats, self._shown = stats, shown
+        self._out = sys.stderr if out is None else out
+        self._in_place = self._out.isatty() and os.get_terminal_size(self._out.fileno()).lines > 1  # 0: unknown
+        self._rows = 0
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            self._last = self._stats()
+        return self
+
+    def refresh(self) -> None:
+        """Show the line again, if the last time is long enough ago."""
+        if self._shown and time.perf_counter() - self._last.time >= (
+            _SECONDS_IN_PLACE if self._in_place else _SECONDS_BETWEEN_LINES
+        ):
+            self._show()
+
+    def _show(self) -> None:
+        now = self._stats()
+        line = stats_line(now, self._last)
+        self._last = now
+        if not self._in_place:
+            print(line, file=self._out, flush=True)
+            return
+        columns, rows = os.get_terminal_size(self._out.fileno())
+        reserve = ""
+        if rows != self._rows:  # "index" makes room below the cursor; setting the region moves it, hence save and restore
+            reserve, self._rows = f"\x1bD\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A", rows
+        self._out.write(f"{reserve}\x1b7\x1b[{rows};1H\x1b[2K{line[: columns - 1]}\x1b8")
+        self._out.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._rows:  # all rows scroll again, and the last is free
+            self._out.write(f"\x1b7\x1b[{self._rows};1H\x1b[2K\x1b[r\x1b8")
+            self._out.flush()
+            self._rows = 0
+        elif self._shown and not self._in_place and self._stats().totals.num_steps > self._last.totals.num_steps:
+            self._show()

@@ -1,0 +1,1 @@
+"""Commands that show something: backends, explain, table, plugins, doctor."""

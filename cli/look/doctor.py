@@ -1,0 +1,213 @@
+"""`headway doctor`: one screen with the machine, the backends that are ready, and what would install the others here."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from headway.cli.look.backends import NEEDS_GPU, NOT_READY, READY
+from headway.cli.options import PluginFiles
+from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.core.contract.backend import AttentionBackend
+    from headway.core.contract.state_backend import StateBackend
+    from headway.core.contract.support import Support
+    from headway.machine.description import Machine
+    from headway.registry import BackendEntry, Registry
+
+_NAME = 16
+"""Columns of the names."""
+_REASON_CHARACTERS = 160
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a screen.")] = False,
+    plugin: PluginFiles = None,
+) -> None:
+    """Show what is ready on this machine, and what installs the rest.
+
+    With --json, also every reason why a backend is not ready.
+    """
+    from headway.machine.description import examine
+    from headway.machine.doctor import PACKAGES, library
+    from headway.tuning.isolated.trial import create_registry
+
+    registry = create_registry(plugin or ())
+    entries: list[BackendEntry[Any]] = [*registry.backends.values(), *registry.state_backends.values()]
+    names = [library(entry.info.extra) for entry in entries]
+    machine = examine(tuple(name for name in dict.fromkeys([*PACKAGES, *names]) if name not in ("", "torch")))
+    findings = diagnose(registry, machine)
+    if as_json:
+        print(json.dumps(findings, indent=2))
+        return
+    console = Terminal(highlight=False)
+    for line in screen(findings, machine, min(console.width, 100)):
+        console.print(line, soft_wrap=True)
+
+
+def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
+    """Everything the doctor found, as plain data."""
+    from headway.version import __version__
+
+    failures = [{"plugin": failure.name, "owner": failure.owner, "error": str(failure)} for failure in registry.failures]
+    return {
+        "headway": __version__,
+        "machine": asdict(machine),
+        "backends": _diagnosed(registry.backends, registry.availability, registry.backend, machine),
+        "state_backends": _diagnosed(registry.state_backends, registry.state_availability, registry.state_backend, machine),
+        "libraries": [_vllm_library(machine)],
+        "failures": failures,
+    }
+
+
+def _vllm_library(machine: Machine) -> dict[str, Any]:
+    """Return what the doctor found of vLLM's library, which has GEMM kernels for quantized weights."""
+    from headway.kernels.runtime.vllm_library.library import find_library
+    from headway.machine.doctor import Advice, advise_vllm_library
+
+    support = find_library()
+    return {
+        "name": "vllm",
+        "summary": "GEMM over quantized weights: marlin, cutlass",
+        "available": bool(support),
+        "origin": "",
+        "reasons": [reason._asdict() for reason in support.reasons],
+        "advice": asdict(Advice("") if support else advise_vllm_library(support, machine)),
+    }
+
+
+def _diagnosed(
+    entries: Mapping[str, BackendEntry[Any]],
+    availability: Callable[[str], Support],
+    load: Callable[[str], type[AttentionBackend | StateBackend]],
+    machine: Machine,
+) -> list[dict[str, Any]]:
+    """Each backend of one shelf, whether it is available, and what to do where it is not."""
+    from headway.machine.doctor import Advice, advise
+
+    found = []
+    for name, entry in entries.items():
+        support = availability(name)
+        advice = Advice("") if support else advise(entry.info.extra, support, _devices(load, name, support), machine)
+        found.append(
+            {
+                "name": name,
+                "kind": entry.owner,
+                "summary": entry.info.summary,
+                "available": bool(support),
+                "origin": load(name).origin() if support else "",
+                "reasons": [reason._asdict() for reason in support.reasons],
+                "advice": asdict(advice),
+            }
+        )
+    return found
+
+
+def screen(findings: dict[str, Any], machine: Machine, width: int) -> list[Text]:
+    """The findings in lines of at most `width` columns, as long as no single word is longer."""
+    lines = [line for name, fact in facts(machine) for line in _entry(name, fact, width)]
+    lines += [Text(), Text("attention backends", "bold"), *_rows(findings["backends"], width)]
+    lines += [Text(), Text("backends of layers with a state", "bold"), *_rows(findings["state_backends"], width)]
+    lines += [Text(), Text("libraries for quantized weights", "bold"), *_rows(findings["libraries"], width)]
+    if findings["failures"]:
+        lines += [Text(), Text("plugins that failed", "bold red")]
+    for failure in findings["failures"]:
+        lines += _entry(failure["plugin"], _short(failure["error"]), width)
+    return lines
+
+
+def _rows(rows: Iterable[dict[str, Any]], width: int) -> list[Text]:
+    """Return the lines of backends by group: ready, of no use without a GPU, and others with the reason and what would help."""
+    from headway.machine.doctor import NO_GPU
+
+    groups: dict[str, list[dict[str, Any]]] = {READY: [], NEEDS_GPU: [], NOT_READY: []}
+    for row in rows:
+        needs_gpu = row["advice"]["text"] == NO_GPU.text
+        groups[READY if row["available"] else NEEDS_GPU if needs_gpu else NOT_READY].append(row)
+    lines = []
+    if groups[READY]:
+        lines.append(Text(READY, "green"))
+    for row in groups[READY]:
+        where = f" (from {row['origin']})" if row["origin"] else ""
+        lines += _entry(f"  {row['name']}", row["summary"] + where, width)
+    if groups[NEEDS_GPU]:  # nothing here would help, so names are enough
+        lines += [Text(NEEDS_GPU, "dim"), *_indented(", ".join(row["name"] for row in groups[NEEDS_GPU]), width, 2)]
+    if groups[NOT_READY]:
+        lines.append(Text(NOT_READY, "red"))
+    for row in groups[NOT_READY]:
+        advice = row["advice"]
+        lines += _entry(f"  {row['name']}", _short("; ".join(map(_why, row["reasons"]))), width)
+        lines += _indented(advice["text"], width)
+        for command in advice["commands"]:
+            lines += [Text(line, "bold") for line in command_lines(command, width)]
+        if advice["note"]:
+            lines += _indented(f"({advice['note']})", width)
+    return lines
+
+
+def facts(machine: Machine) -> list[tuple[str, str]]:
+    """The machine in a few lines."""
+    from headway.version import __version__
+
+    gpus = [f"{gpu.name}, {'{}.{}'.format(*gpu.capability)}, {gpu.memory_gib:g} GiB" for gpu in machine.gpus]
+    counted = [f"{gpus.count(gpu)} x {gpu}" if gpus.count(gpu) > 1 else gpu for gpu in dict.fromkeys(gpus)]
+    cuda = f"CUDA {machine.torch_cuda}" if machine.torch_cuda else "no CUDA"
+    tools = (("nvcc", machine.nvcc), ("ninja", machine.ninja), ("C++ compiler", machine.compiler))
+    return [
+        ("headway", f"{__version__}, Python {machine.python}, {machine.system} {machine.arch}"),
+        ("torch", f"{machine.torch} ({cuda}{', works' if machine.cuda_works else ''})"),
+        ("NVIDIA driver", machine.driver or "none"),
+        ("GPUs", "; ".join(counted) or "none"),
+        ("to build with", ", ".join(f"{name} {found or 'not found'}" for name, found in tools)),
+        ("CPU", f"{machine.cores} cores, torch uses {machine.threads} threads, {machine.memory_gib:g} GiB memory"),
+        ("model cache", machine.model_cache),
+        (
+            "kernel cache",
+            ", ".join(f"{folder} ({wrong})" if wrong else folder for folder, wrong in machine.kernel_cache) or "none",
+        ),
+        ("libraries", ", ".join(f"{name} {version}" for name, version in machine.installed.items()) or "none"),
+    ]
+
+
+def command_lines(command: str, width: int) -> list[str]:
+    """A command to copy, broken at spaces with backslashes if longer than a line."""
+    parts = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
+    return [f"    {part} \\" for part in parts[:-1]] + [f"    {part}" for part in parts[-1:]]
+
+
+def _devices(load: Callable[[str], type[AttentionBackend | StateBackend]], name: str, support: Support) -> tuple[str, ...] | None:
+    """The device types a backend claims; None where its module did not load, which is not tried a second time."""
+    if any(reason.what == "import" for reason in support.reasons):
+        return None
+    return load(name).capabilities.devices
+
+
+def _entry(name: str, text: str, width: int) -> list[Text]:
+    wrapped = textwrap.wrap(text, width - _NAME, break_on_hyphens=False) or [""]
+    lines = [Text(" " * _NAME + line) for line in wrapped]
+    if len(name) >= _NAME:
+        return [Text(name, "bold"), *lines]
+    return [Text(name.ljust(_NAME), "bold").append(wrapped[0], "default"), *lines[1:]]
+
+
+def _indented(text: str, width: int, columns: int = 4) -> list[Text]:
+    wrapped = textwrap.wrap(text, width - columns, break_long_words=False, break_on_hyphens=False)
+    return [Text(" " * columns + line) for line in wrapped]
+
+
+def _why(reason: dict[str, str]) -> str:
+    if "Error" in reason["got"]:  # an exception says by itself what was needed
+        return f"{reason['what']}: {reason['got']}"
+    return f"{reason['what']}: needs {reason['need']}, got {reason['got']}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _REASON_CHARACTERS else f"{line[:_REASON_CHARACTERS]} ... (whole with --json)"

@@ -1,0 +1,1 @@
+"""Commands that measure, check, compare and plan."""

@@ -1,0 +1,249 @@
+"""The command `headway bench crossover`: options to a run, the table on the terminal, and files of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of, requests_of, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    import torch
+
+    from headway.bench.crossover.engine_level import EngineOptions
+    from headway.core.contract.spec import AttentionSpec
+    from headway.tuning.measure.run import CrossoverOptions
+    from headway.tuning.table.schema import CrossoverTable
+
+GEOMETRY = {"cpu": "9/3/64", "cuda": "32/8/128"}
+"""Geometries of smollm2, which `headway generate` runs if no model is named, and of an 8B model."""
+LAYERS = {"9/3/64": 30, "32/8/128": 32}
+"""Number of layers of the models with these geometries."""
+_FILE_WIDTH = 160
+"""Columns of the table where no terminal says how many it has."""
+
+
+_OWN_OPTIONS = {
+    "engine": ("model", "load_format", "mixed", "repeat", "cell_limit", "crossover_table", "workload"),
+    "kernel": ("geometry", "kv_dtype", "layouts", "block_sizes", "phases", "refine", "graph_len"),
+}
+"""What only one level reads."""
+
+
+class Level(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """What is timed."""
+
+    kernel = "kernel"
+    engine = "engine"
+
+
+def crossover(
+    level: Annotated[Level, typer.Option(help="Attention kernels one by one, or whole generations.")] = Level.kernel,
+    model: Annotated[str, typer.Option(help="Level engine: smollm2, a folder, a .gguf file, or a hub id.")] = "smollm2",
+    load_format: Annotated[str, typer.Option(help="Level engine: auto, or dummy for random weights.")] = "auto",
+    mixed: Annotated[
+        str | None, typer.Option(help="Level engine: instead of the grid, requests such as 48q128s256_2q8ks8448 (in, in + out).")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Level engine: fewest timed passes; short generations get more.")] = 1,
+    cell_limit: Annotated[str, typer.Option(help="Level engine: give a generation up after this long.")] = "120s",
+    crossover_table: Annotated[
+        list[Path] | None, typer.Option(help="Level engine: the table that auto obeys. Repeatable.")
+    ] = None,
+    workload: Annotated[str, typer.Option(help="Level engine: what auto expects: chat, long, batch, or 16x1024+256.")] = "chat",
+    backends: Annotated[
+        str | None,
+        typer.Option(help="Names, comma-separated; level engine: also prefill=NAME,decode=NAME. Default: all available ones."),
+    ] = None,
+    geometry: Annotated[
+        str | None,
+        typer.Option(help="The layer's query heads, kv heads and head_dim, 32/8/128; then v_head_dim, /dense or /bidirectional."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: all.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: 16 and 256.")] = None,
+    phases: Annotated[
+        str | None, typer.Option(help="Phases to measure, out of prefill,extend,decode,verify. Default: all.")
+    ] = None,
+    batch_sizes: Annotated[str | None, typer.Option(help="Comma-separated, instead of the device's usual ones.")] = None,
+    input_lens: Annotated[str | None, typer.Option(help="Comma-separated lengths, instead of the device's usual ones.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this long (120s, 5m); what matters most comes first.")] = None,
+    refine: Annotated[
+        int, typer.Option(min=0, help="Rounds of points that are added between neighbours where the fastest backend changes.")
+    ] = 2,
+    graph_len: Annotated[
+        int | None, typer.Option(min=1, help="Context for which decode graphs are captured. Default: 32,768.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted table.")] = False,
+    plugin: PluginFiles = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="File of the table. Default: the one that auto reads, if the grid is whole.")
+    ] = None,
+    export_to: Annotated[
+        list[Path] | None, typer.Option("--export", help="Also as .csv, .md, .html or .png; repeatable.")
+    ] = None,
+) -> None:
+    """Measure which backend is fastest where, each checked against float64 first, and keep it as a table that auto obeys."""
+    given = SimpleNamespace(**locals())
+    from headway.bench.crossover.engine_level import run_engine_level
+    from headway.bench.crossover.export import check_target
+    from headway.machine.threads import set_threads
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import resolve_device
+    from headway.tuning.measure.run import run_kernel_level
+
+    _refuse_other_level(level, vars(given))
+    for path in export_to or ():
+        check_target(path, output)
+    parse_seconds("--cell-limit", cell_limit)
+    place, registry = resolve_device(device), create_registry(plugin or ())
+    if level is Level.engine:
+        finish(run_engine_level(_engine_run(given, place), registry, Terminal(stderr=True)), output, export_to or [])
+        return
+    if place.type == "cpu":
+        set_threads()  # as an engine does; one of level engine does it in its own process
+    options = _kernel_run(given, place)
+    finish(run_kernel_level(options, registry, Terminal(stderr=True)), options.output, export_to or [])
+
+
+def _engine_run(given: Any, device: torch.device) -> EngineOptions:
+    """The run of level engine that the command's options, by name in `given`, describe.
+
+    :raises ConfigError: an option that cannot be read.
+    """
+    from headway.bench.crossover.engine_level import SIZES, EngineOptions, cases
+    from headway.core.system.provenance import command_line
+
+    batches, lens = sizes_of("--batch-sizes", given.batch_sizes), sizes_of("--input-lens", given.input_lens)
+    usual = SIZES.get(device.type, SIZES["cuda"])
+    llm: dict[str, Any] = {name: getattr(given, name) for name in ("model", "load_format", "dtype", "workload")}
+    llm["device"] = given.device or "auto"
+    llm |= {"plugins": given.plugin} if given.plugin else {}
+    llm |= {"crossover_table": [str(path) for path in given.crossover_table]} if given.crossover_table else {}
+    return EngineOptions(
+        device=device,
+        llm=llm,
+        cases=[given.mixed] if given.mixed else cases(batches or usual[0], lens or usual[1]),
+        backends=requests_of(given.backends),
+        repeat=given.repeat,
+        cell_limit=parse_seconds("--cell-limit", given.cell_limit) or 0.0,
+        seed=given.seed,
+        budget=parse_seconds("--budget", given.budget),
+        output=given.output,
+        resume=given.resume,
+        command=command_line(),
+    )
+
+
+def _kernel_run(given: Any, device: torch.device) -> CrossoverOptions:
+    """The run of level kernel that the command's options, by name in `given`, describe.
+
+    :raises ConfigError: an option that cannot be read.
+    """
+    from headway.core.system.provenance import command_line
+    from headway.kernels.runtime.compile_ahead import compile_ahead
+    from headway.tuning.measure.device import identify_device
+    from headway.tuning.measure.points import PHASES, grid
+    from headway.tuning.measure.run import BLOCK_SIZES, GRAPH_LEN, CrossoverOptions
+    from headway.tuning.table.files import table_path
+    from headway.tuning.table.schema import SpecRecord
+
+    batches, lens = sizes_of("--batch-sizes", given.batch_sizes), sizes_of("--input-lens", given.input_lens)
+    if pairs := [name for name in requests_of(given.backends) or [] if "=" in name]:
+        need = "names at level kernel, which times each phase by itself"
+        raise ConfigError("--backends", need, pairs[0], "--level engine takes such a pair")
+    spec = layer(given.geometry, given.dtype, given.kv_dtype, device)
+    chosen = names_of(given.phases) or list(PHASES)
+    if unknown := [name for name in chosen if name not in PHASES]:
+        raise ConfigError("--phases", ", ".join(PHASES), ", ".join(map(repr, unknown)))
+    narrowed = any((given.backends, given.phases, batches, lens))
+    return CrossoverOptions(
+        spec=spec,
+        backends=names_of(given.backends),
+        layouts=names_of(given.layouts),
+        block_sizes=block_sizes_of(given.block_sizes) or BLOCK_SIZES,
+        grid=grid(device.type, [phase for phase in PHASES if phase in chosen], batches, lens),
+        refine=given.refine,
+        budget=parse_seconds("--budget", given.budget),
+        graph_len=given.graph_len or GRAPH_LEN,
+        seed=given.seed,
+        output=given.output or (None if narrowed else table_path(identify_device(device), SpecRecord.of(spec))),
+        resume=given.resume,
+        command=command_line(),
+        compile_ahead=compile_ahead(device),
+    )
+
+
+def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
+    """:raises ConfigError: an option is given that the level would pass over."""
+    usual = inspect.signature(crossover).parameters
+    for other, names in _OWN_OPTIONS.items():
+        for name in names if other != level.value else ():
+            if given[name] != usual[name].default:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(flag, f"--level {other}", f"--level {level.value}, which does not read {flag}")
+
+
+def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
+    """Print a table that was measured, say where it is, and write its other forms."""
+    from headway.bench.crossover.export import export
+    from headway.bench.crossover.report import print_view
+    from headway.bench.crossover.view import view
+
+    console = Terminal()
+    console = console if console.is_terminal else Terminal(width=_FILE_WIDTH)
+    if not table.cells:
+        if not table.complete:
+            raise typer.Exit(130)
+        raise ConfigError(
+            "the grid", "a point that this machine's memory holds", "none", "take smaller batches or shorter inputs"
+        )
+    shown = view(table)
+    print_view(shown, console)
+    for target in exports:
+        export(shown, target)
+    if path is None:
+        console.print(Text("not kept: without every backend, phase and length it is no table for auto; --output FILE keeps it"))
+    for target in [*([path] if path else []), *exports]:
+        console.print(Text(f"written to {target}"), soft_wrap=True)
+
+
+def layer(geometry: str | None, dtype: str, kv_dtype: str, device: torch.device) -> AttentionSpec:
+    """The layer that options describe.
+
+    :raises ConfigError: a geometry or dtype that is none.
+    """
+    import torch
+
+    from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.tuning.measure.workloads import Geometry, make_spec
+
+    heads = Geometry.parse(geometry or GEOMETRY.get(device.type, GEOMETRY["cuda"]))
+    usual = torch.float32 if device.type == "cpu" else torch.bfloat16
+    kv = dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES})
+    return make_spec(heads, dtype_of("--dtype", dtype, DTYPES) or usual, kv, device)
+
+
+def parse_seconds(option: str, text: str | None) -> float | None:
+    """Read 120, 120s, or 2m; None stays None.
+
+    :raises ConfigError: none of these.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|)", text.strip())
+    if match is None:
+        raise ConfigError(option, "a time such as 120s or 5m", repr(text))
+    return float(match[1]) * (60 if match[2].startswith("m") else 1)

@@ -1,0 +1,288 @@
+"""The command `headway bench kernel`: options to `KernelOptions`, and the table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.options import PluginFiles, block_sizes_of, dtype_of, names_of, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.bench.kernel.run import KernelOptions
+
+_FILE_WIDTH = 240
+"""Columns of the table where no terminal says how many it has."""
+
+
+class TimedPhase(str, Enum):  # noqa: UP042  (typer prints the values of a str Enum)
+    """What to measure."""
+
+    decode = "decode"
+    prefill = "prefill"
+    write = "write"
+
+
+def options_of(
+    phase: Annotated[TimedPhase, typer.Option(help="Attention over the cache, of prompts, or the cache writers.")] = (
+        TimedPhase.decode
+    ),
+    backends: Annotated[str | None, typer.Option(help="Names, comma-separated. Default: all that are available.")] = None,
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(help="Query heads, kv heads, head_dim, and v_head_dim where it differs: 32/8/128. Repeatable."),
+    ] = None,
+    cases: Annotated[str | None, typer.Option(help="Cases such as 8q1s2k,1q1s512. Default: the device's usual cells.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    kv_dtype: Annotated[str, typer.Option(help="Of the cache: auto (as --dtype), fp8_e4m3 or int8_per_token_head.")] = "auto",
+    layouts: Annotated[str | None, typer.Option(help="Cache layouts, comma-separated. Default: the preferred one.")] = None,
+    block_sizes: Annotated[str | None, typer.Option(help="Comma-separated. Default: those of 16 and 256 that fit.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1. Default: the GPU if there is one.")] = None,
+    warmup_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of warm-up before timing.")] = 15.0,
+    rep_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds over which runs are repeated.")] = 60.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    peak_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that the device's memory moves at most. Default: its data sheet, where known.")
+    ] = None,
+    peak_flops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that the device computes at most in --dtype. Default: likewise.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+) -> Any:
+    """The `KernelOptions` that a command line says; typer reads the options from this function's parameters."""
+    from headway.bench.kernel.run import KernelOptions
+    from headway.core.contract.spec import DTYPES, KV_DTYPES
+    from headway.core.system.provenance import command_line
+    from headway.machine.threads import set_threads
+    from headway.tuning.measure.device import resolve_device
+    from headway.tuning.measure.timing import Timer
+    from headway.tuning.measure.workloads import Geometry
+
+    place = resolve_device(device)
+    if place.type == "cpu":
+        set_threads()
+    return KernelOptions(
+        phase=phase.value,
+        backends=names_of(backends),
+        geometries=[Geometry.parse(text) for text in geometry or ["32/8/128"]],
+        cases=names_of(cases),
+        dtype=dtype_of("--dtype", dtype, DTYPES),
+        kv_dtype=dtype_of("--kv-dtype", kv_dtype, {**DTYPES, **KV_DTYPES}),
+        layouts=names_of(layouts),
+        block_sizes=block_sizes_of(block_sizes),
+        device=place,
+        timer=Timer(warmup_ms, rep_ms),
+        seed=seed,
+        peak_gbps=_peak("--peak-bandwidth", peak_bandwidth),
+        peak_tflops=_peak("--peak-flops", peak_flops),
+        output=output,
+        command=command_line(),
+    )
+
+
+def _peak(option: str, rate: float | None) -> float | None:
+    """:raises ConfigError: a rate that no device has."""
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(option, "a rate above 0", rate)
+    return rate
+
+
+def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) -> Callable[..., None]:
+    """Give a command the options of `options_of`, `--plugin`, and its own: name -> (annotation, default)."""
+    own = {"plugin": (PluginFiles, None), **options}
+    parameters = list(inspect.signature(options_of, eval_str=True).parameters.values())
+    for name, (annotation, default) in own.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+
+    def run(**values: Any) -> None:
+        given = {name: values.pop(name, default) for name, (_, default) in own.items()}
+        command(options_of(**values), **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def measure_kernels(
+    options: KernelOptions,
+    plugin: Sequence[str] | None,
+    fail_if_slower: float | None = None,
+    than: str | None = None,
+    model: str | None = None,
+    states: bool = False,
+    linear: list[str] | None = None,
+    form: str | None = None,
+    rows: str | None = None,
+) -> None:
+    """Time attention kernels, with --states those of layers with a state, or with --linear products; each is checked first."""
+    if linear or form is not None or rows is not None:
+        others = plugin or states or model is not None or fail_if_slower is not None or than is not None
+        measure_products(options, linear or [], form, rows, others=bool(others))
+        return
+    if states or model is not None:
+        measure_states(
+            options, plugin, model if states else None, asked_to_compare=fail_if_slower is not None or than is not None
+        )
+        return
+    from headway.bench.kernel.comparison import check_request, compare
+    from headway.bench.kernel.report import print_report
+    from headway.bench.kernel.run import run_kernel_bench
+    from headway.core.system.json_files import write_json
+    from headway.tuning.isolated.trial import create_registry
+
+    check_request(fail_if_slower, than, options.phase)
+    if than is not None and options.backends is not None and than not in options.backends:
+        options = replace(options, backends=[*options.backends, than])
+    output, registry = options.output, create_registry(plugin or ())
+    if than is not None:
+        registry.backend(than)  # raises for a name that nobody registered
+    report = run_kernel_bench(options, registry, console=Terminal(stderr=True))
+    if fail_if_slower is not None and than is not None:
+        report.comparison = compare(report.cells, than, fail_if_slower)
+    console = Terminal()
+    if not console.is_terminal:
+        console = Terminal(width=_FILE_WIDTH)
+    print_report(report, console)
+    if output is not None:
+        write_json(report, output)
+        console.print(f"written to {output}", highlight=False)
+    if not any(cell.status == "ok" for cell in report.cells):
+        Terminal(stderr=True, soft_wrap=True).print("headway: nothing was measured: every cell failed, for the reasons above")
+        raise typer.Exit(1)
+    if report.comparison is not None and report.comparison.fault:
+        told = Terminal(stderr=True, soft_wrap=True)
+        for cell in report.comparison.slower:
+            told.print(str(cell), markup=False, highlight=False)
+        told.print(f"headway: {report.comparison.fault}", markup=False, highlight=False)
+        raise typer.Exit(1)
+
+
+def measure_states(
+    options: KernelOptions, plugin: Sequence[str] | None, model: str | None, *, asked_to_compare: bool = False
+) -> None:
+    """Time `scan` and `step` of the state backends for a model's layers with a state.
+
+    :raises ConfigError: an option that goes without --states only, or a model that has no such layers.
+    """
+    import torch
+
+    from headway.bench.kernel.peaks import peak_of
+    from headway.bench.kernel.state_report import print_state_report
+    from headway.core.contract.spec import DTYPE_NAMES
+    from headway.kernels.runtime.compile_ahead import compile_ahead
+    from headway.models.families.layer_specs import read_layer_specs
+    from headway.tuning.isolated.trial import create_registry
+    from headway.tuning.measure.device import measured_rates
+    from headway.tuning.measure.state_run import StateOptions, run_state_level
+    from headway.tuning.measure.timing import InterleavedTimer
+
+    if model is None:
+        raise ConfigError("--states", "the model whose layers are timed, and --model goes with --states", "one without the other")
+    if asked_to_compare or options.cases or options.layouts or options.block_sizes or options.kv_dtype:
+        need = "no --cases, --layouts, --block-sizes, --kv-dtype, --fail-if-slower or --than, which are of attention"
+        raise ConfigError("--states", need, "one of them")
+    found = read_layer_specs(model, options.device, options.dtype or (torch.float32 if options.device.type == "cpu" else None))
+    specs = list(dict.fromkeys(found.states))
+    if len(specs) != 1:
+        raise ConfigError("--states", "a model whose layers with a state are all of one kind", f"{len(specs)} kinds in {model}")
+    table = run_state_level(
+        StateOptions(
+            specs[0],
+            options.backends,
+            turns=InterleavedTimer(round_ms=options.timer.rep_ms / 3),
+            seed=options.seed,
+            output=options.output,
+            command=options.command,
+            compile_ahead=compile_ahead(options.device),
+        ),
+        create_registry(plugin or ()),
+        Terminal(stderr=True),
+    )
+    console = Terminal()
+    peak = peak_of(table.device.name, DTYPE_NAMES[specs[0].dtype], options.peak_gbps, options.peak_tflops)
+    print_state_report(table, specs[0], peak, measured_rates(options.device, specs[0].dtype, options.timer)[0], console)
+    if options.output is not None:
+        console.print(f"written to {options.output}", highlight=False)
+
+
+def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | None, rows: str | None, *, others: bool) -> None:
+    """Time the ways of multiplying over quantised weights. others: whether options were given that do not go with them.
+
+    :raises ConfigError: no shape, an unknown form, or options that go without --linear only.
+    """
+    from headway.bench.kernel.product_report import print_products
+    from headway.bench.kernel.products import FORM_NAMES, ProductOptions, run_products_bench
+
+    if not shapes:
+        raise ConfigError("--form and --rows", "--linear with a shape", "none", "--linear 4096x14336")
+    if others or options.backends or options.cases or options.layouts or options.block_sizes or options.kv_dtype:
+        need = "--form, --rows, --dtype, --device, --output and times alone"
+        raise ConfigError("--linear", need, "an option of attention or of states")
+    report = run_products_bench(
+        ProductOptions(
+            shapes=[product_shape(text) for text in shapes],
+            forms=names_of(form) or FORM_NAMES,
+            rows=sizes_of("--rows", rows) or (1, 4, 16, 64),
+            dtype=options.dtype,
+            device=options.device,
+            timer=options.timer,
+            seed=options.seed,
+            peak_gbps=options.peak_gbps,
+            peak_tflops=options.peak_tflops,
+            output=options.output,
+            command=options.command,
+        ),
+        Terminal(stderr=True),
+    )
+    console = Terminal()
+    print_products(report, console)
+    if options.output is not None:
+        console.print(f"written to {options.output}", highlight=False)
+    if not any(cell.status == "ok" for cell in report.cells):
+        raise typer.Exit(1)
+
+
+def product_shape(text: str, option: str = "--linear") -> tuple[int, int]:
+    """(out_features, in_features) of a text. :raises ConfigError: it is no OUTxIN."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**20 for size in sizes):
+        raise ConfigError(option, "out_features x in_features, such as 4096x14336", repr(text))
+    return int(sizes[0]), int(sizes[1])
+
+
+FAIL_IF_SLOWER = Annotated[
+    float | None, typer.Option(help="Exit with 1 where a backend takes more than this many times as long as that of --than.")
+]
+THAN = Annotated[str | None, typer.Option(help="The backend that --fail-if-slower holds the others to.")]
+
+MODEL = Annotated[str | None, typer.Option(help="With --states: a folder, a config.json or a name; no weights are read.")]
+STATES = Annotated[bool, typer.Option("--states", help="Time scan and step of the model's layers with a state instead.")]
+
+LINEAR = Annotated[
+    list[str] | None,
+    typer.Option(help="Time products over a weight of out_features x in_features instead: 4096x14336. Repeatable."),
+]
+FORM = Annotated[
+    str | None, typer.Option(help="With --linear: int4, fp8, fp8-blocks, mxfp4, plain, comma-separated. Default: all.")
+]
+ROWS = Annotated[str | None, typer.Option(help="With --linear: rows of x, comma-separated. Default: 1,4,16,64.")]
+
+kernel = with_plugins(
+    measure_kernels,
+    fail_if_slower=(FAIL_IF_SLOWER, None),
+    than=(THAN, None),
+    model=(MODEL, None),
+    states=(STATES, False),
+    linear=(LINEAR, None),
+    form=(FORM, None),
+    rows=(ROWS, None),
+)
+kernel.__name__ = "kernel"

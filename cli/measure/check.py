@@ -1,0 +1,143 @@
+"""`headway check`: hold a backend or a cache layout to the whole contract, along the calls the engine makes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.options import PluginFiles
+from headway.core.system.terminal import Terminal
+
+if TYPE_CHECKING:
+    from headway.testing.kit.checking import Wanted
+    from headway.testing.kit.report import CellResult, CheckReport
+
+
+def check(
+    target: Annotated[str, typer.Argument(help="A backend's name, FILE.py:CLASS, or broken:NAME.", show_default=False)] = "",
+    device: Annotated[str, typer.Option(help="Where the backend runs: cpu or cuda.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Try each value once in place of each pair of values.")] = False,
+    layout: Annotated[str, typer.Option(help="Check a cache layout: its writer, its check() and gather().")] = "",
+    plugin: PluginFiles = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="The name is that of a backend for layers with a state, as states:NAME is.")
+    ] = False,
+    model: Annotated[
+        str, typer.Option(help="Try the layers of a model: a config.json, its folder, llama-3-8b or another name.")
+    ] = "",
+    only: Annotated[str, typer.Option(help="Run these checks, by their names in the scorecard, comma-separated.")] = "",
+    cell: Annotated[str, typer.Option(help="Run one cell, by the name that a failure prints.")] = "",
+    stop_at_failure: Annotated[bool, typer.Option("-x", "--stop-at-failure", help="Stop at the first cell that fails.")] = False,
+    no_guess: Annotated[
+        bool, typer.Option("--no-guess", help="Do not look for what a failure looks like, which may take longer than the cell.")
+    ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A.json B.json", help="Compare two result files in place of a run; exit with 1 if B is worse."),
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run the cell in this process: print and breakpoint() work. A crash ends the command."),
+    ] = False,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Run the cells under compute-sanitizer, whose first error is the finding. Slow.")
+    ] = False,
+    jobs: Annotated[
+        int, typer.Option(min=0, max=1024, help="Processes that run cells side by side; 0: one for each core, up to 4.")
+    ] = 0,
+    timeout: Annotated[
+        float,
+        typer.Option(min=0.0, max=86_400.0, help="Seconds for one cell; 0: 60 on a CPU, 240 on a GPU, 600 interpreted."),
+    ] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every cell's result as JSON.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the outcome as an SVG badge.")] = None,
+) -> None:
+    """Test a backend against the contract.
+
+    The exit code is 1 if anything fails. Ctrl-C shows what was found by then.
+
+    The backend runs in child processes, so that one that crashes, hangs or exits is a finding like any other.
+    """
+    from headway.core.contract.errors import ConfigError
+    from headway.core.system.json_files import write_bytes
+    from headway.testing.diagnosis.scorecard import badge, scorecard
+    from headway.testing.kit.checking import Wanted
+    from headway.testing.kit.kit import CHECKS
+    from headway.testing.kit.sanitizer import find_sanitizer
+    from headway.testing.kit.state_kit import STATE_CHECKS
+    from headway.testing.kit.subject import STATES
+    from headway.tuning.isolated.trial import try_installed
+
+    if compare is not None:
+        _compare(*compare)
+        return
+    if not target and not layout:
+        raise ConfigError("headway check", "a backend: NAME or FILE.py:CLASS, or --layout NAME", "neither")
+    target = STATES + target if states and target and ":" not in target and not target.endswith(".py") else target
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("--device", "cpu or cuda", repr(device))
+    if model and layout:
+        raise ConfigError("--model", "a backend to try its layers with", f"--layout {layout}")
+    if sanitize and in_process:
+        raise ConfigError("--sanitize", "child processes, which it watches", "--in-process")
+    sanitizer = find_sanitizer(device) if sanitize else ""
+    try_installed()  # other plugins than the one to be checked may end the processes that check it
+    children = jobs or min(4, os.cpu_count() or 1)
+    wanted = Wanted(
+        *(target, device, quick, layout, only, cell, in_process, children, timeout, tuple(plugin or ()), sanitizer, model),
+        stop_at_failure=stop_at_failure,
+        guesses=not no_guess,
+    )
+    console = Terminal()
+    report = _run(wanted, console)
+    about = {name: words for name, (_, words) in (*STATE_CHECKS.items(), *CHECKS.items())}
+    for line in scorecard(report, about, min(console.width, 100)):
+        console.print(line, soft_wrap=True, highlight=False)
+    if json_file is not None:
+        report.write(json_file)
+    if badge_file is not None:
+        write_bytes(badge(report).encode(), badge_file, "--badge")
+    if report.unavailable:
+        raise typer.Exit(2)
+    if report.not_run and not (stop_at_failure and report.failed):
+        raise KeyboardInterrupt  # which ends a command as it always does
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _compare(first: Path, second: Path) -> None:
+    """Print what changed from one result file to another; exit with 1 if the second is worse."""
+    from headway.testing.kit.comparison import ReportComparison
+    from headway.testing.kit.report import read_check
+
+    found = ReportComparison(read_check(first), read_check(second))
+    for line in found.lines():
+        print(line)
+    if found.worse:
+        raise typer.Exit(1)
+
+
+def _run(wanted: Wanted, console: Terminal) -> CheckReport:
+    """Run what is wanted, with a line on the terminal that says how far it is."""
+    from headway.testing.kit.checking import check as run
+    from headway.tuning.isolated.trial import try_plugins
+
+    what = wanted.target or wanted.layout
+    done, failed, whole = 0, 0, 0
+    with console.status(f"{what}: loading") as status:
+        if wanted.in_process:
+            status.stop()  # a debugger shares the terminal
+
+        def start(count: int) -> None:
+            nonlocal whole
+            whole = count
+
+        def tell(result: CellResult) -> None:
+            nonlocal done, failed
+            done, failed = done + 1, failed + (result.status == "failed")
+            status.update(f"{what}: {done} of {whole} cells, {failed} failed")
+
+        return run(wanted, start, tell, try_plugins)

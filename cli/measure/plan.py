@@ -1,0 +1,214 @@
+"""`headway plan`: how to lay a model out on GPUs of a kind, and how many of them a load takes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from headway.cli.options import names_of, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal, progress_bar
+
+if TYPE_CHECKING:
+    from headway.plan.attention_times import MeasuredLayer
+    from headway.plan.demand import Demand, Routing
+    from headway.plan.devices import GpuKind
+    from headway.plan.results import PlanReport, PlanRow
+    from headway.plan.search import FleetSearch
+
+_WIDTH = 80
+_MODEL = "A folder with a config.json, a Hugging Face hub id, or the name of a shape; no weights are read."
+_LIMIT = "milliseconds that --percentile of the requests must not exceed."
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help=_MODEL)],
+    gpu: Annotated[str, typer.Option(help="Kind of GPU: h100, h200, a100, l40s or b200.")] = "h200",
+    num_gpus: Annotated[int, typer.Option(help="GPUs that there are; hosts hold eight.")] = 1,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens written for it.")] = 256,
+    rate: Annotated[float | None, typer.Option(help="Requests a second. Default: as many as can be served.")] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(help="Requests with times and lengths of their own, as JSON lines, in place of the three above."),
+    ] = None,
+    first_token: Annotated[float | None, typer.Option(help=f"Time to first token, {_LIMIT}")] = None,
+    time_per_token: Annotated[float | None, typer.Option(help=f"Time per later token, {_LIMIT}")] = None,
+    percentile: Annotated[float, typer.Option(min=0, max=100, help="Per cent of the requests that the limits hold for.")] = 95.0,
+    prefix_len: Annotated[int, typer.Option(help="Tokens with which prompts begin alike.")] = 0,
+    prefixes: Annotated[int, typer.Option(help="How many such beginnings there are.")] = 1,
+    routing: Annotated[str, typer.Option(help="Between replicas: round-robin or prefix-aware.")] = "round-robin",
+    tensor_parallel_sizes: Annotated[
+        str | None, typer.Option(help="Sizes to try, comma-separated. Default: powers of two up to a host's GPUs.")
+    ] = None,
+    kv_cache_dtypes: Annotated[str, typer.Option(help="Types of the cache to try: auto, fp8_e4m3, int8_per_token_head.")] = (
+        "auto,fp8_e4m3"
+    ),
+    weights: Annotated[
+        str, typer.Option(help="Formats of the weights to try: model (as they are), fp8, int4, mxfp4 (experts alone).")
+    ] = "model",
+    crossover_table: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measured attention of this kind of GPU. Repeatable. Default: this machine's tables."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this JSON file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw tokens a GPU over tokens a user into this .png file.")] = None,
+) -> None:
+    """Rank deployments of a model by predicted throughput.
+
+    A deployment is a number of ranks and replicas, a cache and a batch, shown with its latencies and memory.
+    """
+    from headway.core.system.json_files import write_json
+    from headway.core.system.provenance import command_line
+    from headway.plan.demand import Demand, LatencyLimits
+    from headway.plan.devices import gpu_kind
+    from headway.plan.model_costs import weight_format
+    from headway.plan.results import report_of
+
+    kind, limits = gpu_kind(gpu), LatencyLimits(first_token, time_per_token, percentile)
+    if picture is not None and picture.suffix.lower() != ".png":
+        raise ConfigError("--picture", "a file name that ends in .png", str(picture))
+    demand = (
+        Demand(input_len, output_len, rate, limits, prefix_len, prefixes, _routing(routing))
+        if arrivals is None
+        else Demand.of_file(arrivals, limits, _routing(routing))
+    )
+    search = _search(model, kind, num_gpus, demand, _tables(crossover_table, kind))
+    usual = [size for size in (1, 2, 4, 8) if size <= max(num_gpus, 1)]
+    sizes = sizes_of("--tensor-parallel-sizes", tensor_parallel_sizes) or usual
+    formats = [weight_format(name) for name in names_of(weights) or ["model"]]
+    layouts = search.layouts(sizes, names_of(kv_cache_dtypes) or ["auto"], formats)
+    with progress_bar(Terminal(stderr=True)) as progress:
+        task = progress.add_task("simulating", total=len(layouts))
+        best = search.run(layouts, lambda: progress.advance(task))
+    report = report_of(search, best, model, command_line())
+    if json_file is not None:
+        write_json(report, json_file, "--json")
+    if picture is not None:
+        from headway.cli.measure.plan_picture import to_picture
+        from headway.core.system.json_files import write_bytes
+
+        write_bytes(to_picture(report), picture, "--picture")
+    print_report(report, Terminal(width=_WIDTH, highlight=False))
+
+
+def _routing(name: str) -> Routing:
+    from headway.plan.demand import ROUTINGS
+
+    found = next((each for each in ROUTINGS if each == name), None)
+    if found is None:
+        raise ConfigError("--routing", " or ".join(ROUTINGS), repr(name))
+    return found
+
+
+def _tables(paths: list[Path] | None, kind: GpuKind) -> list[MeasuredLayer]:
+    """Crossover tables of a kind of GPU: those that are named, else what this machine keeps.
+
+    :raises ConfigError: a named one is of another device, or no table of kernels.
+    """
+    from headway.plan.attention_times import MeasuredLayer
+    from headway.tuning.table.files import TableError, read_table, stored_tables
+
+    found = []
+    for path in paths or stored_tables():
+        try:
+            table = read_table(path)
+        except TableError:
+            if paths:
+                raise
+            continue  # `auto` tells of it when it reads the file
+        fits = table.device.name == kind.title and table.level == "kernel"
+        if paths and not fits:
+            got = f"{path}: level {table.level}, {table.device.name}"
+            raise ConfigError("--crossover-table", f"a table of kernels of {kind.title}", got)
+        if fits:
+            found.append(MeasuredLayer.of(table))
+    return found
+
+
+def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Sequence[MeasuredLayer]) -> FleetSearch:
+    """The search over a model's layouts.
+
+    :raises HeadwayError: no such model, or one whose sizes are not known.
+    """
+    from headway.plan.read_model import read_planned_model
+    from headway.plan.search import FleetSearch
+
+    config, dtype = read_planned_model(model)
+    if demand.max_model_len > config.max_position_embeddings:
+        most = config.max_position_embeddings
+        raise ConfigError(
+            "--input-len and --output-len", f"at most {most} tokens together, the model's limit", demand.max_model_len
+        )
+    return FleetSearch(config, dtype, kind, num_gpus, demand, tables)
+
+
+def print_report(report: PlanReport, console: Terminal) -> None:
+    """Print a report: what was asked, the table, the command, why others lose, and where the times come from."""
+    load = "all that it can serve" if report.rate is None else f"{report.rate:g} requests/s"
+    lengths = f"{report.input_len:,} tokens in, {report.output_len:,} out"
+    console.print(Text(f"{report.model} on {report.num_gpus:,} x {report.gpu}; {lengths}; {load}"))
+    limits = [
+        f"{what} {limit:g} ms"
+        for what, limit in (("first token", report.max_first_token_ms), ("time per token", report.max_per_token_ms))
+        if limit is not None
+    ]
+    console.print(Text(f"limits for {report.percentile:g} % of the requests: {', '.join(limits) or 'none'}; all times predicted"))
+    console.print(_table(report.plans))
+    best = report.plans[0]
+    console.print(Text("start each replica of the first by"))
+    console.print(Text(f"  {best.command or 'the same with a checkpoint in that format'}"), soft_wrap=True)
+    _print_reasons(report, console)
+    console.print(Text("where the times come from"))
+    for line in report.sources:
+        _print_point(line, console)
+
+
+def _print_reasons(report: PlanReport, console: Terminal) -> None:
+    reasons = [(_name(row), row.reason) for row in report.plans[1:]]
+    reasons += [(each.layout, each.reason) for each in report.refused]
+    if reasons:
+        console.print(Text("why the others lose"))
+    for name, reason in reasons:
+        _print_point(f"{name}: {reason}", console)
+
+
+def _print_point(text: str, console: Terminal) -> None:
+    """Print a line of a list, its continuation further in."""
+    for line in textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False):
+        console.print(Text(line))
+
+
+def _name(row: PlanRow) -> str:
+    cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype} cache"
+    weights = "" if row.weights == "model" else f", {row.weights} weights"
+    return f"tensor-parallel size {row.tensor_parallel_size}{cache}{weights}"
+
+
+def _table(rows: Sequence[PlanRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, width=_WIDTH, padding=(0, 1, 0, 0), pad_edge=False)
+    formats = any(row.weights != "model" for row in rows)
+    columns: dict[str, Callable[[PlanRow], str]] = {
+        "tp": lambda row: str(row.tensor_parallel_size),
+        "repl.": lambda row: f"{row.replicas:,}",
+        "cache": lambda row: row.kv_cache_dtype.removesuffix("_per_token_head"),
+        "weights": lambda row: row.weights,
+        "batch": lambda row: str(row.batch),
+        "tok/s/GPU": lambda row: f"{row.tokens_per_second_per_gpu:,.0f}",
+        "first ms": lambda row: f"{row.first_token_ms:,.1f}",
+        "ms/tok": lambda row: f"{row.per_token_ms:.2f}",
+        "GiB": lambda row: f"{row.memory_gib:.0f}",
+    }
+    kept = {name: show for name, show in columns.items() if formats or name != "weights"}
+    for name in kept:
+        table.add_column(name, justify="left" if name in ("cache", "weights") else "right")
+    for row in rows:
+        table.add_row(*(show(row) for show in kept.values()))
+    return table

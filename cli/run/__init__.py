@@ -1,0 +1,1 @@
+"""Commands that run a model: generate, chat, batch, serve, warm."""

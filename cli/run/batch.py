@@ -1,0 +1,172 @@
+"""`headway batch`: the requests of a file, answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.config_file import ConfigFile
+from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import AdapterModules, adapters_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.terminal import Terminal
+from headway.engine_args import EngineArgs, help_texts
+
+if TYPE_CHECKING:
+    from headway.async_llm import AsyncLLM
+    from headway.core.contract.adapters import LoRARequest
+    from headway.pooling.async_pooling import AsyncPooling
+    from headway.server.openai.batches.lines import LineAnswers
+    from headway.server.openai.batches.run import BatchRun
+
+BATCH = "Batch"
+JOURNAL = ".journal"
+"""End of the name of the file that collects answers until all of them are there."""
+_LONGEST_LINE = 2**28
+_INTERVAL = 0.5
+"""Seconds between two lines of progress."""
+
+
+@takes_engine_options(*(name for name in help_texts() if name != "model"))
+def batch(
+    engine: dict[str, Any],
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON lines as OpenAI's batches have them: custom_id, method, url and body.")
+    ] = None,
+    input_file: Annotated[
+        Path | None, typer.Option("--input-file", "-i", help="The same as FILE.", rich_help_panel=BATCH)
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output-file", "-o", help="Where the answers go. Default: FILE.results.jsonl", rich_help_panel=BATCH),
+    ] = None,
+    model: Annotated[str, typer.Option("--model", help=help_texts()["model"], rich_help_panel=BATCH)] = "smollm2",
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name by which lines call the model. Repeatable; default: MODEL.", rich_help_panel=BATCH),
+    ] = None,
+    lora_modules: AdapterModules = None,
+    config: ConfigFile = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Lines at a time. Default: twice what a step of the engine serves.", rich_help_panel=BATCH),
+    ] = None,
+) -> None:
+    """Answer the requests in FILE, and resume a run that was stopped.
+
+    Each request gets an answer or an error.
+    """
+    source = input_file or file
+    if source is None or (file is not None and input_file is not None):
+        raise ConfigError("headway batch", "one file of requests", "none" if source is None else "two: FILE and --input-file")
+    output = output_file or source.with_suffix(".results.jsonl")
+    name = _digest(source)
+    err = Terminal(stderr=True)
+    started = time.perf_counter()
+    adapters = adapters_of(lora_modules or (), engine["enable_lora"])
+    args = EngineArgs.of(model, **engine)
+    try:
+        from headway.server.openai.batches.journal import Journal
+        from headway.server.openai.batches.run import BatchRun
+    except ImportError as error:
+        raise ConfigError("headway batch", "its libraries", str(error), "pip install 'headway[serve]'") from error
+    with Journal(output.with_name(output.name + JOURNAL), name) as journal:
+        before = journal.num_answered + journal.num_failed
+        with err.status(f"loading {model}"):
+            llm = _load(args, adapters)
+        try:
+            answers, most = _answers(llm, tuple(served_model_name or ()) or (model,), adapters, concurrency)
+            run = BatchRun(source, journal, answers, most_bytes=_LONGEST_LINE)
+            asyncio.run(_run(run, most, _progress(err, run, before)))
+        finally:
+            llm.shutdown()
+        journal.write(output)
+        journal.path.unlink()
+        told = f"{journal.num_answered} answered, {journal.num_failed} failed"
+    again = f", {before} of them by an earlier run" if before else ""
+    err.print(f"{output}: {told}{again}, in {time.perf_counter() - started:.1f} s", highlight=False, markup=False, soft_wrap=True)
+    if journal.num_failed and not journal.num_answered:
+        raise typer.Exit(1)
+
+
+def _digest(source: Path) -> str:
+    """A name for a file's content.
+
+    :raises OSError: it cannot be read.
+    """
+    with source.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
+    """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
+    from headway.pooling.find import find_pooling_model
+
+    pooled = find_pooling_model(args)
+    if pooled is not None:
+        from headway.pooling.assembly import assemble_pooling
+        from headway.pooling.async_pooling import AsyncPooling
+        from headway.pooling.client import PoolingClient
+
+        return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
+    from headway.async_llm import AsyncLLM
+    from headway.hosting.adapters import add_adapter
+
+    llm = AsyncLLM.from_engine_args(args, own_process=sys.platform != "win32")
+    try:
+        for adapter in adapters:
+            add_adapter(llm.host, adapter)
+    except BaseException:
+        llm.shutdown()
+        raise
+    return llm
+
+
+def _answers(
+    llm: AsyncLLM | AsyncPooling, names: tuple[str, ...], adapters: Sequence[LoRARequest], concurrency: int | None
+) -> tuple[LineAnswers, int]:
+    """What answers lines, and how many at a time."""
+    from headway.async_llm import AsyncLLM
+    from headway.server.app import create_app
+    from headway.server.options import ServerOptions
+    from headway.server.pooling.app import create_pooling_app
+
+    most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
+    options = ServerOptions(
+        served_model_names=names,
+        lora_modules=adapters,
+        max_queue=2 * most,
+        max_body_bytes=_LONGEST_LINE,
+        max_stored_responses=0,
+    )
+    app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+    answers: LineAnswers = app.state.line_answers
+    return answers, most
+
+
+async def _run(run: BatchRun, concurrency: int, after_each: Callable[[], None]) -> None:
+    await run.answer_all(concurrency, after_each)
+
+
+def _progress(err: Terminal, run: BatchRun, before: int) -> Callable[[], None]:
+    """What tells from time to time how many lines are done. before: lines that an earlier run has answered."""
+    total, told_at = run.count(), time.monotonic()
+    if before:
+        err.print(f"{before} of {total} lines were answered by an earlier run", highlight=False, markup=False)
+
+    def tell() -> None:
+        nonlocal told_at
+        now = time.monotonic()
+        if err.is_terminal and now - told_at >= _INTERVAL:
+            told_at = now
+            done = run.journal.num_answered + run.journal.num_failed
+            err.print(f"{done} of {total} lines", end="\r", highlight=False, markup=False)
+
+    return tell

@@ -1,0 +1,201 @@
+"""`headway chat`: a conversation in the terminal, or through a pipe, one message per line."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+from headway.cli.engine_options import takes_engine_options
+from headway.cli.options import AdapterFolder, adapter_of
+from headway.cli.run.sampling_options import takes_sampling_options
+from headway.core.contract.errors import BackendError, HeadwayError, PromptError
+from headway.core.sampling.params import SamplingParams
+from headway.core.system.terminal import Terminal, for_standard_output
+from headway.engine_args import help_texts
+
+if TYPE_CHECKING:
+    from headway.core.contract.adapters import LoRARequest
+    from headway.llm import LLM
+    from headway.outputs import RequestOutput
+
+_MAX_TOKENS: Final = 1024
+_HELP: Final = """\
+/reset   forget the conversation
+/stats   what the engine has done: tokens a second, prompts found in the cache, backends
+/help    these lines
+/exit    leave, as does Ctrl-D
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next."""
+
+
+@takes_engine_options(*(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init")))
+@takes_sampling_options("n", "logprobs", max_tokens=_MAX_TOKENS)
+def chat(
+    sampling: dict[str, Any],
+    engine: dict[str, Any],
+    lora: AdapterFolder = None,
+    system: Annotated[str | None, typer.Option(help="A message of the system, before all others.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Show what the engine does while it answers.")] = False,
+) -> None:
+    """Talk to a model in the terminal, in its chat template.
+
+    Tokens are sampled as the model recommends, unless flags say otherwise.
+    """
+    SamplingParams(**sampling)  # what cannot work is refused before the model is loaded
+    adapter = adapter_of(lora, engine)
+    err = Terminal(stderr=True, highlight=False, soft_wrap=True)
+    with err.status(f"loading {engine['model']}"):
+        from headway.llm import LLM
+
+        llm = LLM(**engine)
+    if adapter is not None:
+        llm.add_lora(adapter)  # one that cannot be served is refused before anybody types
+    llm.chat_prompt("")  # a model without a template is refused before anybody types
+    params = replace(llm.get_default_sampling_params(), **sampling)
+    talk = ChatSession(llm, params, err, system, stats, adapter)
+    if sys.stdin.isatty():
+        err.print(f"{llm.model.name}: /help lists the commands, /exit or Ctrl-D leaves", style="dim")
+    for message in _messages():
+        if not talk.take(message):
+            break
+
+
+class ChatSession:
+    """A conversation: its messages, and the making and showing of answers."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        err: Console,
+        system: str | None,
+        stats: bool,
+        adapter: LoRARequest | None = None,
+    ) -> None:
+        """err: gets everything but answers. stats: show the live line. adapter: writes the answers."""
+        self._llm, self._params, self._err, self._shows_stats = llm, params, err, stats
+        self._adapter = adapter
+        self._start = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._start)
+        self._begun = llm.stats()
+
+    def take(self, message: str) -> bool:
+        """Answer a message, or obey a command; returns False to leave."""
+        command = message.strip()
+        if command in ("/exit", "/quit"):
+            return False
+        if command == "/reset":
+            self._messages = list(self._start)
+        elif command == "/stats":
+            self._print_stats()
+        elif command == "/help":
+            self._err.print(_HELP)
+        elif command.startswith("/"):
+            self._err.print(f"no such command: {command.split()[0]}; /help lists them")
+        elif command:
+            self._answer(message)
+        return True
+
+    def _answer(self, message: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": message}]
+        begun = self._llm.stats().totals
+        try:
+            with _noted_interrupts(self._llm) as interrupts:
+                text, output = self._stream(messages, interrupts)
+        except HeadwayError as error:  # of this message alone
+            hint = "; /reset forgets the conversation" if isinstance(error, PromptError) and self._messages else ""
+            self._err.print(f"headway: {error}{hint}", style="red")
+            return
+        self._messages = [*messages, {"role": "assistant", "content": text}]
+        reason = output.outputs[0].finish_reason
+        if reason in ("abort", "length"):
+            self._err.print("(stopped)" if reason == "abort" else "(cut off at max_tokens or the model's length)", style="dim")
+        if output.outputs[0].token_ids:
+            from headway.hosting.stats_report import answer_line
+
+            self._err.print(answer_line(output, self._llm.stats().totals - begun, "/stats"), style="dim")
+
+    def _stream(self, messages: list[dict[str, str]], interrupts: list[int]) -> tuple[str, RequestOutput]:
+        """Write an answer as it grows; return its text, and the output of its request.
+
+        :raises HeadwayError: the answer cannot be made.
+        """
+        from headway.cli.engine_view import LiveStats
+
+        text, last = "", None
+        try:
+            with LiveStats(self._llm.stats, self._shows_stats) as live:
+                prompt = self._llm.chat_prompt(messages)
+                for piece, last in self._llm.stream(prompt, self._params, lora_request=self._adapter):
+                    shown = piece if text else piece.lstrip()
+                    text += shown
+                    sys.stdout.write(for_standard_output(shown))
+                    sys.stdout.flush()
+                    live.refresh()
+                    if interrupts:  # one may have come before there was a request to end
+                        self._llm.abort(last.request_id)
+        finally:
+            if text or last is not None:
+                print(flush=True)
+        assert last is not None  # a stream yields at least once
+        (completion,) = last.outputs
+        if completion.error is not None:
+            raise BackendError(completion.error)
+        return text, last
+
+    def _print_stats(self) -> None:
+        from headway.hosting.stats_report import stats_page
+
+        for line in stats_page(self._llm.stats(), self._begun):
+            self._err.print(line)
+        self._err.print(f"attention  {self._llm.engine.selection}")
+
+
+def _messages() -> Iterator[str]:
+    """Yield the messages that are typed, with a prompt and a history of lines; or those of a pipe, one per line."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  # input() uses it from here on
+    lines: list[str] = []
+    while True:
+        try:
+            line = input("" if not sys.stdout.isatty() else "... " if lines else "> ")
+        except EOFError:
+            print(flush=True)
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+            lines = []
+            continue
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield "\n".join(lines)
+            lines = []
+
+
+@contextmanager
+def _noted_interrupts(llm: LLM) -> Iterator[list[int]]:
+    """End the request on Ctrl-C, after the step that is under way, and note the interrupt in the list.
+
+    Nothing is raised: an exception in the middle of a step would leave the engine half-way.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        interrupts.append(number)
+        Thread(target=llm.abort, daemon=True).start()  # which waits for the end of the step
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,114 @@
+"""`headway warm`: compile and keep every kernel that a model may need, before serving."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from headway.cli.engine_options import takes_engine_options
+from headway.core.contract.errors import ConfigError
+from headway.core.system.folders import kernel_folders
+from headway.core.system.terminal import Terminal
+from headway.engine_args import help_texts
+
+
+@takes_engine_options(
+    *(name for name in help_texts() if name not in ("seed", "skip_tokenizer_init", "num_threads")), load_format="dummy"
+)
+def warm(engine: dict[str, Any]) -> None:
+    """Compile every kernel that a model may need on this GPU.
+
+    Engines that start later are ready in seconds.
+
+    Give the options that the engine will be started with. The weights are random unless --load-format says otherwise, so that a
+    config.json is all it takes.
+    """
+    import torch
+
+    from headway.llm import LLM
+
+    if not torch.cuda.is_available():
+        hint = "headway build vllm_paged --arch sm_90 compiles CUDA C++ without one"
+        raise ConfigError("headway warm", "a GPU of the kind that will serve", "none that torch can use", hint)
+    model = engine.pop("model")
+    columns = SpinnerColumn(), TextColumn("{task.completed:.0f} kernels"), TimeElapsedColumn()
+    started: list[LLM] = []
+    with Progress(*columns, console=Terminal(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=None)
+        warmed = watch_start(
+            lambda: started.append(LLM(model, skip_tokenizer_init=True, **engine)),
+            lambda count: progress.update(task, completed=count),
+        )
+    show(warmed, model, Terminal())
+    Terminal().print(f"the start took {started[0].start_times}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """The kernels that an engine's start has compiled or loaded, and those that are kept for the next start."""
+
+    seconds: float
+    """Seconds from the call to an engine that is ready, random weights included."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Kernel -> variants that were compiled, or loaded from an earlier compilation."""
+    compiled: int = 0
+    """Variants that were not kept before, and are now."""
+    folders: dict[Path, int] = field(default_factory=dict)
+    """Folder of kernels -> bytes of its files."""
+
+
+def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambda count: None) -> WarmStart:
+    """Start an engine and count the kernels that are compiled or loaded.
+
+    start: makes the engine. tell: called with the number of kernels so far.
+    """
+    from headway.core.engine.execution.compilation import CompilationWatch
+
+    with suppress(ImportError):
+        import headway.backends.triton  # noqa: F401 -- the watch looks for Triton where it is loaded
+    folders = kernel_folders()
+    before, kernels = _cubins(folders), Counter[str]()
+
+    def note(name: str) -> None:
+        kernels[name.split(" of ")[0]] += 1
+        tell(kernels.total())
+
+    watch = CompilationWatch(note)
+    began = time.perf_counter()
+    start()
+    seconds = time.perf_counter() - began
+    del watch
+    return WarmStart(seconds, kernels, len(_cubins(folders) - before), {folder: _bytes(folder) for folder in folders})
+
+
+def show(warmed: WarmStart, model: str, console: Console) -> None:
+    """Print the kernels as a table, and the folders that hold them."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("kernel", style="bold")
+    table.add_column("variants", justify="right")
+    for name, count in sorted(warmed.kernels.items()):
+        table.add_row(name, str(count))
+    console.print(table)
+    total = warmed.kernels.total()
+    counted = f"{total} kernels, {warmed.compiled} of them compiled, {total - warmed.compiled} found"
+    console.print(f"{model}: ready in {warmed.seconds:.1f} s; {counted}", highlight=False, soft_wrap=True)
+    for folder, size in warmed.folders.items():
+        console.print(f"{size / 2**20:.1f} MiB in {folder}", highlight=False, soft_wrap=True)
+
+
+def _cubins(folders: Iterable[Path]) -> set[Path]:
+    return {path for folder in folders for path in folder.rglob("*.cubin")}
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,166 @@
+"""The pool: the paged caches of all layers, sized from memory."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache, zeros
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.data.groups import CacheGroup, PageFormat
+
+GIB = 1024**3
+SMALLEST_CHUNK = 128
+"""Tokens to which a prompt's chunk is cut where the windowed groups have no room for all of it."""
+_LARGEST_SHARE = 0.4
+"""Largest share of the host's free memory that a CPU's cache takes by default."""
+_DEFAULT_BYTES = 1 * GIB
+"""Bytes that a CPU's cache takes by default, unless one sequence needs more: other programs need the memory too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The number and format of the pool's pages."""
+
+    num_pages: int
+    """All pages, those that are never handed out included."""
+    page_format: PageFormat
+    smallest_chunk: int
+    """Tokens to which a step of a prompt must be cut where the windowed groups have no room for more of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all caches."""
+        return self.num_pages * self.page_format.page_bytes
+
+    def num_sequences(self, length: int) -> int:
+        """Sequences of `length` tokens that the pool holds at once, when all pages behind their windows are given back."""
+        return (self.num_pages - self.page_format.reserved) // self.page_format.pages_for(length, 1)
+
+    def num_tokens(self, length: int) -> int:
+        """Tokens that the pool holds in sequences of this length."""
+        return (self.num_pages - self.page_format.reserved) * length // self.page_format.pages_for(length, 1)
+
+
+def pool_size(page_format: PageFormat, max_model_len: int, max_num_seqs: int, chunk: int, memory: int | None) -> PoolSize:
+    """Size a pool: the pages that fit in `memory` bytes (None: a share of the host's free memory), if sequences can fill them.
+
+    chunk: tokens to which a step may be cut where memory is short.
+
+    :raises ConfigError: not even one sequence of max_model_len fits.
+    """
+    page_bytes, reserved = page_format.page_bytes, page_format.reserved
+    one = page_format.pages_for(max_model_len, chunk)
+    most = page_format.pages_for(max_model_len, max_model_len) * max_num_seqs
+    budget = _default_memory((one + reserved) * page_bytes) if memory is None else memory
+    fits = budget // page_bytes - reserved if page_bytes else most
+    if fits < one:
+        longest = longest_that_fits(page_format, chunk, budget, max_model_len)
+        raise ConfigError(
+            "kv_cache_memory",
+            f"{size_text((one + reserved) * page_bytes, math.ceil)} for one sequence of max_model_len={max_model_len}",
+            f"{size_text(budget)}, room for {longest} tokens",
+            f"raise kv_cache_memory or set max_model_len to at most {longest}" if longest else "raise kv_cache_memory",
+        )
+    return PoolSize(min(fits, most) + reserved, page_format, chunk)
+
+
+def longest_that_fits(page_format: PageFormat, chunk: int, memory: int | None, at_most: int) -> int:
+    """Length of the longest sequence, up to `at_most` tokens, that the pool has room for: the default of max_model_len."""
+    reserved = page_format.reserved
+    if not page_format.page_bytes:
+        return at_most
+    wanted = (page_format.pages_for(at_most, chunk) + reserved) * page_format.page_bytes
+    budget = _default_memory(wanted) if memory is None else memory
+    pages = budget // page_format.page_bytes - reserved
+    return bisect_right(range(1, at_most + 1), pages, key=lambda length: page_format.pages_for(length, chunk))
+
+
+def allocate(specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], size: PoolSize) -> list[LayerCache]:
+    """Allocate one cache for each layer. The layers of a group have the same blocks, so one block table serves them."""
+    shared = size.page_format
+    if not shared.column_bytes:
+        return allocate_layers(specs, layouts, size.num_pages, shared.block_size)
+    memory = {
+        name: zeros((shared.columns, size.num_pages * width), torch.uint8, specs[0].device)
+        for name, width in shared.column_bytes.items()
+    }
+    caches: dict[int, LayerCache] = {}
+    for group in shared.groups:
+        for number, layer in enumerate(group.layers):
+            place, column = divmod(number, shared.columns)
+            caches[layer] = _view(
+                specs[layer], layouts[layer], {name: each[column] for name, each in memory.items()}, group, place, size
+            )
+    return [caches[layer] for layer in range(len(specs))]
+
+
+def allocate_layers(
+    specs: Sequence[AttentionSpec], layouts: Sequence[CacheLayout], num_blocks: int, block_size: int
+) -> list[LayerCache]:
+    """Allocate one cache for each layer, each with `num_blocks` blocks. Tensors of equal shape share one piece of memory."""
+    geometries = [CacheGeometry.of(spec, num_blocks, block_size) for spec in specs]
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, str]]] = {}
+    for layer, (layout, geometry) in enumerate(zip(layouts, geometries, strict=True)):
+        for name in layout.tensors:
+            dtype = layout.dtype_of(name, geometry.dtype)
+            kinds.setdefault((layout.shape(name, geometry), dtype), []).append((layer, name))
+    tensors: list[dict[str, Tensor]] = [{} for _ in specs]
+    for (shape, dtype), places in kinds.items():
+        for (layer, name), tensor in zip(places, zeros((len(places), *shape), dtype, specs[0].device), strict=True):
+            tensors[layer][name] = tensor
+    return [
+        LayerCache(tensors[layer], layouts[layer], geometry, specs[layer].k_scale, specs[layer].v_scale)
+        for layer, geometry in enumerate(geometries)
+    ]
+
+
+def page_memory(caches: Sequence[LayerCache], size: PoolSize) -> list[Tensor]:
+    """The memory of the pool as views uint8 [count, num_pages, bytes]: a page's content is its row in each of them.
+
+    caches: as `allocate` made them, each block of which must be one piece of memory.
+    """
+    views: dict[int, Tensor] = {}
+    for cache in caches:
+        assert cache.layout.contiguous_blocks, "blocks in pieces"
+        for name, tensor in cache.tensors.items():
+            storage = tensor.untyped_storage()
+            width = size.page_format.column_bytes.get(name) or tensor.nbytes // size.num_pages
+            if storage.data_ptr() not in views:
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                views[storage.data_ptr()] = flat.view(-1, size.num_pages, width)
+    return list(views.values())
+
+
+def _view(
+    spec: AttentionSpec, layout: CacheLayout, memory: dict[str, Tensor], group: CacheGroup, place: int, size: PoolSize
+) -> LayerCache:
+    """The cache of the layer that is the `place`-th of its group in a column: the column's memory, from its first cell on."""
+    block_size = size.page_format.block_size
+    num_blocks = (size.num_pages - 1) * group.page_stride + (group.blocks_per_page - 1) * group.block_stride + 1
+    geometry = CacheGeometry.of(spec, num_blocks, block_size)
+    tensors = {}
+    for name, flat in memory.items():
+        cells = flat.view(layout.dtype_of(name, geometry.dtype)).view(-1, *layout.shape(name, geometry)[1:])
+        tensors[name] = cells[place : place + num_blocks]
+    return LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
+
+
+def _default_memory(one_sequence: int) -> int:
+    most = int(psutil.virtual_memory().available * _LARGEST_SHARE)
+    return min(most, max(_DEFAULT_BYTES, one_sequence))
+
+
+def size_text(num_bytes: int, rounded: Callable[[float], int] = math.floor) -> str:
+    """Bytes in a readable unit; a need is rounded up, so that asking for what is printed is enough."""
+    unit, name = next(
+        (unit, name) for unit, name in ((GIB, "GiB"), (1024**2, "MiB"), (1024, "KiB"), (1, "B")) if num_bytes >= unit / 10
+    )
+    return f"{rounded(num_bytes / unit * 100) / 100:.2f} {name}"

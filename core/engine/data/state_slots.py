@@ -1,0 +1,137 @@
+"""Slots of the pool of states: those of the rows, in which sequences run, and after them those of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import zeros
+from headway.core.contract.model import StateLayer
+from headway.core.contract.state import StateCache, StateLayout
+from headway.core.engine.data.pool import size_text
+
+_CHECKPOINT_SHARE = 5
+"""Checkpoints take at most one part in this many of the cache's memory: a hit spares more tokens by pages than by many states."""
+_CHECKPOINTS_PER_ROW = 4
+"""Checkpoints for each row: more are seldom found again before they are the oldest."""
+_DEFAULT_BYTES = 256 * 2**20
+"""Bytes that checkpoints on a CPU take at most, where the cache has no size of its own."""
+
+
+class Checkpoint(NamedTuple):
+    """A state that a step is to leave beside the sequence's own."""
+
+    num_tokens: int
+    """New tokens of the step after which the state is kept."""
+    slot: int
+    digest: bytes
+    """Name of the start of the sequence up to there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """How many slots there are, and whose each is."""
+
+    num_rows: int
+    per_row: int
+    """Slots of a row: one, and one more for each draft that a step may verify."""
+    num_checkpoints: int
+    bytes_per_slot: int
+    """Bytes of a slot over all layers."""
+
+    @property
+    def first_checkpoint(self) -> int:
+        """The first slot of a checkpoint."""
+        return self.num_rows * self.per_row
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self.first_checkpoint + self.num_checkpoints
+
+    def of_row(self, row: int) -> range:
+        """The slots of a row."""
+        return range(row * self.per_row, (row + 1) * self.per_row)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.bytes_per_slot
+
+
+def plan_slots(
+    layers: Sequence[StateLayer],
+    layout: StateLayout,
+    max_num_seqs: int,
+    per_row: int,
+    memory: int | None,
+    checkpoints: bool,
+    pages: bool = True,
+) -> StateSlots | None:
+    """Plan the slots of a model's layers with a state; None: there are no such layers.
+
+    memory: bytes that states and pages share; None: what a CPU has to spare. checkpoints: whether there is a prefix cache.
+    pages: False if no layer has keys and values, so that states may take all of the memory.
+
+    :raises ConfigError: the states of max_num_seqs sequences leave less than half of the memory to pages, or do not fit.
+    """
+    if not layers:
+        return None
+    size = sum(layout.bytes_per_slot(layer.spec) for layer in layers)
+    rows = max_num_seqs * per_row * size
+    parts = 2 if pages else 1
+    if memory is not None and parts * rows > memory:
+        fits = memory // (parts * per_row * size)
+        raise ConfigError(
+            "max_num_seqs",
+            f"states of {size_text(per_row * size)} a sequence in {'at most half of ' if pages else ''}the cache's memory",
+            f"{max_num_seqs} sequences, {size_text(rows)} of {size_text(memory)}",
+            f"set max_num_seqs to at most {fits}" if fits else "raise kv_cache_memory",
+        )
+    share = _DEFAULT_BYTES if memory is None else memory // _CHECKPOINT_SHARE if pages else memory - rows
+    count = min(_CHECKPOINTS_PER_ROW * max_num_seqs, share // size) if checkpoints else 0
+    return StateSlots(max_num_seqs, per_row, count, size)
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """The states of all layers. Tensors of equal shape share one piece of memory, so that a copy of slots is few launches."""
+
+    caches: Sequence[StateCache]
+    """One for each layer."""
+    stacks: Sequence[Tensor]
+    """[layers, num_slots, ...]: each piece of memory."""
+    slots: StateSlots
+
+    @classmethod
+    def allocate(cls, layers: Sequence[StateLayer], layout: StateLayout, slots: StateSlots) -> StateMemory:
+        """Allocate zeroed states of every layer."""
+        kinds: dict[object, list[tuple[int, str]]] = {}
+        for number, layer in enumerate(layers):
+            for name, kind in layout.shapes(layer.spec, slots.num_slots).items():
+                kinds.setdefault(kind, []).append((number, name))
+        tensors: list[dict[str, Tensor]] = [{} for _ in layers]
+        stacks = []
+        for places in kinds.values():
+            number, name = places[0]
+            shape, dtype = layout.shapes(layers[number].spec, slots.num_slots)[name]
+            stack = zeros((len(places), *shape), dtype, layers[number].spec.device)
+            stacks.append(stack)
+            for (owner, tensor), memory in zip(places, stack, strict=True):
+                tensors[owner][tensor] = memory
+        caches = [StateCache(own, layout, layer.spec) for own, layer in zip(tensors, layers, strict=True)]
+        return cls(caches, stacks, slots)
+
+    def views(self) -> list[Tensor]:
+        """The memory as views uint8 [layers, num_slots, bytes]: a slot's content is its row in each, as in `page_memory`."""
+        return [stack.view(len(stack), self.slots.num_slots, -1).view(torch.uint8) for stack in self.stacks]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots of all layers; all are read before any is written. sources, targets: int64 [count]."""
+        for stack in self.stacks:
+            stack.index_copy_(1, targets, stack.index_select(1, sources))

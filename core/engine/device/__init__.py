@@ -1,1 +1,0 @@
-"""What runs on the device: model runner, sampler, memory, warm-up."""

@@ -1,0 +1,1 @@
+"""Execution of one step on one device: metadata, CUDA graphs, model runner, sampling, memory."""

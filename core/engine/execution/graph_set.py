@@ -1,0 +1,331 @@
+"""The CUDA graphs of an engine: which decodes, prompts and verifications are captured, and which graph runs a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from headway.core.contract.backend import Backends, GraphLevel
+from headway.core.contract.metadata import Phase
+from headway.core.contract.ranks import Ranks
+from headway.core.engine.data.step import StepInput
+from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph, name_of
+from headway.core.engine.execution.cuda_graph import GraphRecorder
+from headway.core.engine.execution.piecewise import MAX_TOKENS
+from headway.core.engine.execution.static_inputs import (
+    PADDING_CONTEXT,
+    DecodeInputs,
+    ModelStep,
+    PrefillInputs,
+    VerifyInputs,
+    decode_shapes,
+    prefill_shapes,
+    verify_shapes,
+)
+from headway.core.select.costs import Shape
+from headway.core.select.selector import Selector
+from headway.core.speculation.step_times import MAX_VERIFIED, WIDTHS
+
+log = logging.getLogger("headway")
+
+Graph = TypeVar("Graph", bound=CapturedStep)
+Arguments = ParamSpec("Arguments")
+
+_USUAL_LENGTH = 1024
+"""Tokens of a sequence for which the backend of a verification's graph is chosen."""
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes worth a graph: 1, 2, 4, 8, then steps of 8 to 256, of 32 to 1,024 and of 128 from there to max_num_seqs."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, 1025, 32), *range(1152, max_num_seqs + 1, 128)]
+    return sorted({*(size for size in sizes if size <= max_num_seqs), max_num_seqs})
+
+
+def as_run(shape: Shape, device_type: str) -> Shape:
+    """The shape, captured where an engine with the usual options replays a graph of it though tables hold the times of launches:
+    on a GPU one prompt alone that is not long."""
+    alone = shape.phase is Phase.PREFILL and shape.batch == 1 and shape.query_len <= MAX_TOKENS
+    return replace(shape, captured=alone and device_type == "cuda")
+
+
+class GraphSet:
+    """All captured steps of an engine."""
+
+    def __init__(self, step: ModelStep, selector: Selector) -> None:
+        self._decodes, self._prefills, self._verifications = DecodeGraphs(step), PrefillGraphs(step), VerifyGraphs(step)
+        self._selector, self._states = selector, step.attention.states
+
+    def capture(
+        self, batch_sizes: Sequence[int], prompt_lengths: Sequence[int], max_decode_len: int, recorder: GraphRecorder
+    ) -> None:
+        """Record decodes of these many sequences, prompts of these many tokens, and verifications where a decode may have
+        max_decode_len > 1 query tokens. Decodes come first, for their logits are the largest."""
+        selector = self._selector
+
+        def candidates(size: int) -> list[Backends]:
+            return [selector.instances_of(name) for name in selector.decode_candidates(size)]
+
+        def fastest_prefill(length: int) -> Backends:
+            return selector.backends_of(Shape(Phase.PREFILL, 1, length, length, captured=True))
+
+        refused = "" if self._states is None else self._states.not_captured(GraphLevel.DECODE)
+        if refused:
+            log.warning("CUDA graphs: state backend %s cannot be captured: steps are launched in pieces", refused)
+            return
+        self._decodes.capture(batch_sizes, candidates, recorder)
+        if self._states is None:  # scans of prompts depend on their lengths
+            self._prefills.capture(prompt_lengths, fastest_prefill, recorder)
+        self._verifications.capture(max_decode_len, selector, recorder)
+
+    def for_step(self, step: StepInput, prompt_logprobs: bool) -> tuple[CapturedStep | None, str]:
+        """The graph that runs a step, captured for its size and for the backend that is fastest at its lengths; or None and the
+        reason, in words that steps of the same kind share. prompt_logprobs: the step computes log-probabilities of a prompt."""
+        if step.verifies or step.num_draft_tokens.any():
+            return self._verifications.for_step(step)
+        if prompt_logprobs:
+            return None, "prompt_logprobs"
+        prefill = self._prefills.for_step(step)
+        if prefill is not None:
+            return prefill, ""
+        kv_len = int(step.context_lens.sum()) // step.num_seqs + 1
+        return self._decodes.for_step(step, lambda size: self._selector.backends_for(Phase.DECODE, size, 1, kv_len))
+
+
+class DecodeGraphs:
+    """Graphs of one decode step each, by batch size; a step takes the smallest that holds it, and the rest is padding.
+
+    A graph is captured at the longest context, where a backend fixes its grid, and the lengths that it reads on the device decide
+    what is computed.
+    """
+
+    def __init__(self, step: ModelStep) -> None:
+        self._step = step
+        self._graphs: dict[tuple[int, str], DecodeGraph] = {}
+        self._size_of: list[int] = []
+        """The captured batch size for each number of sequences."""
+        self._warned = False
+
+    def capture(self, sizes: Sequence[int], candidates: Callable[[int], Sequence[Backends]], recorder: GraphRecorder) -> None:
+        """Capture the largest first, so that the others find their memory in its pool; log what it took.
+
+        candidates: for a batch size, the backends worth a graph. Where one cannot run in a graph, or memory does not suffice,
+        steps run as single launches, which the log says once.
+        """
+        device, most = self._step.newest.device, self._step.padding_row
+        wanted = {size: candidates(size) for size in sorted(sizes, reverse=True) if size <= most}
+        inputs = self._inputs(max(wanted))
+        started, before = time.perf_counter(), _used(device)
+        refused: set[str] = set()
+        too_large: list[int] = []
+        for size, choices in wanted.items():
+            for backends in choices:
+                name = name_of(backends)
+                if name in refused:
+                    continue
+                if not all(backend.captures() for backend in backends.values()):
+                    refused.add(name)
+                    self._explain(backends)
+                    continue
+                graph = _captured(recorder, self._step.ranks, DecodeGraph, self._step, inputs, size, backends)
+                if graph is None:
+                    too_large.append(size)
+                else:
+                    self._graphs[size, name] = graph
+        if too_large:
+            listed = ", ".join(map(str, too_large))
+            log.warning("CUDA graphs: no memory for batches of %s: those are launched kernel by kernel", listed)
+        captured = sorted({size for size, _ in self._graphs})
+        for size in captured:
+            self._size_of += [size] * (size + 1 - len(self._size_of))
+        if captured:
+            log.info(
+                "CUDA graphs: %d of decode captured, %d batch sizes up to %d, in %.1f s and %.0f MB: %s",
+                len(self._graphs),
+                len(captured),
+                captured[-1],
+                time.perf_counter() - started,
+                (_used(device) - before) / 2**20,
+                ", ".join(sorted({name for _, name in self._graphs})),
+            )
+
+    def _inputs(self, largest: int) -> DecodeInputs:
+        return DecodeInputs(self._step, [decode_shapes(self._step, largest)])
+
+    def _explain(self, backends: Backends) -> None:
+        """Say why a backend has no graphs, and what a step costs without: the host's time to launch one, measured."""
+        backend, refusal = next((each, found) for each in backends.values() if not (found := each.captures()))
+        graph = DecodeGraph(self._step, self._inputs(1), 1, backends)
+        started = time.perf_counter()
+        graph.run()
+        log.warning(
+            "CUDA graphs: %s cannot be captured (%s); launching a decode step kernel by kernel takes the host %.1f ms",
+            backend.name,
+            refusal.brief,
+            1e3 * (time.perf_counter() - started),
+        )
+
+    def for_step(self, step: StepInput, backends: Callable[[int], Backends]) -> tuple[DecodeGraph | None, str]:
+        """The graph that runs a step, or None and the reason. backends: for a captured batch size, those that are fastest at the
+        step's lengths."""
+        if not step.goes_on:
+            decodes = (step.query_lens == 1) & (step.context_lens > 0)
+            return None, "a token that the device does not hold" if decodes.all() else "a prompt in the step"
+        if step.num_seqs >= len(self._size_of):
+            largest = max(len(self._size_of) - 1, 0)
+            if largest and not self._warned:
+                self._warned = True
+                log.warning(
+                    "CUDA graphs: a decode step of %d sequences is launched kernel by kernel, for the largest captured batch is "
+                    "%d; a larger number in cudagraph_capture_sizes captures more",
+                    step.num_seqs,
+                    largest,
+                )
+            return None, f"more than {largest} sequences" if largest else "no graph was captured"
+        size = self._size_of[step.num_seqs]
+        fastest = backends(size)
+        graph = self._graphs.get((size, name_of(fastest)))
+        return graph, "" if graph is not None else f"no graph of {name_of(fastest)} for {size} sequences"
+
+
+class PrefillGraphs:
+    """Graphs of one prompt each, by captured length; a prompt takes the smallest that holds it.
+
+    A length is captured with the backend that is fastest there. A prompt takes that graph whichever backend is fastest at its own
+    length or serves at present: a replay spares more than backends that are about as fast differ by.
+    """
+
+    def __init__(self, step: ModelStep) -> None:
+        self._step = step
+        self._sizes: list[int] = []
+        self._graphs: dict[int, PrefillGraph] = {}
+
+    def capture(self, sizes: Sequence[int], backends: Callable[[int], Backends], recorder: GraphRecorder) -> None:
+        """Record prompts of these lengths, the longest first. backends: the fastest for a length; others take no part."""
+        started, refused, step = time.perf_counter(), set[str](), self._step
+        self._sizes = sorted(size for size in set(sizes) if size <= step.max_model_len)
+        if self._sizes:
+            inputs = PrefillInputs(step, [prefill_shapes(step, self._sizes[-1])])
+            positions = torch.arange(self._sizes[-1], device=step.newest.device)
+        for size in reversed(self._sizes):
+            fastest = backends(size)
+            name = name_of(fastest)
+            if name in refused:
+                continue
+            # Deterministic mode wants a prompt's bits alone and in a batch to be the same, and no batch computes its padding.
+            if not all(backend.captures(size) and not spec.batch_invariant for spec, backend in fastest.items()):
+                refused.add(name)
+                continue
+            graph = _captured(recorder, step.ranks, PrefillGraph, step, inputs, size, fastest, positions)
+            if graph is None:
+                log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
+            else:
+                self._graphs[size] = graph
+        log.info("CUDA graphs: %d of one prompt captured, in %.1f s", len(self._graphs), time.perf_counter() - started)
+
+    def for_step(self, step: StepInput) -> PrefillGraph | None:
+        """The graph that runs a step; None where it is not one whole prompt, or a longer one than was captured."""
+        if step.num_seqs != 1 or step.context_lens[0] != 0 or not step.samples[0]:
+            return None
+        size = next((size for size in self._sizes if size >= step.num_tokens), 0)
+        return self._graphs.get(size)
+
+
+class VerifyGraphs:
+    """Graphs of verification by width and number of sequences; a step takes the narrowest and smallest that holds it.
+
+    They have at most MAX_VERIFIED tokens: in larger steps the model's products take longer with every token, and drafts gain
+    least.
+    """
+
+    def __init__(self, step: ModelStep) -> None:
+        self._step = step
+        self._graphs: dict[tuple[int, int], VerifyGraph] = {}
+        self._refused = ""
+
+    def capture(self, max_decode_len: int, selector: Selector, recorder: GraphRecorder) -> None:
+        """Record each width up to max_decode_len at the powers of two of sequences, the largest first.
+
+        The backend is the one that is fastest for a number of sequences and a width, if it can run so in a graph.
+        """
+        started, step = time.perf_counter(), self._step
+        longest, states = step.max_model_len - PADDING_CONTEXT, step.attention.states
+        widths = [WIDTHS[0], *(wider for width, wider in pairwise(WIDTHS) if width < max_decode_len)]
+        if states is not None:  # whose backends claim to verify so many tokens and no more
+            widths = list(dict.fromkeys(min(width, max_decode_len) for width in widths))
+        sizes = [2**n for n in range(MAX_VERIFIED.bit_length()) if 2**n < 2 * step.padding_row]
+        wanted = [(size, width) for width in widths for size in sizes if size * width <= MAX_VERIFIED and width <= longest]
+        if not wanted or max_decode_len < 2:
+            return
+        refused = "" if states is None else states.not_captured(GraphLevel.UNIFORM)
+        if refused:
+            self._refused = f"state backend {refused}"
+            log.warning("CUDA graphs: %s cannot verify drafts in a graph: such steps are launched in pieces", self._refused)
+            return
+        inputs = VerifyInputs(step, [verify_shapes(step, size, width) for size, width in wanted])
+        tokens = max(size * width for size, width in wanted)
+        assert step.logits is not None, "decode is captured first"
+        logits = step.logits if len(step.logits) >= tokens else step.logits.new_empty(tokens, step.logits.shape[1])
+        for size, width in sorted(wanted, key=lambda each: -each[0] * each[1]):
+            kv_len = min(_USUAL_LENGTH, step.max_model_len)
+            fastest = selector.backends_of(Shape(Phase.DECODE, size, width, kv_len, captured=True))
+            refusal = next((found for backend in fastest.values() if not (found := backend.captures(width))), None)
+            if refusal is not None:
+                if not self._refused:
+                    log.warning("CUDA graphs: verification with %s is launched in pieces: %s", name_of(fastest), refusal.brief)
+                self._refused = name_of(fastest)
+                continue
+            graph = _captured(recorder, step.ranks, VerifyGraph, step, inputs, size, width, fastest, logits)
+            if graph is None:
+                log.warning("CUDA graphs: no memory for verification by %d sequences of %d tokens", size, width)
+            else:
+                self._graphs[width, size] = graph
+        took = time.perf_counter() - started
+        log.info("CUDA graphs: %d of verification captured, of up to %d tokens, in %.1f s", len(self._graphs), MAX_VERIFIED, took)
+
+    def for_step(self, step: StepInput) -> tuple[VerifyGraph | None, str]:
+        """The graph that runs a step with drafts, or None and the reason."""
+        if not self._graphs:
+            refused = f": {self._refused} cannot be captured" if self._refused else ""
+            return None, f"drafts to verify{refused}"
+        if not step.verifies:
+            return None, "drafts beside a prompt"
+        longest = int(step.query_lens.max())
+        fitting = [key for key in self._graphs if key[0] >= longest and key[1] >= step.num_seqs]
+        if not fitting:
+            return None, "drafts of more tokens than were captured"
+        width, size = min(fitting)
+        if int((step.context_lens + step.query_lens).min()) <= width:
+            return None, "drafts beside a sequence shorter than the graph"
+        return self._graphs[width, size], ""
+
+
+def _captured(
+    recorder: GraphRecorder,
+    ranks: Ranks,
+    kind: Callable[Arguments, Graph],
+    *arguments: Arguments.args,
+    **options: Arguments.kwargs,
+) -> Graph | None:
+    """A step that has been made and captured; None where memory does not suffice."""
+    try:
+        graph = kind(*arguments, **options)
+        graph.capture(recorder)
+    except torch.OutOfMemoryError:
+        if ranks.size > 1:  # the others have the graph, and wait in it for this one
+            raise
+        torch.cuda.empty_cache()
+        return None
+    return graph
+
+
+def _used(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

@@ -1,0 +1,239 @@
+"""Rows whose next logits depend on tokens that the host must have seen: grammars and logits processors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError, PluginError, made_by
+from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.engine.data.step import Sampled, StartedRow
+from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
+from headway.core.sampling.grammar import Grammar, GrammarCompiler
+from headway.core.sampling.grammar_queue import GrammarQueue
+from headway.core.sampling.grammar_text import GrammarError
+from headway.core.sampling.params import LogitsProcessor, SamplingParams
+
+
+class Waitable(Protocol):
+    """A launched step."""
+
+    def wait(self) -> Sampled:
+        """Wait for the tokens of the step."""
+
+
+@dataclass
+class HostRow:
+    """The part of a completion that the host has seen."""
+
+    prompt: list[int]
+    params: SamplingParams
+    output: list[int] = field(default_factory=list)
+    grammar: Grammar | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    """Functions of (prompt_token_ids, token_ids, logits)."""
+    batched: bool = False
+    """Whether the engine's processors change its logits too."""
+    error: str | None = None
+    """Why the completion cannot go on."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take in tokens that have come."""
+        self.output += tokens
+        try:
+            for token in tokens:
+                if self.grammar is not None and self.error is None:
+                    self.grammar.accept(token)
+        except GrammarError as error:
+            self.error = str(error)
+
+
+class HostRows:
+    """Compiles what requests need, follows their completions, and changes logits when a step's model is already under way."""
+
+    def __init__(
+        self,
+        grammars: GrammarCompiler | None,
+        processors: Mapping[str, LogitsProcessorInfo],
+        batch: ProcessorBatch | None = None,
+    ) -> None:
+        """grammars: None where no form can be compiled, for want of a tokenizer. processors: those that requests may name.
+
+        batch: of the engine's own processors; None: there are none.
+        """
+        self._grammars, self._infos, self._batch = grammars, processors, batch
+        self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
+        self._queue: GrammarQueue | None = None
+        self._rows: dict[int, HostRow] = {}
+        self._unread: list[tuple[Waitable, list[tuple[int, HostRow]]]] = []
+        """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """Begin what a request needs before its first step; None: nothing.
+
+        The future fails with a GrammarError. Cancelled, it ends what it has begun.
+
+        :raises ConfigError: a logits processor that is not registered, or forms cannot be compiled here.
+        """
+        for each in params.logits_processors or ():
+            if isinstance(each, str) and each not in (ENGINE_PROCESSORS, *self._makers):
+                self._makers[each] = self._load(each)
+        form = params.structured_outputs
+        if form is None:
+            return None
+        if self._grammars is None:
+            raise ConfigError("structured_outputs", "a model with a tokenizer", "none")
+        self._grammars.check()
+        if self._queue is None:
+            self._queue = GrammarQueue(self._grammars)
+        return self._queue.add(form)
+
+    def _load(self, name: str) -> Callable[[Mapping[str, Any]], Callable[..., Any]]:
+        if name not in self._infos:
+            known = ", ".join(self._infos) or "none"
+            raise ConfigError("logits_processors", f"a function, or a name that a plugin registered ({known})", repr(name))
+        return made_by(f"logits_processors: the maker of {name!r}", self._infos[name].load, "__call__")
+
+    def start(self, started: StartedRow, wanted: bool) -> None:
+        """A sequence begins in a row. wanted: it has a grammar or logits processors."""
+        self._rows.pop(started.row, None)
+        if not wanted:
+            return
+        params = started.params
+        row = self._rows[started.row] = HostRow(list(started.token_ids[: started.num_prompt_tokens]), params)
+        try:
+            if params.structured_outputs is not None:
+                assert self._queue is not None, "prepare() has refused it"
+                row.grammar = self._queue.grammar(params.structured_outputs)
+            for each in params.logits_processors or ():
+                if each == ENGINE_PROCESSORS:
+                    row.batched = True
+                    continue
+                function = self._made(each, params) if isinstance(each, str) else each
+                row.processors.append(_with_prompt(function))
+        except (Exception, SystemExit) as error:  # a function's signature may be a property that raises what it likes
+            row.error = str(error) if isinstance(error, (GrammarError, PluginError)) else _named(error)
+        row.take(started.token_ids[started.num_prompt_tokens :])
+
+    def _made(self, name: str, params: SamplingParams) -> Callable[..., Any]:
+        """Make the processor of one completion; raises as `made_by`."""
+        return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
+
+    def refuse(self, started: StartedRow, why: str) -> None:
+        """A sequence begins in a row, and is to end with its first token, for this reason."""
+        self._rows[started.row] = HostRow(list(started.token_ids), started.params, error=why)
+
+    def launched(self, step: Waitable, rows: NDArray[numpy.int32]) -> None:
+        """A step was launched that samples in these rows, in its own order."""
+        if self._rows:
+            members = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
+            if members:
+                self._unread.append((step, members))
+
+    def catch_up(self) -> None:
+        """Take the tokens of all steps that were launched; waits for the device."""
+        while self._unread:
+            step, members = self._unread[0]
+            try:
+                tokens = step.wait().token_lists()
+            except Exception:  # the engine ends the step's sequences; an interrupt loses nothing
+                self._unread.pop(0)
+                raise
+            self._unread.pop(0)
+            for index, row in members:
+                if all(token >= 0 for token in tokens[index]):
+                    row.take(tokens[index])
+
+    def masks(
+        self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]]
+    ) -> tuple[list[int], NDArray[numpy.int32] | None]:
+        """Indices of the rows of logits that a grammar masks, and the masks (see `GrammarCompiler.masks`).
+
+        rows: the executor's row of each. lens: the tokens before its token. drafts: by executor's row, the guesses that a step
+        verifies, for whose logits a row stands here more than once.
+        """
+        which, grammars = [], []
+        for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            own = self._rows[row]
+            if own.grammar is None or own.error is not None:
+                continue
+            guessed = length - own.length
+            grammar = own.grammar.ahead(drafts[row][:guessed]) if guessed else own.grammar
+            if grammar is not None:  # else the draft before will be refused, and this token is not read
+                which.append(number)
+                grammars.append(grammar)
+        if not which:
+            return [], None
+        assert self._grammars is not None
+        endless = [place for place, number in enumerate(which) if self._rows[rows[number]].params.ignore_eos]
+        masks = self._grammars.masks(grammars, endless)
+        for number, grammar in zip(which, grammars, strict=True):
+            if grammar.fault:
+                self._rows[rows[number]].error = f"structured_outputs: nothing can follow ({grammar.fault})"
+        return which, masks
+
+    def process(
+        self, rows: Sequence[int], lens: Sequence[int], drafts: Mapping[int, Sequence[int]], logits: Tensor
+    ) -> dict[int, str]:
+        """Let processors change rows of logits [rows, vocab_size] in place. Returns why some of them cannot go on.
+
+        Their logits become NaN. rows, lens, drafts: see `masks`.
+        """
+        failed = {}
+        if self._batch is not None:
+            self._process_batch(self._batch, [self._rows[row] for row in rows], logits)
+        for number, (row, length) in enumerate(zip(rows, lens, strict=True)):
+            own = self._rows[row]
+            output = [*own.output, *drafts.get(row, ())[: length - own.length]]
+            try:
+                for processor in own.processors if own.error is None else ():
+                    changed = processor(list(own.prompt), output, logits[number])
+                    if not isinstance(changed, Tensor) or changed.shape != logits[number].shape:
+                        found = f"a tensor of shape {list(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
+                        raise TypeError(f"it must return logits of shape {list(logits[number].shape)}, not {found}")
+                    if changed.is_complex():
+                        raise TypeError(f"it must return real numbers, not {changed.dtype}")
+                    logits[number] = changed
+            except (Exception, SystemExit) as error:  # whatever a processor raises
+                own.error = _named(error)
+            if own.error is not None:
+                logits[number] = torch.nan
+                failed[number] = own.error
+        return failed
+
+    def _process_batch(self, batch: ProcessorBatch, rows: Sequence[HostRow], logits: Tensor) -> None:
+        """Let the engine's processors change rows of logits in place; what they raise ends all of these rows."""
+        at = [number for number, row in enumerate(rows) if row.batched and row.error is None]
+        if not at:
+            return
+        try:
+            logits[at] = batch.apply([rows[number] for number in at], logits[at])
+        except (Exception, SystemExit) as error:  # whatever a processor raises
+            for number in at:
+                rows[number].error = _named(error)
+
+
+def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
+    """The function as one of (prompt_token_ids, token_ids, logits)."""
+    try:
+        count = len(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built in
+        count = 2
+    return function if count == 3 else lambda prompt, output, logits: function(output, logits)
+
+
+def _named(error: BaseException) -> str:
+    return f"logits processor: {type(error).__name__}: {error}"

@@ -1,0 +1,314 @@
+"""The executor of one process and one device: sets cache, backends and model up, and runs steps on them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.adapters import adapters_of
+from headway.core.contract.backend import StepLimits
+from headway.core.contract.compiled import CompileAhead
+from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.model import Model, latent_layers
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.state import StateSpec
+from headway.core.contract.support import YES
+from headway.core.engine.data import pool
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.executor import CACHE, WEIGHTS, Capacity, ExecutorLostError
+from headway.core.engine.data.page_mover import MakePageMover
+from headway.core.engine.data.pool import PoolSize
+from headway.core.engine.data.step import StepInput
+from headway.core.engine.execution.adapter_store import AdapterStore
+from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.execution.captured_step import name_of
+from headway.core.engine.execution.compilation import CompilationWatch
+from headway.core.engine.execution.cuda_graph import CudaGraphRecorder, GraphRecorder
+from headway.core.engine.execution.graph_set import capture_sizes
+from headway.core.engine.execution.host_rows import HostRows
+from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.model_runner import ModelRunner
+from headway.core.engine.execution.piecewise import piecewise_sizes
+from headway.core.engine.execution.pool_plan import StatePlan, gathered, plan_pool
+from headway.core.engine.execution.released_memory import ReleasedMemory
+from headway.core.engine.execution.warmup import WarmUp
+from headway.core.sampling.params import SamplingParams
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from headway.core.select.costs import CostTable
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import Selection
+from headway.core.select.selector import Selector
+from headway.core.select.startup import BackendSource
+from headway.core.select.state_candidates import StateSource
+from headway.core.select.workload import Workload
+from headway.core.system.held_tensors import held_tensors
+
+log = logging.getLogger("headway")
+
+_MOST_ROUNDS = 3
+"""Rounds of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep the warm-up
+from ending."""
+
+
+class EngineSource(BackendSource, StateSource, Protocol):
+    """The part of the Registry that an engine needs."""
+
+
+class LocalExecutor:
+    """The `Executor` of one process and one device. Only here are model, backends and cache in one place."""
+
+    def __init__(
+        self,
+        model: Model,
+        layers: LayerSpecs,
+        source: EngineSource,
+        config: EngineConfig,
+        sampling: SamplingOps = TORCH_SAMPLING,
+        costs: Mapping[AttentionSpec, CostTable] | None = None,
+        state_costs: Mapping[StateSpec, CostTable] | None = None,
+        compile_ahead: CompileAhead | None = None,
+        max_decode_len: int = 1,
+        hosts: HostRows | None = None,
+        make_mover: MakePageMover | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        """config: with its device's options filled in.
+
+        sampling, costs, state_costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with
+        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does. ranks: this one and the others, which make
+        an executor at the same time and with equal arguments: what each can hold is what the least of them can.
+
+        :raises HeadwayError: options that cannot work together, with what would.
+        """
+        self._config, self._compile_ahead, self._max_decode_len = config, compile_ahead, max_decode_len
+        self._model = model
+        self._recorder: GraphRecorder | None = None
+        self._released: dict[str, ReleasedMemory] = {}
+        """What sleeps."""
+        self._device, self._ranks = layers.device, ranks
+        self.selector = _select(layers, source, config, costs, compile_ahead)
+        self.selection = self.selector.selection
+        """Which backend serves which phase, over which layout and block size."""
+        if config.deterministic:
+            self.selection = replace(self.selection, why="deterministic: pinned")
+        layouts = [self.selector.layout_of(spec) for spec in layers.cached]
+        states = StatePlan.of(model, source, config, state_costs, max_decode_len)
+        size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, ranks)
+        self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
+        self.caches = pool.allocate(layers.cached, layouts, size)
+        """One cache for each layer."""
+        kept = None if states is None or slots is None else states.allocate(slots)
+        self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
+        """Copies pages and states to memory beyond the device's."""
+        _check_caches(self.selector, layers.cached, self.caches)
+        writers = {layout.name: source.layout(layout.name).writer(self._device) for layout in layouts}
+        self.attention = PagedAttention(
+            layers,
+            self.caches,
+            [writers[layout.name] for layout in layouts],
+            groups=size.page_format.groups,
+            latents=latent_layers(model),
+            gathering=self.selector.gathering,
+            states=kept,
+        )
+        """What the model calls; outside of steps only its shapes may be asked for."""
+        self._hosts = hosts or HostRows(None, {})
+        self.adapters = AdapterStore.of(model, config.kept_adapters, follows=ranks.rank > 0)
+        """Adapters in the host's memory; None: the model has no slots for any."""
+        self._runner = ModelRunner(
+            model,
+            self.attention,
+            self.selector,
+            sampling,
+            block_size=self.selection.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            groups=size.page_format.groups,
+            hosts=self._hosts,
+            ranks=ranks,
+        )
+        limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
+        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, ranks)
+        _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
+
+    def capture(self, recorder: GraphRecorder | None = None) -> None:
+        """Compile what requests may need, and capture CUDA graphs, where the device has them and no option excludes them.
+
+        Then the engine is ready. recorder: records in place of CUDA's, on any device.
+        """
+        config, watch = self._config, CompilationWatch()
+        if self._compile_ahead is not None:
+            began = time.perf_counter()
+            with self._compile_ahead():
+                self.warmup.run()
+            log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
+        if self.attention.debug:
+            log.warning("HEADWAY_DEBUG=1: every layer is looked at for NaN, so no CUDA graphs")
+        elif recorder is not None or (self._device.type == "cuda" and not config.enforce_eager):
+            self._recorder = recorder or CudaGraphRecorder()
+            self._capture_graphs(self._recorder)
+            if compiled := watch.take():
+                log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
+        if self._compile_ahead is not None:
+            self._settle(watch)
+        self._runner.watch_compilations(watch)
+
+    def _capture_graphs(self, recorder: GraphRecorder) -> None:
+        sizes = self._config.cudagraph_capture_sizes or capture_sizes(self._config.max_num_seqs)
+        self._runner.capture(sizes, piecewise_sizes(self._config.step_tokens), recorder, self._max_decode_len)
+
+    def sleep(self, lost: Sequence[Tensor]) -> None:
+        """See `Executor`. Graphs hold addresses of weights and cache, and are captured anew when both are there again."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._runner.release_graphs()
+        states = self.attention.states
+        caches = held_tensors(self.caches, None if states is None else states.memory).values()
+        self._released = {
+            CACHE: ReleasedMemory(lost=caches),
+            WEIGHTS: ReleasedMemory(kept=held_tensors(self._model).values(), lost=lost),
+        }
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, part: str) -> None:
+        """See `Executor`."""
+        self._released.pop(part).restore()
+        if part == WEIGHTS and (adapters := adapters_of(self._model)) is not None:
+            adapters.arrange()
+        if not self._released and self._recorder is not None:
+            self._capture_graphs(self._recorder)
+
+    def _settle(self, watch: CompilationWatch) -> None:
+        """Run every kind of step until none of them compiles anything."""
+        for _ in range(_MOST_ROUNDS):
+            began = time.perf_counter()
+            watch.take()
+            self.warmup.run()
+            compiled = watch.take()
+            log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
+            if not max(gathered(self._ranks, [len(compiled)], self._device)[0]):
+                return
+        log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
+
+    def attention_us(self, num_seqs: int, query_len: int, kv_len: int) -> float:
+        """Microseconds of the attention of a decode step with the fastest backend, by the crossover table; infinite without one.
+
+        query_len, kv_len: new tokens of each sequence, and cached and new ones together.
+        """
+        return self.selector.decode_us(num_seqs, query_len, kv_len)
+
+    def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
+        """Call a function in every step with the rows that sample, int32 [rows], and their logits, [rows, vocab_size].
+
+        The next step overwrites the logits. None: call nothing any more.
+        """
+        self._runner.observe = look
+
+    def prepare(self, params: SamplingParams) -> Future[None] | None:
+        """See `HostRows.prepare`."""
+        return self._hosts.prepare(params)
+
+    def launch(self, step: StepInput) -> Launched:
+        """Start a step. On a CPU it has run when this returns."""
+        if self.mover is not None:
+            self.mover.before(step)
+        if step.adapter_loads and self.adapters is not None:
+            self.adapters.put(step.adapter_loads)
+        return self._runner.launch(step)
+
+    def failed(self, error: Exception) -> None:
+        """See `Executor`: the next step may run."""
+
+    def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
+        """See `Executor`: nothing of it can end alone."""
+
+    def shutdown(self) -> None:
+        """See `Executor`: nothing of it runs elsewhere."""
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What must be equal on all ranks, so that they run the same steps: memory, lengths and the choice of backends."""
+        chosen, slots = self.selection, self.capacity.states
+        served = tuple((phase.value, tuple(chosen.all_for(phase))) for phase in chosen.names)
+        num_slots = 0 if slots is None else slots.num_slots
+        return self.capacity.pool.num_pages, self.capacity.max_model_len, num_slots, chosen.block_size, chosen.layout.name, served
+
+
+def _select(
+    layers: LayerSpecs,
+    source: BackendSource,
+    config: EngineConfig,
+    costs: Mapping[AttentionSpec, CostTable] | None,
+    compile_ahead: CompileAhead | None,
+) -> Selector:
+    """Choose the backends; what they compile when they are made is compiled together."""
+    with compile_ahead() if compile_ahead is not None else nullcontext():
+        return Selector(
+            source,
+            layers,
+            config.backend_request,
+            kv_layout=config.kv_layout,
+            block_size=config.block_size,
+            options=config.attn_options,
+            costs=costs,
+            workload=Workload.parse(config.workload),
+        )
+
+
+def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache]) -> None:
+    """Check that every backend that may be called can read the caches of its layers.
+
+    :raises UnsupportedError: a backend cannot.
+    """
+    for backends in selector.instances:
+        for spec, cache in zip(specs, caches, strict=True):
+            backend = backends.get(spec)  # a latent layer's prompts are served without a cache
+            support = backend.accepts(cache) if backend is not None else YES
+            if not support:
+                raise UnsupportedError(f"attention backend {name_of(backends)} (kv_layout={cache.layout.name})", support.reasons)
+
+
+def _log_setup(
+    selector: Selector, selection: Selection, layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
+) -> None:
+    """Say which backends serve, over which layouts, and how large the pool is."""
+    log.info("attention: %s", selection)
+    for spec, dense in layers.expanded.items():
+        gathering = selector.gathering.get(spec)
+        after = f", long chunks after a context with {gathering.name}" if gathering is not None else ""
+        log.info("latent attention: prompts expanded to %s%s; all else absorbed", dense, after)
+    others = {layout.name for layout in layouts} - {selection.layout.name}
+    if others:
+        log.info("cache groups: some layers are in kv_layout=%s", ", ".join(sorted(others)))
+    _log_pool(capacity.pool, selection.block_size, capacity.max_model_len)
+
+
+def _log_pool(size: PoolSize, block_size: int, max_model_len: int) -> None:
+    groups, gib = size.page_format.groups, size.num_bytes / pool.GIB
+    windows = ", ".join(
+        f"{len(group.layers)} layers {'keep all tokens' if group.window is None else f'see {group.window}'}: "
+        f"pages of {group.page_size}"
+        for group in groups
+    )
+    log.info(
+        "pool: %d pages, blocks of %d tokens, %.2f GiB, %d sequences of %d tokens; %s",
+        size.num_pages,
+        block_size,
+        gib,
+        size.num_sequences(max_model_len),
+        max_model_len,
+        windows,
+    )

@@ -1,0 +1,353 @@
+"""The device's side of the engine: launches a step, and hands its tokens over when they have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.adapters import adapters_of, rows_with
+from headway.core.contract.backend import Backends
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.transfer import upload
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.step import NEWEST, StepInput
+from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.execution.block_tables import HostBlockTables, copy_slots
+from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph
+from headway.core.engine.execution.compilation import CompilationWatch
+from headway.core.engine.execution.cuda_graph import GraphRecorder
+from headway.core.engine.execution.graph_set import GraphSet
+from headway.core.engine.execution.host_rows import HostRows
+from headway.core.engine.execution.launched import DeviceExtras, HostResults, Launched, PromptScores
+from headway.core.engine.execution.piecewise import PiecewiseGraphs
+from headway.core.engine.execution.static_inputs import ModelStep
+from headway.core.engine.execution.token_sampler import (
+    Chosen,
+    PromptScorer,
+    TokenSampler,
+    drafts_by_row,
+    logit_indices,
+    positions_of,
+    sampled_at,
+)
+from headway.core.sampling.logprobs import Scores
+from headway.core.sampling.sampler import Draws, SamplingOps
+from headway.core.sampling.verification import verify
+from headway.core.select.costs import Shape
+from headway.core.select.selector import Selector
+
+
+class _DeviceResults(NamedTuple):
+    """A step that has been launched, its results on the device."""
+
+    chosen: Chosen
+    tokens: Tensor
+    """The tokens, in the shape of `Launched.tokens`."""
+    owners: NDArray[numpy.int64]
+    """[rows of logits]: which of the step's sampling sequences each belongs to."""
+    prompts: Sequence[PromptScores] = ()
+    piecewise: bool = False
+
+
+class ModelRunner:
+    """Runs steps that are plain data, on one device.
+
+    The tokens that a step samples stay on the device, one for each row, and are the next step's input there: the host need not
+    have seen them to launch it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        selector: Selector,
+        sampling: SamplingOps,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[CacheGroup],
+        hosts: HostRows | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any.
+
+        ranks: this one and the others that run the same steps.
+        """
+        self._model = model
+        self._attention = attention
+        self._selector = selector
+        self._block_size = block_size
+        self._groups = groups
+        self._num_blocks = [attention.num_blocks(group) for group in groups]
+        self._device = attention.layers.device
+        self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
+        self._max_model_len = max_model_len
+        self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
+        self._hosts = hosts or HostRows(None, {})
+        self._ranks = ranks
+        self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts, ranks)
+        self._vocabulary = self._sampler.vocabulary
+        self._prompt_scorer = PromptScorer(model, self._vocabulary, self._device)
+        self._results = HostResults(max_num_seqs, self._device)
+        self._graphs: GraphSet | None = None
+        self._adapters = adapters_of(model)
+        self._piecewise = PiecewiseGraphs(model, attention, self._device, ranks)
+        self._adapted_graphs: GraphSet | None = None
+        """Graphs of steps in which a sequence has an adapter; the others hold nothing of adapters."""
+        self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
+        self._compilations: CompilationWatch | None = None
+        self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
+        """Function that every step calls with the rows that sample and their logits, which the next step overwrites. On several
+        ranks those are shown of steps that say so."""
+
+    def capture(
+        self, batch_sizes: Sequence[int], token_counts: Sequence[int], recorder: GraphRecorder, max_decode_len: int = 1
+    ) -> None:
+        """Capture decodes of these many sequences, and prompts and piecewise graphs of these many tokens, as CUDA graphs.
+
+        max_decode_len: query tokens of a decode, drafts included. See GraphSet for what may be refused.
+        """
+        self._piecewise.capture(token_counts, recorder)
+        if self._adapters is not None:
+            self._adapted_pieces.capture(token_counts, recorder)
+        step = ModelStep(
+            model=self._model,
+            attention=self._attention,
+            sampling=self._vocabulary.sampling,
+            newest=self._newest,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
+            num_blocks=self._num_blocks,
+            ranks=self._ranks,
+        )
+        graphs = GraphSet(step, self._selector)
+        graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
+        if self._adapters is not None:
+            self._adapted_graphs = GraphSet(replace(step, adapters=self._adapters), self._selector)
+            self._adapted_graphs.capture(batch_sizes, token_counts, max_decode_len, recorder)
+        self._graphs = graphs
+
+    def release_graphs(self) -> None:
+        """Drop all graphs, and the memory that they hold; `capture` makes them again."""
+        self._graphs = self._adapted_graphs = None
+        self._piecewise = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks)
+        self._adapted_pieces = PiecewiseGraphs(self._model, self._attention, self._device, self._ranks, self._adapters)
+
+    def forget_tokens(self) -> None:
+        """Start every row anew, after the steps of a warm-up."""
+        self._newest.zero_()
+
+    def watch_compilations(self, watch: CompilationWatch) -> None:
+        """From now on, name the kernels that were compiled for a step with its results."""
+        self._compilations = watch
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> Launched:
+        """Start a step. On a CPU it has run when this returns."""
+        if self._compilations is not None:
+            self._compilations.take()  # for others in this process
+        self._tables.update(step)
+        self._sampler.update(step.started)
+        self._prompt_scorer.update(step.started)
+        if step.copies:
+            copy_slots(self._attention.caches, self._groups, step.copies)
+        if step.restored and self._attention.states is not None:
+            self._attention.states.restore(step.restored)
+        graph, no_graph = self._graph(step)
+        sampling = step.rows if step.goes_on else step.rows[step.samples]
+        ran = self._launch(step, sampling) if graph is None else self._replay(graph, step)
+        if graph is None and self._graphs is not None and not ran.piecewise and self._piecewise.largest:
+            no_graph = f"more than {self._piecewise.largest} tokens"
+        backends = graph.backends if graph is not None else self._attention.serving
+        compiled = self._compilations.take_late() if self._compilations is not None else ()
+        extras = self._extras(ran)
+        launched = Launched(
+            tokens=self._results.copy(ran.tokens),
+            order=None if graph is None or isinstance(graph, VerifyGraph) else ran.owners,
+            backends=backends,
+            graph=graph is not None,
+            piecewise=ran.piecewise,
+            no_graph=no_graph,
+            compiled=compiled,
+            first_nan=self._attention.first_nan,
+            after_model=ran.chosen.after_model,
+            waited_for=ran.chosen.waited_for,
+            wait_seconds=ran.chosen.wait_seconds,
+            gathers=self._vocabulary.take_gathers(),
+            extras=extras,
+        )
+        self._hosts.launched(launched, sampling)
+        return launched
+
+    def _replay(self, graph: CapturedStep, step: StepInput) -> _DeviceResults:
+        """Run a step as a graph, and choose those of its tokens that the graph has not chosen."""
+        if isinstance(graph, VerifyGraph):
+            return self._verify(graph, step)
+        order: NDArray[numpy.int64] = numpy.argsort(-step.context_lens, kind="stable")
+        if isinstance(graph, PrefillGraph):
+            rows, positions = step.rows, step.query_lens
+            draws = self._draws(graph, rows, positions)
+            logits, best = graph.replay(step, self._tables, draws)
+        else:
+            assert isinstance(graph, DecodeGraph)
+            # Kernels take rows in order: the longest first, or one of them starts last and the rest of the GPU waits for it.
+            rows, context_lens = step.rows[order], step.context_lens[order]
+            positions = context_lens + 1
+            draws = self._draws(graph, rows, positions)
+            states = self._state_slots(step, order)
+            adapters = None if step.adapters is None else step.adapters[order]
+            logits, best = graph.replay(rows, context_lens, self._tables, draws, states, adapters)
+        self._show(step, rows, logits)
+        chosen = self._sampler.sample(logits, rows, positions, best, drawn=draws is not None)
+        if chosen.tokens is not best:  # those are in their rows already
+            self._newest.index_copy_(0, graph.rows[: step.num_seqs], chosen.tokens)
+        return _DeviceResults(chosen, chosen.tokens, order)
+
+    def _state_slots(self, step: StepInput, order: NDArray[numpy.int64]) -> NDArray[numpy.int32] | None:
+        """The slots of a decode's states, its sequences in another order; None: the model has no layers with a state."""
+        if self._attention.states is None or step.state_indices is None:
+            return None
+        return self._attention.states.slots_of(step.rows[order], step.state_indices[order])
+
+    def _launch(self, step: StepInput, sampling: NDArray[numpy.int32]) -> _DeviceResults:
+        """Run a step piecewise or as single launches. sampling: rows of the sequences that sample."""
+        hidden, piecewise = self._run(step)
+        prompts = self._prompt_scorer.score(step, hidden)
+        wanted = logit_indices(step)
+        if len(wanted) < len(hidden):  # none, in the middle of a prompt
+            hidden = hidden.index_select(0, upload(torch.from_numpy(wanted), self._device))
+        logits = self._model.compute_logits(hidden)
+        return self._choose(step, logits, sampling, prompts, piecewise)
+
+    def _verify(self, graph: VerifyGraph, step: StepInput) -> _DeviceResults:
+        """Run a step as a graph that verifies; tokens that the graph cannot choose are chosen and verified after it."""
+        rows, positions = numpy.repeat(step.rows, step.query_lens), positions_of(step).astype(numpy.int32)
+        draws = self._draws(graph, rows, positions + 1)
+        tokens = graph.replay(step, rows, positions, self._tables, draws)
+        if self.observe is not None or step.shows_logits or draws is None or not self._sampler.plain(step.rows):
+            return self._choose(step, graph.logits_of(step), step.rows)
+        return _DeviceResults(Chosen(tokens), tokens, numpy.arange(step.num_seqs))
+
+    def _choose(
+        self,
+        step: StepInput,
+        logits: Tensor,
+        sampling: NDArray[numpy.int32],
+        prompts: Sequence[PromptScores] = (),
+        piecewise: bool = False,
+    ) -> _DeviceResults:
+        """Choose the tokens of a step, and compare its drafts with them. sampling: rows of the sequences that sample."""
+        rows, positions = sampled_at(step)
+        self._show(step, rows, logits)
+        owners: NDArray[numpy.int64] = numpy.arange(len(sampling))
+        drafts = drafts_by_row(step) if step.num_draft_tokens.any() else {}
+        if drafts:
+            owners = numpy.repeat(owners, step.num_draft_tokens[step.samples] + 1)
+            self._sampler.note_drafts(step)
+        chosen = self._sampler.sample(logits, rows, positions, drafts=drafts)
+        tokens = newest = chosen.tokens
+        if drafts:
+            tokens, newest = verify(tokens, [drafts.get(row, ()) for row in sampling.tolist()])
+        self._newest.index_copy_(0, upload(torch.from_numpy(sampling).long(), self._device), newest)
+        return _DeviceResults(chosen, tokens, owners, prompts, piecewise)
+
+    def _extras(self, ran: _DeviceResults) -> DeviceExtras | None:
+        """What a step brings beyond tokens, on its way to the host; None: nothing."""
+        chosen, prompts = ran.chosen, ran.prompts
+        if chosen.scores is None and not prompts and not chosen.errors:
+            return None
+        scores = None if chosen.scores is None else self._scores_to_host(chosen.scores)
+        listed = [replace(each, scores=self._scores_to_host(each.scores)) for each in prompts]
+        return DeviceExtras(chosen.errors, scores, chosen.scored, listed, ran.owners)
+
+    def _scores_to_host(self, scores: Scores) -> Scores:
+        return Scores(*map(self._to_host, scores))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
+
+    def _graph(self, step: StepInput) -> tuple[CapturedStep | None, str]:
+        """The graph that runs a step, or None and the reason; no reason before graphs are captured."""
+        graphs = self._graphs if step.adapters is None else self._adapted_graphs
+        if graphs is None:
+            return None, ""
+        if step.embedded:
+            return None, "prompt_embeds"
+        return graphs.for_step(step, prompt_logprobs=self._prompt_scorer.wants(step))
+
+    def _run(self, step: StepInput) -> tuple[Tensor, bool]:
+        """The model over a step, piecewise or as single launches: hidden states of all its tokens; whether piecewise."""
+        metadata = AttentionMetadata.build_groups(
+            step.query_lens,
+            step.context_lens,
+            self._tables.of_step(step.rows, step.context_lens + step.query_lens, self._block_size),
+            self._block_size,
+            self._device,
+            step.num_draft_tokens + 1 if step.num_draft_tokens.any() else 1,
+            self._num_blocks,
+        )
+        input_ids, positions = self._inputs(step)
+        first = metadata[0]
+        prefill, decode = self._backends(first.prefill, Phase.PREFILL), self._backends(first.decode, Phase.DECODE)
+        self._attention.begin(metadata, prefill, decode)
+        if self._attention.states is not None:
+            self._attention.states.begin(self._attention.states.metadata(step, first))
+        slots = None
+        if step.adapters is not None and self._adapters is not None:
+            slots = upload(torch.from_numpy(numpy.repeat(step.adapters, step.query_lens)), self._device)
+        if step.embedded:
+            rows = [(first, upload(given, self._device)) for first, given in step.embedded]
+            with rows_with(self._adapters, slots):
+                return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
+        pieces = self._piecewise if slots is None else self._adapted_pieces
+        hidden = pieces.run(input_ids, positions, slots)
+        if hidden is not None:
+            return hidden, True
+        with rows_with(self._adapters, slots):
+            return self._model(input_ids, positions, self._attention), False
+
+    def _backends(self, part: AttentionMetadata | None, phase: Phase) -> Backends:
+        """The backends that serve a part of the step; `phase` is that of a part without sequences."""
+        if part is None:
+            return self._selector.backends_for(phase)
+        shape = Shape.of(part.phase, part.query_lens, part.kv_lens)
+        return self._selector.backends_of(shape)
+
+    def _inputs(self, step: StepInput) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [num_tokens] on the device; tokens that the host has not seen come from `_newest`."""
+        rows = numpy.repeat(step.rows, step.query_lens)
+        numbers = numpy.empty((3, step.num_tokens), dtype=numpy.int64)
+        numbers[0], numbers[1], numbers[2] = step.token_ids, positions_of(step), rows
+        ids, positions, own_rows = upload(torch.from_numpy(numbers), self._device)
+        if (step.token_ids == NEWEST).any():
+            ids = torch.where(ids == NEWEST, self._newest.index_select(0, own_rows).clamp_min(0), ids)
+        return ids, positions
+
+    def _draws(self, graph: CapturedStep, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws | None:
+        """How a graph chooses a step's tokens; None where it can choose the most likely ones alone."""
+        if self._vocabulary.sampling.choose is None:
+            return None
+        draws = self._sampler.draws(rows, positions)
+        if draws.filters is not None:
+            self._vocabulary.filtered_in_graph(draws.filters, graph.num_rows)
+        return draws
+
+    def _show(self, step: StepInput, rows: NDArray[numpy.int32], logits: Tensor) -> None:
+        """Show the logits of a step to who observes them, on this rank or on rank 0."""
+        if self.observe is None and not step.shows_logits:
+            return
+        whole = self._vocabulary.whole(logits, "shown")
+        if self.observe is not None:
+            self.observe(rows, whole)

@@ -1,0 +1,189 @@
+"""Layers with a state in a step: their caches, the backends that serve them, and the op that a model's call becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import StateLayer
+from headway.core.contract.state import StateMetadata, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateBackends
+from headway.core.contract.transfer import Packed, upload
+from headway.core.engine.data.state_slots import StateMemory
+from headway.core.engine.data.step import StepInput
+from headway.core.engine.execution.faults import blame
+
+
+class StateStepPart(NamedTuple):
+    """A part of a step: the tokens that one backend serves in one phase. Its instances and plans are by kind of layer."""
+
+    phase: Phase
+    tokens: slice
+    backends: list[StateBackend]
+    plans: list[Plan]
+
+
+class LayersWithState:
+    """Memory and backends of all layers with a state of one model. `begin` sets a step up, then each layer calls it once."""
+
+    def __init__(self, layers: Sequence[StateLayer], memory: StateMemory, scan: StateBackends, step: StateBackends) -> None:
+        """scan: serves sequences that prefill or extend; step: those that decode."""
+        self._layers, self.memory, self.slots = layers, memory, memory.slots
+        self._scan, self._step = scan, step
+        self.kinds: list[StateSpec] = list(dict.fromkeys(layer.spec for layer in layers))
+        """The distinct specs, in the order of the layers."""
+        self._kind_of = [self.kinds.index(layer.spec) for layer in layers]
+        self._parts: list[StateStepPart] = []
+        self._handle = next(_HANDLES)
+        _LIVE[self._handle] = self
+
+    def not_captured(self, level: GraphLevel) -> str:
+        """The name of a backend whose `step` cannot run in a CUDA graph of this level; empty: all can."""
+        return next((each.name for each in self._step.values() if each.graph_level < level), "")
+
+    def begin(self, metadata: StateMetadata) -> None:
+        """Plan one step."""
+        self._parts = []
+        start = 0
+        for view, backends in ((metadata.prefill, self._scan), (metadata.decode, self._step)):
+            if view is None:
+                continue
+            tokens = slice(start, start + view.step.num_tokens)
+            serving = [backends[kind] for kind in self.kinds]
+            try:
+                plans = [backend.plan(view) for backend in serving]
+            except (Exception, SystemExit) as error:
+                work = f"plan of {view.step.num_seqs} sequences, {view.step.num_tokens} tokens"
+                raise blame(error, f"state backend {serving[0].name}", view.step.phase, work) from error
+            self._parts.append(StateStepPart(view.step.phase, tokens, serving, plans))
+            start = tokens.stop
+
+    def begin_graph(self, metadata: StateMetadata) -> list[StateStepPart]:
+        """Plan a decode or a verification that is captured; what is returned is kept for its replays, see `resume`."""
+        serving = [self._step[kind] for kind in self.kinds]
+        plans = [backend.plan_for_capture(metadata) for backend in serving]
+        self._parts = [StateStepPart(Phase.DECODE, slice(0, metadata.step.num_tokens), serving, plans)]
+        return self._parts
+
+    def resume(self, parts: list[StateStepPart]) -> None:
+        """Set the step of `begin_graph` up once more, after others."""
+        self._parts = parts
+
+    def out_channels(self, layer: int) -> int:
+        """Elements of one token's output of a layer."""
+        return self._layers[layer].spec.out_channels
+
+    def __call__(self, layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        """See `Attention.state`."""
+        out = x.new_empty(x.shape[0], self.out_channels(layer))
+        torch.ops.headway.state(x, list(gates), out, self._handle, layer)
+        return out
+
+    def run(self, layer: int, x: Tensor, gates: Sequence[Tensor], out: Tensor) -> None:
+        """Body of the op `headway::state`."""
+        assert self._parts, "begin() a step first"
+        kind, parameters, cache = self._kind_of[layer], self._layers[layer].parameters, self.memory.caches[layer]
+        mixed = len(self._parts) > 1
+        for phase, tokens, backends, plans in self._parts:
+            backend = backends[kind]
+            rows, own, result = (x[tokens], [gate[tokens] for gate in gates], out[tokens]) if mixed else (x, gates, out)
+            try:
+                serve = backend.step if phase is Phase.DECODE else backend.scan
+                serve(rows, own, parameters, cache, plans[kind], result)
+            except (Exception, SystemExit) as error:
+                raise blame(
+                    error, f"state backend {backend.name}", phase, f"layer {layer} with a state, x {list(rows.shape)}"
+                ) from error
+
+    def first_of(self, kind: StateSpec) -> int:
+        """The first layer of a kind."""
+        return self._kind_of.index(self.kinds.index(kind))
+
+    def serving_in(self, kind: StateSpec, phase: Phase) -> StateBackend:
+        """The backend that serves layers of a kind in a phase."""
+        return (self._step if phase is Phase.DECODE else self._scan)[kind]
+
+    def metadata_of_rows(self, lengths: AttentionMetadata, num_drafts: int) -> StateMetadata:
+        """The slots of a step of the first rows, for a warm-up. num_drafts: most drafts of a sequence."""
+        first = torch.arange(lengths.num_seqs, dtype=torch.int32) * self.slots.per_row
+        width = min(num_drafts, self.slots.per_row - 1) + 1
+        out_slots = first[:, None] + torch.arange(width, dtype=torch.int32)
+        device = lengths.query_start_loc.device
+        return StateMetadata(
+            step=lengths, slots=first.to(device), out_slots=out_slots.to(device), slots_cpu=first, out_slots_cpu=out_slots
+        )
+
+    def restore(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy checkpoints to rows: (slot, row) each."""
+        sources = torch.tensor([slot for slot, _ in copies])
+        targets = torch.tensor([row * self.slots.per_row for _, row in copies])
+        device = self.memory.stacks[0].device
+        self.memory.copy(upload(sources, device), upload(targets, device))
+
+    def slots_of(self, rows: NDArray[numpy.int32], indices: NDArray[numpy.int32] | numpy.int32) -> NDArray[numpy.int32]:
+        """The slots that hold the states of sequences: each row's, at the index where the last step has left it."""
+        slots: NDArray[numpy.int32] = rows * numpy.int32(self.slots.per_row) + indices
+        return slots
+
+    def slots_of_step(self, step: StepInput, width: int) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
+        """`StateMetadata.slots` [num_seqs] and `out_slots` [num_seqs, width] of a step; width: at least one more than its most
+        drafts."""
+        assert step.state_indices is not None
+        slots, first = self.slots_of(step.rows, step.state_indices), self.slots_of(step.rows, numpy.int32(0))
+        verifies = (step.num_draft_tokens > 0)[:, None]
+        columns = numpy.arange(width, dtype=numpy.int32)
+        out_slots = numpy.where(columns <= step.num_draft_tokens[:, None], first[:, None] + columns, -1)
+        in_place = numpy.where(columns == 0, slots[:, None], -1)
+        return slots, numpy.where(verifies, out_slots, in_place)
+
+    def metadata(self, step: StepInput, lengths: AttentionMetadata) -> StateMetadata:
+        """The slots of a step. lengths: of the step, from any group of layers."""
+        width = int(step.num_draft_tokens.max(initial=0)) + 1
+        slots, out_slots = self.slots_of_step(step, width)
+        num_checkpoints = len(step.checkpoints)
+        packed = Packed(slots=slots.size, out_slots=out_slots.size, checkpoints=3 * num_checkpoints)
+        packed.host("slots")[:] = slots
+        packed.host("out_slots")[:] = out_slots.ravel()
+        packed.host("checkpoints").reshape(-1, 3)[:] = step.checkpoints
+        packed.upload(lengths.query_start_loc.device)
+        host = {name: torch.from_numpy(packed.host(name)) for name in ("slots", "out_slots", "checkpoints")}
+        return StateMetadata(
+            step=lengths,
+            slots=packed.device("slots"),
+            out_slots=packed.device("out_slots").view(-1, width),
+            slots_cpu=host["slots"],
+            out_slots_cpu=host["out_slots"].view(-1, width),
+            checkpoints=packed.device("checkpoints").view(-1, 3) if num_checkpoints else None,
+            checkpoints_cpu=host["checkpoints"].view(-1, 3) if num_checkpoints else None,
+        )
+
+
+# torch's op registry is global, and an op takes tensors and numbers only: a number finds the live object again.
+_HANDLES = count()
+_LIVE: WeakValueDictionary[int, LayersWithState] = WeakValueDictionary()
+
+_library = torch.library.Library("headway", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "state(Tensor x, Tensor[] gates, Tensor(a!) out, int handle, int layer) -> ()"
+)
+
+
+def _state(x: Tensor, gates: Sequence[Tensor], out: Tensor, handle: int, layer: int) -> None:
+    _LIVE[handle].run(layer, x, gates, out)
+
+
+def _state_fake(x: Tensor, gates: Sequence[Tensor], out: Tensor, handle: int, layer: int) -> None:
+    return None
+
+
+_library.impl("state", _state, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("state", _state_fake, "Meta")  # type: ignore[no-untyped-call]

@@ -1,0 +1,394 @@
+"""The computation of every captured step (`ModelStep`) and its inputs: one device buffer, filled by one copy.
+
+The buffer has the layout of a decode, of a verification or of a prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.adapters import NO_ADAPTER, ModelAdapters
+from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.engine.data.step import StepInput
+from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.execution.block_tables import HostBlockTables, MirroredTables
+from headway.core.sampling.filtering import NO_FILTER
+from headway.core.sampling.sampler import Draws, SamplingOps
+
+
+@dataclass
+class ModelStep:
+    """Model, attention and sampling, shared by the graphs of all shapes."""
+
+    model: Model
+    attention: PagedAttention
+    sampling: SamplingOps
+    newest: Tensor
+    """int64 [max_num_seqs + 1]: the last sampled token of each row; the last row belongs to padding."""
+    block_size: int
+    max_model_len: int
+    num_blocks: Sequence[int]
+    """Blocks of the pool, for each cache group."""
+    ranks: Ranks = ONE_RANK
+    adapters: ModelAdapters | None = None
+    """The model's, where the graphs are of steps in which sequences have some; None: none has any."""
+    logits: Tensor | None = None
+    """[largest batch, vocab_size]: every graph computes its own logits into its first rows."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether graphs have a second part, which `Draws.filters` asks for.
+
+        The second part is a graph of its own behind the first, so that a step in which no row filters pays for none of its
+        launches.
+        """
+        return self.sampling.choose is not None and self.sampling.filter is not None
+
+    @property
+    def padding_row(self) -> int:
+        """The row of `newest` that belongs to no sequence."""
+        return len(self.newest) - 1
+
+    def choose(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        """A token for each row of logits; the most likely ones where no operation draws in the same pass."""
+        ops = self.sampling
+        return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
+
+    def filter(self, logits: Tensor, chosen: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
+        """The tokens `chosen`, but newly drawn for rows that filter, from what their filters keep."""
+        assert self.sampling.filter is not None, "no row asks for filters"
+        return self.sampling.filter(logits, chosen, keys, filters)
+
+
+_ALIGN = 4
+"""Fields, and the planes of those that have several, begin at multiples of this many elements: of 16 bytes or more, which kernels
+may rely on."""
+PADDING_CONTEXT = 1
+"""Cached tokens of a padding sequence of a verification: its lengths are legal, its blocks are the pool's first, and it writes
+nothing."""
+
+Field = TypeVar("Field")
+_Ints = NDArray[numpy.int32]
+
+
+class StepFields(NamedTuple, Generic[Field]):
+    """The inputs of a captured step of n sequences in g cache groups. A field that a layout has no use for is empty.
+
+    A decode has one token per sequence, a verification w of them, and a prefill is one sequence of t tokens.
+    """
+
+    ids: Field
+    """int64 [n, w] or [t]; a decode finds its tokens on the device. Drafts are made from tokens that the host has read."""
+    keys: Field
+    """int64 [n], [n, w] or [1]: keys of the draws."""
+    slots: Field
+    """int64 [g, n], [g, n, w] or [g, t]: where keys and values are written; -1: nowhere."""
+    rows: Field
+    """int64 [n]: each sequence's row in `ModelStep.newest`."""
+    recomputed: Field
+    """int64 [n], verification: how many of a sequence's query tokens are computed once more, before its new ones."""
+    last: Field
+    """int64 [1], prefill: index of the prompt's last token."""
+    positions: Field
+    """int32 [n] or [n, w]"""
+    scales: Field
+    """float32, in the shape of `keys`: 1 / temperature of the draws; 0: greedy."""
+    filters: Field
+    """float32 [4, ...], in the shape of `keys`: a `TokenFilter` each."""
+    seq_lens: Field
+    """int32 [n]"""
+    context_lens: Field
+    """int32 [n], verification; those of a decode are its positions."""
+    tables: Field
+    """int32 [g, n, blocks]"""
+    states: Field
+    """int32 [n], decode or verification of a model whose layers keep states: the slot of each sequence's; -1: padding"""
+    adapters: Field
+    """int32 [n], [n, w] or [t], where sequences may have adapters: the slot of each row's; NO_ADAPTER: none, and padding"""
+    out_states: Field
+    """int32 [n, w], verification of such a model: `StateMetadata.out_slots`; a decode moves each state on in its slot."""
+
+
+Shapes = StepFields[tuple[int, ...]]
+_INT, _LONG, _FLOAT = torch.int32, torch.int64, torch.float32
+_DTYPES = StepFields(*[*[_LONG] * 6, _INT, _FLOAT, _FLOAT, *[_INT] * 6])
+_PLANES = StepFields(*[name in ("slots", "filters", "tables") for name in StepFields._fields])
+"""Fields whose first dimension is one of planes."""
+_EMPTY: Shapes = StepFields(*[(0,)] * len(_DTYPES))
+
+
+def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple[int, ...]]]:
+    """For each field: its part of the buffer in int32 elements, its dtype, number of planes, their stride, and its shape."""
+    end = 0
+    for dtype, planes, shape in zip(_DTYPES, _PLANES, shapes, strict=True):
+        count = shape[0] if planes else 1
+        stride = _aligned(math.prod(shape) // count)
+        start, end = end, end + count * stride * dtype.itemsize // 4
+        yield slice(start, end), dtype, count, stride, shape
+
+
+def _views(flat: Tensor, shapes: Shapes) -> StepFields[Tensor]:
+    """The fields of a flat buffer of int32."""
+    return StepFields(
+        *(
+            flat[span].view(dtype).view(count, stride)[:, : math.prod(shape) // count].view(shape)
+            for span, dtype, count, stride, shape in _spans(shapes)
+        )
+    )
+
+
+def _length(shapes: Shapes) -> int:
+    """Elements of int32 that the fields take."""
+    length: int = max(span.stop for span, *_ in _spans(shapes))
+    return length
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGN) * _ALIGN
+
+
+class HostInputs:
+    """Host memory from which a step's inputs are sent, as arrays of one layout at a time."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat = flat
+        self._shapes: Shapes | None = None
+        self._layouts: dict[Shapes, tuple[StepFields[Tensor], StepFields[NDArray[Any]], Tensor]] = {}
+        """Fields, arrays, and what is sent, of each layout so far: to make them takes longer than to fill them."""
+
+    def lay_out(self, shapes: Shapes) -> None:
+        """Become arrays of these shapes, unless that has been done."""
+        if self._shapes == shapes:
+            return
+        self._shapes = shapes
+        if shapes not in self._layouts:
+            fields = _views(self._flat, shapes)
+            self._layouts[shapes] = fields, StepFields(*(field.numpy() for field in fields)), self._flat[: _length(shapes)]
+        self.fields, self.arrays, self.sent = self._layouts[shapes]
+        self.mirrored = MirroredTables(self.arrays.tables)
+
+
+class StaticInputs:
+    """One device buffer for the inputs of all graphs of a kind, and two in pinned memory: one may be on its way while one is
+    filled."""
+
+    def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
+        """shapes: of the graphs that the buffer serves."""
+        device, length = step.newest.device, max(map(_length, shapes))
+        self.buffer = torch.zeros(length, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._host = [HostInputs(torch.zeros(length, dtype=torch.int32, pin_memory=pinned)) for _ in range(2)]
+        self._step = step
+
+    def fields(self, shapes: Shapes) -> StepFields[Tensor]:
+        """The fields of the device's buffer."""
+        return _views(self.buffer, shapes)
+
+    def _next(self, shapes: Shapes) -> HostInputs:
+        """The host buffer not in use: a step's copy is done before the step after next is launched."""
+        self._host.reverse()
+        self._host[0].lay_out(shapes)
+        return self._host[0]
+
+    def _send(self, host: HostInputs) -> StepFields[Tensor]:
+        """Begin the copy to the device. Returns what is sent, in host memory."""
+        self.buffer[: len(host.sent)].copy_(host.sent, non_blocking=True)
+        return host.fields
+
+
+def _empty_unless(adapters: ModelAdapters | None, *shape: int) -> tuple[int, ...]:
+    """The shape of the field `adapters`, which is empty where no sequence has any."""
+    return (0,) if adapters is None else shape
+
+
+def _table_blocks(step: ModelStep) -> int:
+    return _aligned(-(-step.max_model_len // step.block_size))
+
+
+def decode_shapes(step: ModelStep, size: int) -> Shapes:
+    """The layout of a decode of `size` sequences."""
+    groups = len(step.num_blocks)
+    return _EMPTY._replace(
+        keys=(size,),
+        slots=(groups, size),
+        rows=(size,),
+        positions=(size,),
+        scales=(size,),
+        filters=(len(NO_FILTER), size),
+        seq_lens=(size,),
+        tables=(groups, size, _table_blocks(step)),
+        states=(size,) if step.attention.states is not None else (0,),
+        adapters=_empty_unless(step.adapters, size),
+    )
+
+
+class DecodeInputs(StaticInputs):
+    """Inputs of decode steps."""
+
+    def fill(
+        self,
+        shapes: Shapes,
+        rows: _Ints,
+        positions: _Ints,
+        tables: HostBlockTables,
+        draws: Draws | None = None,
+        states: _Ints | None = None,
+        adapters: _Ints | None = None,
+    ) -> StepFields[Tensor]:
+        """Send a step to the device. Returns what is sent, in host memory.
+
+        rows, positions, states, adapters: int32 [num_seqs], of each sequence's new token. The other sequences of the layout are
+        padding: they have length 0, their slots are -1, and their token goes to the padding row.
+        """
+        host, count = self._next(shapes), len(rows)
+        to = host.arrays
+        to.rows[:count], to.rows[count:] = rows, self._step.padding_row
+        to.positions[:count], to.positions[count:] = positions, 0
+        numpy.add(positions, 1, out=to.seq_lens[:count])
+        to.seq_lens[count:] = 0
+        if draws is None:
+            to.scales[:] = 0  # greedy
+        else:
+            to.scales[:count], to.keys[:count] = draws.scales, draws.keys
+            to.scales[count:] = 0
+            if draws.filters is not None:  # else they are not looked at
+                to.filters[:, :count], to.filters[:, count:] = draws.filters, 0
+        for group, slots in enumerate(to.slots):
+            slots[:count], slots[count:] = tables.slots(rows, positions, self._step.block_size, group), -1
+        if states is not None:
+            to.states[:count], to.states[count:] = states, -1
+        if adapters is not None:
+            to.adapters[:count], to.adapters[count:] = adapters, NO_ADAPTER
+        host.mirrored.fill(to.rows, tables)
+        return self._send(host)
+
+
+def prefill_shapes(step: ModelStep, size: int) -> Shapes:
+    """The layout of one prompt of `size` tokens."""
+    groups = len(step.num_blocks)
+    return _EMPTY._replace(
+        ids=(size,),
+        keys=(1,),
+        slots=(groups, size),
+        rows=(1,),
+        last=(1,),
+        scales=(1,),
+        filters=(len(NO_FILTER), 1),
+        tables=(groups, 1, -(-size // step.block_size)),
+        adapters=_empty_unless(step.adapters, size),
+    )
+
+
+class PrefillInputs(StaticInputs):
+    """Inputs of single prompts."""
+
+    def fill(self, shapes: Shapes, step: StepInput, tables: HostBlockTables, draws: Draws | None) -> StepFields[Tensor]:
+        """Send a prompt to the device. Padding has token 0, and slot -1. Returns what is sent, in host memory."""
+        host, count, row = self._next(shapes), step.num_tokens, int(step.rows[0])
+        to = host.arrays
+        to.ids[:count], to.ids[count:] = step.token_ids, 0
+        if step.adapters is not None:
+            to.adapters[:] = step.adapters[0]
+        to.rows[0], to.last[0], to.keys[0], to.scales[0] = row, count - 1, 0, 0  # a scale of 0 is greedy
+        if draws is not None:
+            to.keys[:], to.scales[:] = draws.keys, draws.scales
+            if draws.filters is not None:  # else they are not looked at
+                to.filters[:] = draws.filters
+        rows, positions = numpy.full(count, row, dtype=numpy.int32), numpy.arange(count, dtype=numpy.int32)
+        for group, slots in enumerate(to.slots):
+            slots[:count], slots[count:] = tables.slots(rows, positions, self._step.block_size, group), -1
+        host.mirrored.fill(to.rows, tables)
+        return self._send(host)
+
+
+def verify_shapes(step: ModelStep, size: int, width: int) -> Shapes:
+    """The layout of a verification by `size` sequences of `width` query tokens each."""
+    groups, stateful = len(step.num_blocks), step.attention.states is not None
+    return _EMPTY._replace(
+        ids=(size, width),
+        keys=(size, width),
+        slots=(groups, size, width),
+        rows=(size,),
+        recomputed=(size,),
+        positions=(size, width),
+        scales=(size, width),
+        filters=(len(NO_FILTER), size, width),
+        seq_lens=(size,),
+        context_lens=(size,),
+        tables=(groups, size, _table_blocks(step)),
+        states=(size,) if stateful else (0,),
+        adapters=_empty_unless(step.adapters, size, width),
+        out_states=(size, width) if stateful else (0,),
+    )
+
+
+class VerifyInputs(StaticInputs):
+    """Inputs of steps that verify drafts.
+
+    A sequence with fewer query tokens than the layout is wide is filled up *before* its new tokens: tokens that the cache holds
+    already are computed once more, written nowhere and never read. So lengths stay exact, no position lies past a sequence's
+    end, and no key outside the sequence is read; a sequence needs as many tokens as the layout is wide. Layers with a state pass
+    by them: `StateMetadata.recomputed`.
+    """
+
+    def fill(
+        self, shapes: Shapes, step: StepInput, rows: _Ints, positions: _Ints, tables: HostBlockTables, draws: Draws | None
+    ) -> StepFields[Tensor]:
+        """Send a step to the device. Returns what is sent, in host memory.
+
+        rows, positions: int32 [num_tokens], of each new token. draws: how the tokens after these are chosen; None: greedily.
+        """
+        assert step.token_ids.min() >= 0, "drafts follow tokens that have been read"
+        host, count, (size, width) = self._next(shapes), step.num_seqs, shapes.ids
+        to = host.arrays
+        new = None if step.num_tokens == size * width else new_tokens(step, width)
+        if new is not None:
+            for array, nothing in ((to.ids, 0), (to.keys, 0), (to.scales, 0), (to.filters, 0), (to.slots, -1)):  # greedy
+                array.fill(nothing)
+
+        def put(array: NDArray[Any], numbers: NDArray[Any]) -> None:
+            """Write the numbers of the new tokens into [size, width]."""
+            if new is None:
+                array[:] = numbers.reshape(array.shape)
+            else:
+                array[:count][new] = numbers
+
+        put(to.ids, step.token_ids)
+        to.rows[:count], to.rows[count:] = step.rows, self._step.padding_row
+        to.recomputed[:count], to.recomputed[count:] = width - step.query_lens, 0
+        if step.adapters is not None:
+            to.adapters[:count], to.adapters[count:] = step.adapters[:, None], NO_ADAPTER
+        to.seq_lens[:count], to.seq_lens[count:] = step.context_lens + step.query_lens, PADDING_CONTEXT + width
+        numpy.subtract(to.seq_lens, width, out=to.context_lens)
+        numpy.add(to.context_lens[:, None], numpy.arange(width, dtype=numpy.int32), out=to.positions)
+        if draws is None or not (draws.scales.any() or draws.filters is not None):
+            to.scales.fill(0)  # and the keys are not looked at
+        else:
+            put(to.keys, draws.keys)
+            put(to.scales, draws.scales)
+            if draws.filters is not None:
+                for array, numbers in zip(to.filters, draws.filters, strict=True):
+                    put(array, numbers)
+        for group, slots in enumerate(to.slots):
+            put(slots, tables.slots(rows, positions, self._step.block_size, group))
+        states = self._step.attention.states
+        if states is not None:
+            to.states[count:], to.out_states[count:] = -1, -1
+            to.states[:count], to.out_states[:count] = states.slots_of_step(step, width)
+        host.mirrored.fill(to.rows, tables)
+        return self._send(host)
+
+
+def new_tokens(step: StepInput, width: int) -> NDArray[numpy.bool_]:
+    """[num_seqs, width]: which query tokens of a verification are the step's own."""
+    new: NDArray[numpy.bool_] = numpy.arange(width) >= width - step.query_lens[:, None]
+    return new

@@ -1,0 +1,355 @@
+"""Sampling in a step: which positions are sampled, and the tokens that each row's parameters want of its logits.
+
+Prompts whose log-probabilities are wanted need logits after every token, where a step computes those of the last alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.contract.model import Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.transfer import upload
+from headway.core.engine.data.step import StartedRow, StepInput
+from headway.core.engine.execution.host_rows import HostRows
+from headway.core.engine.execution.launched import PromptScores
+from headway.core.sampling.filtering import NO_FILTER, TokenFilter
+from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
+from headway.core.sampling.logprobs import Scores
+from headway.core.sampling.ranked_vocabulary import vocabulary_of
+from headway.core.sampling.row_needs import (
+    FILTERING,
+    OF_HISTORY,
+    ON_HOST,
+    REASONS,
+    SHAPING,
+    Need,
+    need_of,
+    reasons_of,
+    scale_of,
+)
+from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of
+from headway.core.sampling.vocabulary import ChangingRows, Vocabulary
+
+
+def positions_of(step: StepInput) -> NDArray[numpy.int64]:
+    """Position in its sequence of every new token: int64 [num_tokens]."""
+    starts = numpy.cumsum(step.query_lens, dtype=numpy.int64) - step.query_lens
+    positions: NDArray[numpy.int64] = numpy.arange(step.num_tokens) + numpy.repeat(step.context_lens - starts, step.query_lens)
+    return positions
+
+
+def logit_indices(step: StepInput) -> NDArray[numpy.int64]:
+    """Indices of the new tokens whose logits are sampled: a sampling sequence's last, and with d drafts the d before it."""
+    counts = numpy.where(step.samples, step.num_draft_tokens + 1, 0)
+    ends = numpy.cumsum(step.query_lens, dtype=numpy.int64)
+    if not step.num_draft_tokens.any():
+        last: NDArray[numpy.int64] = ends[step.samples] - 1
+        return last
+    indices: NDArray[numpy.int64] = numpy.repeat(ends - numpy.cumsum(counts), counts)
+    return indices + numpy.arange(len(indices))
+
+
+def sampled_at(step: StepInput) -> tuple[NDArray[numpy.int32], NDArray[numpy.int32]]:
+    """Row and position of every token that is sampled."""
+    indices = logit_indices(step)
+    if len(indices) == step.num_tokens == step.num_seqs:
+        return step.rows, step.context_lens + 1
+    rows = numpy.repeat(step.rows, step.query_lens)[indices]
+    return rows, (positions_of(step)[indices] + 1).astype(numpy.int32)
+
+
+def drafts_by_row(step: StepInput) -> dict[int, list[int]]:
+    """The guesses that a step verifies, by row."""
+    ends, counts = numpy.cumsum(step.query_lens), step.num_draft_tokens
+    return {
+        int(step.rows[index]): step.token_ids[ends[index] - counts[index] : ends[index]].tolist()
+        for index in numpy.flatnonzero(counts)
+        if step.samples[index]
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The tokens of a step on the device, and what belongs to them."""
+
+    tokens: Tensor
+    """int64 [rows of logits]."""
+    after_model: tuple[str, ...] = ()
+    """Parameters of some rows that are served after the model, kernel by kernel."""
+    waited_for: tuple[str, ...] = ()
+    """Parameters of some rows that need the tokens of the step before on the host."""
+    wait_seconds: float = 0.0
+    """Seconds that the host waited for those tokens."""
+    errors: Mapping[int, str] = field(default_factory=dict)
+    """Why a sequence cannot go on, by its row of logits."""
+    scores: Scores | None = None
+    """Log-probabilities of the rows that want them."""
+    scored: Sequence[tuple[int, int]] = ()
+    """For each of those rows its row of logits, and how many of the most likely tokens it wants."""
+
+
+class TokenSampler:
+    """Keeps how the tokens of each row are chosen.
+
+    What depends on a row's own numbers and on tokens that the device knows is done there, so that a step is launched before the
+    one before it is read. A grammar or a logits processor must see the token before: the host then waits for it between the
+    model's launch and the sampler's, and works while the device computes the model.
+
+    Of several ranks each chooses for itself, from the same numbers: seeds and positions are equal, and what a rank has of the
+    logits `vocabulary` puts together. Grammars and logits processors are on rank 0 alone, and the others take its tokens in steps
+    that have one.
+    """
+
+    def __init__(
+        self,
+        ops: SamplingOps,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device,
+        hosts: HostRows | None = None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        """ops: choose from logits of the whole vocabulary."""
+        self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
+        """What chooses from the logits that the model computes."""
+        self._vocab_size, self._device = vocab_size, device
+        self._hosts, self._ranks = hosts or HostRows(None, {}), ranks
+        self._shaper = LogitsShaper(vocab_size, device)
+        self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
+        self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
+        self._needs = numpy.zeros(max_num_seqs, dtype=numpy.int32)
+        self._filters = numpy.tile(numpy.array(NO_FILTER, dtype=numpy.float32)[:, None], max_num_seqs)
+        """[4, max_num_seqs]: a `TokenFilter` for each row that filters."""
+        self._served = 0 if ops.filter is None else FILTERING
+        """Needs for which no logits change."""
+        self._least_len = numpy.zeros(max_num_seqs, dtype=numpy.int64)
+        """Prompt tokens and min_tokens: the shortest that a row's sequence may become."""
+        self._num_logprobs = numpy.zeros(max_num_seqs, dtype=numpy.int64)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether rank 0 is another one, which has what requests need on the host."""
+        return self._ranks.rank > 0
+
+    def update(self, started: Sequence[StartedRow]) -> None:
+        """Sequences begin in rows. One whose parameters cannot be taken in ends alone, with its first token."""
+        for each in started:
+            try:
+                self._start(each)
+            except Exception as error:  # whatever its own parameters cause
+                self._scales[each.row] = self._least_len[each.row] = self._num_logprobs[each.row] = 0
+                self._needs[each.row] = Need.PROCESSOR
+                self._filters[:, each.row] = NO_FILTER
+                self._shaper.start_plain(each.row)  # what it holds of a row that never began is read like any other's
+                if not self._follows:
+                    self._hosts.refuse(each, f"sampling_params: {type(error).__name__}: {error}")
+
+    def _start(self, each: StartedRow) -> None:
+        row, params = each.row, each.params
+        need = need_of(params)
+        self._seeds[row], self._scales[row], self._needs[row] = each.seed % 2**64, scale_of(params), need
+        self._least_len[row] = each.num_prompt_tokens + params.min_tokens
+        self._num_logprobs[row] = self._vocab_size if params.logprobs == -1 else params.logprobs or 0
+        self._filters[:, row] = TokenFilter.of(params, scale_of(params), self._vocab_size) if need & FILTERING else NO_FILTER
+        if need & SHAPING & ~self._served:
+            self._shaper.start(row, params, need, each.token_ids, each.num_prompt_tokens, each.stop_token_ids)
+        if not self._follows:
+            self._hosts.start(each, bool(need & ON_HOST))
+
+    def draws(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> Draws:
+        """A graph's choice of tokens at these positions; a row whose logits change first is greedy there, at lower cost."""
+        scales, filters = self._scales[rows], None
+        needs = self._needs_at(rows, positions)
+        if needs.any():
+            changed, filtered = needs & SHAPING & ~self._served, needs & self._served
+            scales[(changed | filtered) != 0] = 0
+            filtered[changed != 0] = 0
+            if filtered.any():
+                filters = self._filters[:, rows]
+                filters[0, filtered == 0] = 0
+        drawn = filters is not None or scales.any()
+        return Draws(scales, self._keys(rows, positions) if drawn else numpy.zeros(len(rows), dtype=numpy.int64), filters)
+
+    def plain(self, rows: NDArray[numpy.int32]) -> bool:
+        """Whether these rows want nothing but a draw from their logits."""
+        return not (self._needs[rows] & ~self._served).any()
+
+    def _needs_at(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int32]:
+        """What rows need for the tokens at these positions."""
+        needs = self._needs[rows]
+        if needs.any():
+            needs[positions >= self._least_len[rows]] &= ~Need.MIN_TOKENS
+        return needs
+
+    def _keys(self, rows: NDArray[numpy.int32], positions: NDArray[numpy.int32]) -> NDArray[numpy.int64]:
+        return keys_of(self._seeds[rows], positions).view(numpy.int64)
+
+    def note_drafts(self, step: StepInput) -> None:
+        """Write a step's drafts down where penalties or bad words count them; those that are refused are overwritten."""
+        ends = numpy.cumsum(step.query_lens)
+        for index in numpy.flatnonzero(step.num_draft_tokens):
+            row, count = int(step.rows[index]), int(step.num_draft_tokens[index])
+            if self._needs[row] & OF_HISTORY:
+                last = int(step.context_lens[index] + step.query_lens[index])
+                rows = numpy.full(count, row, dtype=numpy.int64)
+                self._shaper.note(rows, numpy.arange(last - count, last), step.token_ids[ends[index] - count : ends[index]])
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: NDArray[numpy.int32],
+        positions: NDArray[numpy.int32],
+        best: Tensor | None = None,
+        drawn: bool = False,
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> Chosen:
+        """Choose a token for each row of logits, [rows, vocab_size] or a rank's part of it.
+
+        rows, positions: the sequence of each, and where in it the token will stand. best: tokens that a graph has chosen: as
+        `draws` says if drawn, else greedily. drafts: by row, the guesses that a step verifies, for whose logits a row stands more
+        than once.
+        """
+        needs = self._needs_at(rows, positions) & ~self._served
+        tokens = best if drawn and best is not None else self.vocabulary.sample(logits, self.draws(rows, positions), best=best)
+        if not needs.any():
+            return Chosen(tokens)
+        at = numpy.flatnonzero(needs & SHAPING)
+        needed = int(numpy.bitwise_or.reduce(needs))
+        waited, errors = 0.0, dict[int, str]()
+        if len(at):
+            shaped = Shaped(at, rows[at].astype(numpy.int64), positions[at].astype(numpy.int64), needs[at])
+            changing = self.vocabulary.changing(logits, ChangingRows(at, shaped.needs, self._filters, shaped.rows))
+            changed, waited, errors = self._shape(changing, shaped, drafts or {})
+            tokens = self._choose(changed, tokens, shaped)
+            if needed & ON_HOST:
+                tokens = self._ranks.broadcast(tokens)
+        noted = numpy.flatnonzero(needs & OF_HISTORY)
+        if len(noted):
+            some = tokens if len(noted) == len(tokens) else tokens.index_select(0, self._up(noted))
+            self._shaper.note(rows[noted].astype(numpy.int64), positions[noted].astype(numpy.int64), some)
+        scores, scored = self._score(logits, tokens, rows, needs)
+        return Chosen(
+            tokens,
+            after_model=reasons_of(needed & ~Need.PROMPT_LOGPROBS),
+            waited_for=reasons_of(needed & ON_HOST),
+            wait_seconds=waited,
+            errors={int(at[row]): why for row, why in errors.items()},
+            scores=scores,
+            scored=scored,
+        )
+
+    def _shape(self, logits: Tensor, shaped: Shaped, drafts: Mapping[int, Sequence[int]]) -> tuple[Tensor, float, dict[int, str]]:
+        """The changed logits; how long the host waited for them; and why some of their rows cannot go on."""
+        hosted = shaped.having(ON_HOST)
+        if not len(hosted) or self._follows:
+            return self._shaper.shape(logits, shaped, None, None), 0.0, {}
+        began = time.perf_counter()
+        self._hosts.catch_up()
+        waited = time.perf_counter() - began
+        rows, lens = shaped.rows[hosted].tolist(), shaped.lens[hosted].tolist()
+        masked, masks = self._hosts.masks(rows, lens, drafts)
+        errors: dict[int, str] = {}
+
+        def process(changing: Tensor) -> None:
+            own = changing if len(hosted) == len(changing) else changing.index_select(0, self._up(hosted))
+            failed = self._hosts.process(rows, lens, drafts, own)
+            if own is not changing:
+                changing.index_copy_(0, self._up(hosted), own)
+            errors.update({int(hosted[number]): why for number, why in failed.items()})
+
+        bits = None if masks is None else (hosted[masked], masks)
+        return self._shaper.shape(logits, shaped, bits, process), waited, errors
+
+    def _choose(self, changed: Tensor, tokens: Tensor, shaped: Shaped) -> Tensor:
+        """The tokens, with those of rows whose logits have changed chosen anew."""
+        scales = (self._scales[shaped.rows] > 0).astype(numpy.float32)  # the temperature is in the logits already
+        filters = self._filters[:, shaped.rows] if self._served else None
+        if filters is not None and filters[0].any():
+            filters[0] = filters[0] > 0
+            scales[filters[0] > 0] = 0
+        else:
+            filters = None
+        keys = self._keys(shaped.rows.astype(numpy.int32), shaped.lens.astype(numpy.int32))
+        chosen = self.vocabulary.sample_changed(changed, Draws(scales, keys, filters))
+        chosen = torch.where(changed.amax(-1) == -torch.inf, NO_TOKEN_LEFT, chosen)
+        some = len(shaped.at) < len(tokens)
+        at = self._up(shaped.at) if some else None
+        before = tokens if at is None else tokens.index_select(0, at)
+        chosen = torch.where(before == NOT_A_TOKEN, NOT_A_TOKEN, chosen)  # a mask may have hidden the NaN
+        return chosen if at is None else tokens.index_copy(0, at, chosen)
+
+    def _score(
+        self, logits: Tensor, tokens: Tensor, rows: NDArray[numpy.int32], needs: NDArray[numpy.int32]
+    ) -> tuple[Scores | None, list[tuple[int, int]]]:
+        at = numpy.flatnonzero(needs & Need.LOGPROBS)
+        if not len(at):
+            return None, []
+        wanted = self._num_logprobs[rows[at]]
+        if len(at) < len(logits):
+            index = self._up(at)
+            logits, tokens = logits.index_select(0, index), tokens.index_select(0, index)
+        scores = self.vocabulary.score(logits, tokens, int(wanted.max()), REASONS[Need.LOGPROBS])
+        return scores, list(zip(at.tolist(), wanted.tolist(), strict=True))
+
+    def _up(self, numbers: NDArray[numpy.int64]) -> Tensor:
+        return upload(torch.from_numpy(numbers), self._device)
+
+
+_AT_ONCE = 64
+"""Tokens whose logits are in memory together: those of a long prompt would take more than the cache leaves."""
+
+
+class PromptScorer:
+    """Scores the tokens of prompts, for the rows that want log-probabilities of them."""
+
+    def __init__(self, model: Model, vocabulary: Vocabulary, device: torch.device) -> None:
+        self._model, self._vocabulary, self._device = model, vocabulary, device
+        self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
+        """The prompt of each row that wants log-probabilities, and how many of the most likely tokens it wants."""
+
+    def update(self, started: Sequence[StartedRow]) -> None:
+        """Sequences begin in rows."""
+        for each in started:
+            self._prompts.pop(each.row, None)
+            wanted = each.params.prompt_logprobs
+            if wanted is not None:
+                k = self._model.vocab_size if wanted == -1 else wanted
+                self._prompts[each.row] = each.token_ids[: each.num_prompt_tokens], k
+
+    def wants(self, step: StepInput) -> bool:
+        """Whether a step computes a part of a prompt that wants log-probabilities."""
+        return bool(self._prompts) and any(self._parts(step))
+
+    def _parts(self, step: StepInput) -> list[tuple[int, int, int, int]]:
+        """Parts of prompts to score: (sequence of the step, index of its first new token, its position, tokens to score)."""
+        parts = []
+        starts = numpy.cumsum(step.query_lens) - step.query_lens
+        for index, row in enumerate(step.rows.tolist()):
+            if row in self._prompts:
+                context, count = int(step.context_lens[index]), int(step.query_lens[index])
+                scored = min(count, len(self._prompts[row][0]) - 1 - context)
+                if scored > 0:
+                    parts.append((index, int(starts[index]), context, scored))
+        return parts
+
+    def score(self, step: StepInput, hidden: Tensor) -> list[PromptScores]:
+        """Score the parts of prompts in a step. hidden: [num_tokens, hidden_size], of all tokens of the step."""
+        found = []
+        for index, start, position, count in self._parts(step) if self._prompts else ():
+            prompt, k = self._prompts[int(step.rows[index])]
+            targets = upload(torch.tensor(prompt[position + 1 : position + 1 + count]), self._device)
+            slices = []
+            for first in range(0, count, _AT_ONCE):
+                last = min(first + _AT_ONCE, count)
+                logits = self._model.compute_logits(hidden[start + first : start + last])
+                slices.append(self._vocabulary.score(logits, targets[first:last], k, REASONS[Need.PROMPT_LOGPROBS]))
+            found.append(PromptScores(index, position + 1, k, Scores(*(torch.cat(each) for each in zip(*slices, strict=True)))))
+        return found

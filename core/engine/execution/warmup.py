@@ -1,0 +1,275 @@
+"""Every kind of step, run once before the first request, so that none of them waits for a compiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy
+import torch
+from torch import Tensor
+
+from headway.core.contract.adapters import adapters_of
+from headway.core.contract.backend import Backends, Lengths, StepLimits, fits, powers
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.model import AttentionFunctions, Model
+from headway.core.contract.ranks import ONE_RANK, Ranks
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.pool import PoolSize
+from headway.core.engine.data.step import NewPages, StartedRow, StepInput
+from headway.core.engine.execution.attention import PagedAttention
+from headway.core.engine.execution.captured_step import name_of
+from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.model_runner import ModelRunner
+from headway.core.engine.execution.states import LayersWithState
+from headway.core.sampling.params import SamplingParams
+from headway.core.select.selector import Selector
+from headway.core.speculation.step_times import MAX_VERIFIED, WIDTHS
+
+log = logging.getLogger("headway")
+
+_SAMPLED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01),
+    SamplingParams(temperature=0.0, repetition_penalty=1.1, logprobs=1),
+    SamplingParams(temperature=0.7, top_p=0.9, presence_penalty=0.1),
+)
+"""Ways in which tokens are chosen; sequences of a step take them in turn."""
+_SMALL = 2048
+"""Tokens of a step up to which products are chosen by their number; a larger one takes the kernels of the largest."""
+_CONTEXT = 32
+"""Cached tokens of a sequence in a whole step, where attention's own choices are not the question."""
+
+
+class WarmUp:
+    """Runs steps of its own along the engine's path: whole ones for the model and the sampler, and attention alone, on one layer
+    of each kind, for all shapes that its backends choose kernels by.
+
+    All sequences share the first pages of the pool, which must be empty; `run` leaves zeros in them.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: Model,
+        attention: PagedAttention,
+        selector: Selector,
+        limits: StepLimits,
+        size: PoolSize,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
+        self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
+        self._device, self._ranks = attention.layers.device, ranks
+        self._num_pages = size.num_pages
+        self._adapters = adapters_of(model)
+        self._failed: set[str] = set()
+        self._in_flight: Launched | None = None
+        """The step that was launched last."""
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Run all steps once, to the end. The log names a backend that raises: its first such step will raise again."""
+        self._in_flight = None
+        one_of = {spec.kind: spec for spec in self._attention.layers.distinct}
+        for spec in one_of.values():  # kernels are compiled for a kind of layer, and first, since theirs take longest
+            self._attend(spec)
+        if self._attention.states is not None:
+            self._run_states(self._attention.states)
+        for step in self._steps():
+            self._launch(step)
+            if self._adapters is not None:  # in a slot of zeros
+                self._launch(replace(step, adapters=numpy.zeros(step.num_seqs, dtype=numpy.int32)))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._runner.forget_tokens()
+        self._selector.forget()
+        pages = max(max(self._pages(self._limits.max_model_len, group)) for group in self._groups) + 1
+        for group in self._groups:
+            for cache in (self._attention.caches[layer] for layer in group.layers):
+                for logical in (cache.logical_key, cache.logical_value):
+                    logical[: pages * group.page_stride].zero_()
+
+    def _steps(self) -> Iterator[StepInput]:
+        """Prompts of every number of tokens that products and norms may choose by, then decodes, mixed steps and
+        verifications."""
+        limits = self._limits
+        small = min(limits.max_num_tokens, _SMALL)
+        numbers = {*powers(small), *(3 * 2**n for n in range(32) if 3 * 2**n <= small), limits.max_num_tokens}
+        for count in sorted(each for each in numbers if each <= limits.max_num_tokens):
+            whole, rest = divmod(count, limits.max_model_len)
+            query_lens = [limits.max_model_len] * whole + [rest] * (rest > 0)
+            if len(query_lens) <= limits.max_num_seqs:
+                yield self._step(query_lens, [0] * len(query_lens), first=count)
+        context = min(_CONTEXT, limits.max_model_len - 1)
+        if context == 0:
+            return
+        for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens - 1)):
+            for first in range(len(_SAMPLED) if num_seqs == 1 else 1):
+                yield self._step([1] * num_seqs, [context] * num_seqs, first)
+        if limits.max_num_seqs > 1:
+            yield self._step([1, 1], [0, context])
+        longest = min(limits.max_decode_len, limits.max_model_len - 1)
+        for width in sorted({min(each, longest) for each in WIDTHS} - {0, 1}):  # or the first that verify would look slow
+            context = min(_CONTEXT, limits.max_model_len - width)
+            for num_seqs in powers(min(limits.max_num_seqs, limits.max_num_tokens // width, MAX_VERIFIED // width)):
+                yield self._step([width] * num_seqs, [context] * num_seqs, num_drafts=width - 1)
+
+    def _step(self, query_lens: Sequence[int], context_lens: Sequence[int], first: int = 0, num_drafts: int = 0) -> StepInput:
+        """A step of token 0 only. first: which of `_SAMPLED` its first sequence takes. num_drafts: of each sequence."""
+        rows = numpy.arange(len(query_lens), dtype=numpy.int32)
+        ends = [query + context for query, context in zip(query_lens, context_lens, strict=True)]
+        return StepInput(
+            rows=rows,
+            query_lens=numpy.array(query_lens, dtype=numpy.int32),
+            context_lens=numpy.array(context_lens, dtype=numpy.int32),
+            num_draft_tokens=numpy.full(len(rows), num_drafts, dtype=numpy.int32),
+            samples=numpy.ones(len(rows), dtype=numpy.bool_),
+            token_ids=numpy.zeros(sum(query_lens), dtype=numpy.int64),
+            state_indices=numpy.zeros(len(rows), dtype=numpy.int32),
+            goes_on=False,
+            verifies=num_drafts > 0,
+            started=tuple(StartedRow(row, _SAMPLED[(first + row) % len(_SAMPLED)], 0) for row in rows.tolist()),
+            new_pages=tuple(
+                NewPages(row, 0, self._pages(end, group), number)
+                for row, end in enumerate(ends)
+                for number, group in enumerate(self._groups)
+            ),
+        )
+
+    def _attend(self, spec: AttentionSpec) -> None:
+        """Attention of one layer of a kind, by each backend in each phase for which auto may choose the backend."""
+        layer = self._attention.specs.index(spec)
+        q, k, v = self.layer_inputs(layer)
+        group = next(group for group in self._groups if layer in group.layers)
+        selection = self._selector.selection
+        for phase in Phase:
+            laid_out: dict[tuple[Lengths, ...], AttentionMetadata] = {}  # most steps are asked for by several backends
+            for name in (selection.names[phase], *selection.others.get(phase, ())):
+                backends = self._selector.instances_of(name)
+                for step in self._steps_of(spec, phase, backends):
+                    for whole in (step, [Lengths(1, 0), *step]) if phase is Phase.DECODE else (step,):
+                        if fits(whole, self._limits):
+                            key = tuple(whole)
+                            if key not in laid_out:
+                                laid_out[key] = self._metadata(whole, group)
+                            self._attend_once(layer, laid_out[key], backends, (q, k, v))
+
+    def _run_states(self, states: LayersWithState) -> None:
+        """One layer of each kind with a state, for the steps by which its backends choose kernels."""
+        for kind in states.kinds:
+            layer = states.first_of(kind)
+            x, *gates = self.state_inputs(layer)
+            for phase in Phase:
+                for lengths in states.serving_in(kind, phase).warmup_steps(phase, self._limits):
+                    if not fits(lengths, self._limits):
+                        continue
+                    try:
+                        metadata = self._metadata(lengths, self._groups[0])
+                        states.begin(states.metadata_of_rows(metadata, max(each.num_drafts for each in lengths)))
+                        states(layer, x[: metadata.num_tokens], [gate[: metadata.num_tokens] for gate in gates])
+                    except Exception as error:
+                        self._note(f"states in {phase}", error)
+
+    def _steps_of(self, spec: AttentionSpec, phase: Phase, backends: Backends) -> Iterator[Sequence[Lengths]]:
+        """The steps by which the backends of a phase choose kernels. spec: of a layer's cache."""
+        yield from backends[self._attention.layers.in_phase(spec, phase)].warmup_steps(phase, self._limits)
+        if phase is Phase.EXTEND and spec in self._selector.gathering:
+            yield from self._selector.gathering[spec].warmup_steps(phase, self._limits)
+
+    def _metadata(self, lengths: Sequence[Lengths], group: CacheGroup) -> AttentionMetadata:
+        counts = numpy.array([-(-(each.query_len + each.context_len) // self._block_size) for each in lengths])
+        blocks = group.blocks_of(self._pages(int(counts.max()) * self._block_size, group))[: counts.max()]
+        return AttentionMetadata.build(
+            [each.query_len for each in lengths],
+            [each.context_len for each in lengths],
+            numpy.where(numpy.arange(len(blocks)) < counts[:, None], blocks, numpy.int32(0)),
+            self._block_size,
+            self._device,
+            num_draft_tokens=[each.num_drafts for each in lengths],
+            num_blocks=self._attention.num_blocks(group),
+        )
+
+    def _attend_once(self, layer: int, metadata: AttentionMetadata, backends: Backends, tensors: Sequence[Tensor]) -> None:
+        try:
+            decodes = metadata.decode is not None
+            self._attention.begin(metadata, self._selector.backends_for(Phase.PREFILL) if decodes else backends, backends)
+            self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
+        except Exception as error:
+            self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
+
+    def _launch(self, step: StepInput) -> None:
+        """Launch a step and wait for the one before it, as the loop does: graphs have memory for the inputs of two."""
+        try:
+            launched = self._runner.launch(step)
+            if self._in_flight is not None:
+                self._in_flight.wait()
+            self._in_flight = launched
+        except Exception as error:
+            self._note("step", error)
+
+    def _note(self, where: str, error: Exception) -> None:
+        """Log what failed, once; no request is there that could end with the error. With several ranks it is raised: the others
+        are in the middle of the step."""
+        if self._ranks.size > 1:
+            raise error
+        if where not in self._failed:
+            self._failed.add(where)
+            log.warning("warm-up: %s; a request that needs this will end with the same error", error)
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+
+    def layer_inputs(self, wanted: int) -> list[Tensor]:
+        """q, k and v of a layer for the largest step: zeros, with the strides that the model gives them."""
+        seen: list[Tensor] = []
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if layer == wanted:
+                seen.extend((q, k, v))
+            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
+
+        few = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+            assert self._attention.states is not None
+            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
+
+        # As a graph of decode hands positions over:
+        self._model(few, few.int(), AttentionFunctions(attention, state))
+        return self._lengthened(seen)
+
+    def state_inputs(self, wanted: int) -> list[Tensor]:
+        """The input and the gates of a layer with a state for the largest step: zeros, with the strides that the model gives."""
+        seen: list[Tensor] = []
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return q.new_zeros((*q.shape[:2], self._attention.value_head_dims[layer]))
+
+        def state(layer: int, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+            assert self._attention.states is not None
+            if layer == wanted:
+                seen.extend((x, *gates))
+            return x.new_zeros(x.shape[0], self._attention.states.out_channels(layer))
+
+        few = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._model(few, few.int(), AttentionFunctions(attention, state))
+        return self._lengthened(seen)
+
+    def _lengthened(self, seen: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the largest step, in memory that views of one piece share as these do."""
+        memory: dict[int, Tensor] = {}
+        found = []
+        for tensor in seen:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in memory:  # of all views of it: as long as the largest step's
+                memory[storage] = tensor.new_zeros((self._limits.max_num_tokens + 1) * max(each.stride(0) for each in seen))
+            shape = (self._limits.max_num_tokens, *tensor.shape[1:])
+            found.append(memory[storage].as_strided(shape, tensor.stride(), tensor.storage_offset()))
+        return found
+
+    def _pages(self, length: int, group: CacheGroup) -> list[int]:
+        """The first pages; a windowed group may have fewer than a whole sequence would fill."""
+        return [page % self._num_pages for page in range(-(-length // group.page_size))]

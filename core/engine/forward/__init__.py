@@ -1,1 +1,0 @@
-"""A forward pass: the attention that a model calls, latent attention, block tables."""

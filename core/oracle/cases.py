@@ -1,0 +1,146 @@
+"""One grammar for batches, in tests and benchmarks alike: `2q512_1q64s1k_32q1s4k`.
+
+A case is groups joined by "_"; a group is [count]q<query_len>[s<kv_len>], with "k" for 1024. kv_len counts cached and new tokens
+and defaults to query_len (a prompt without context). `8q1s1k` is eight sequences that decode at length 1024. After vLLM's
+batch-spec grammar (vllm-project/vllm#26835).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import CacheGeometry, CacheLayout, CacheWriter, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.inputs import Numbers
+from headway.core.oracle.pool import fill
+
+_MOST_SEQUENCES = 1 << 20
+"""Far beyond any step: a list of more would be made for minutes, or take the machine's memory."""
+_MOST_TOKENS = 1 << 40
+_BLOCK_BYTES = 200
+"""What a block number costs the host while a case is made, in Python's lists and in tensors."""
+_GROUP = re.compile(r"(\d+)?q(\d+)(k)?(?:s(\d+)(k)?)?")
+
+
+def parse_case(text: str, decode_query_len: int = 1) -> list[tuple[int, int]]:
+    """(query_len, kv_len) of each sequence, those that decode last.
+
+    :raises ConfigError: the text is not of the grammar, or a kv_len is shorter than its query_len.
+    """
+    lens: list[tuple[int, int]] = []
+    for group in text.split("_"):
+        match = _GROUP.fullmatch(group)
+        if match is None:
+            raise ConfigError("case", "groups like 8q1s1k or 2q512, joined by '_'", repr(text))
+        count, query, query_k, kv, kv_k = match.groups()
+        query_len = int(query) * (1024 if query_k else 1)
+        kv_len = int(kv) * (1024 if kv_k else 1) if kv else query_len
+        if query_len < 1 or kv_len < query_len:
+            raise ConfigError("case", "query_len of at least 1 and kv_len no shorter", repr(group))
+        if count is not None and not 1 <= int(count) <= _MOST_SEQUENCES - len(lens):
+            raise ConfigError("case", f"1 to {_MOST_SEQUENCES:,} sequences", repr(group))
+        if kv_len > _MOST_TOKENS:
+            raise ConfigError("case", f"sequences of at most {_MOST_TOKENS:,} tokens", repr(group))
+        lens += [(query_len, kv_len)] * int(count or 1)
+    return sorted(lens, key=lambda qs: Phase.of(qs[0], qs[1] - qs[0], decode_query_len) is Phase.DECODE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A filled cache and one step over it: what a backend is tested and timed on."""
+
+    spec: AttentionSpec
+    metadata: AttentionMetadata
+    cache: LayerCache
+    q: torch.Tensor
+    """[num_tokens, num_heads, head_dim]"""
+    k: torch.Tensor
+    """[num_tokens, num_kv_heads, head_dim]: this step's; already in the cache."""
+    v: torch.Tensor
+    """[num_tokens, num_kv_heads, v_head_dim]; a view of k where the value lies in the key."""
+
+
+def make_case(
+    lens: Sequence[tuple[int, int]],
+    spec: AttentionSpec,
+    layout: CacheLayout,
+    block_size: int,
+    writer: CacheWriter,
+    *,
+    seed: int = 0,
+    poison: float | None = None,
+    spare_blocks: int = 3,
+    padding_rows: int = 0,
+    decode_query_len: int = 1,
+    scores: str = "normal",
+) -> Case:
+    """Random q, k, v and context in shuffled blocks, written by the layout's writer in two goes, context first.
+
+    poison: fills every slot that holds no token, in partly used blocks and in `spare_blocks` unused ones (NaN finds stray reads).
+    padding_rows: rows of length 0 with slot -1 at the end, as a CUDA graph's unused rows are.
+    scores: the regime of the scores, out of `cells.SCORES`; normal: queries are drawn as keys are, whatever the scale.
+    """
+    check_room(lens, spec, block_size)
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = [q for q, _ in lens] + [1] * padding_rows
+    context_lens = [kv - q for q, kv in lens] + [-1] * padding_rows
+    blocks_of = [-(-kv // block_size) for _, kv in lens]
+    order = torch.randperm(sum(blocks_of) + spare_blocks, generator=generator).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in blocks_of] + [[]] * padding_rows
+    num_blocks = sum(blocks_of) + spare_blocks
+    geometry = CacheGeometry.of(spec, num_blocks, block_size)
+    cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
+    if poison is not None:
+        for tensor in cache.tensors.values():
+            fill(tensor, poison)
+
+    def rows(count: int, heads: int, dim: int) -> torch.Tensor:
+        random = torch.randn(count, heads, dim, generator=generator, dtype=torch.float32)
+        return random.to(device=spec.device, dtype=spec.dtype)
+
+    numbers = None if scores == "normal" else Numbers(spec, scores, generator)
+
+    def new_rows(spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = sum(end - start for start, end in spans)
+        if numbers is not None:
+            return numbers.rows(torch.cat([torch.arange(start, end) for start, end in spans]))
+        k = rows(count, spec.num_kv_heads, spec.head_dim)
+        return k, k[..., : spec.v_head_dim] if spec.value_in_key else rows(count, spec.num_kv_heads, spec.v_head_dim)
+
+    cached = [(length, table) for length, table in zip(context_lens, tables, strict=True) if length > 0]
+    if cached:
+        lengths = [length for length, _ in cached]
+        past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
+        writer(*new_rows([(0, length) for length in lengths]), cache, past.slot_mapping)
+    lens_and_tables = query_lens, context_lens, tables, block_size, spec.device, decode_query_len
+    metadata = AttentionMetadata.build(*lens_and_tables, num_blocks=num_blocks)
+    tokens = metadata.num_tokens
+    shape = tokens, spec.num_heads, spec.head_dim
+    q = rows(*shape) if numbers is None else numbers.queries(*shape).to(spec.device, spec.dtype)
+    k, v = new_rows([(length, length + new) for new, length in zip(query_lens, context_lens, strict=True)])
+    writer(k, v, cache, metadata.slot_mapping)
+    return Case(spec, metadata, cache, q, k, v)
+
+
+def check_room(lens: Sequence[tuple[int, int]], spec: AttentionSpec, block_size: int) -> None:
+    """Refuse a case for which the host has no memory, before the system ends the process in the middle of it.
+
+    :raises MemoryError: saying how much would be needed.
+    """
+    blocks, new = sum(-(-kv_len // block_size) for _, kv_len in lens), sum(query_len for query_len, _ in lens)
+    needed = blocks * _BLOCK_BYTES
+    if spec.device.type == "cpu":
+        row = spec.num_kv_heads * (spec.head_dim + spec.v_head_dim)
+        needed += blocks * block_size * spec.cache_row_bytes
+        needed += max(kv_len - query_len for query_len, kv_len in lens) * row * 4  # one sequence's context at the least
+        needed += new * (spec.num_heads * (spec.head_dim + spec.v_head_dim) + row) * 4
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise MemoryError(f"{needed / 2**30:,.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free")

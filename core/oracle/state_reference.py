@@ -1,0 +1,266 @@
+"""The float64 answer to a step of layers with states, token by token from the formulas in `StateBackend.scan`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.state import KDA, LIGHTNING, MAMBA1, MAMBA2, StateParameters, StateSpec
+from headway.core.oracle.state_cases import StateCase
+
+
+@dataclass
+class SequenceState:
+    """What a sequence remembers, or several of them, whose axis comes first; float64."""
+
+    recurrent: Tensor | None
+    """[..., num_heads, key_dim, value_dim]"""
+    conv: Tensor | None
+    """[..., conv_channels, conv_width - 1], the newest input last."""
+
+    @classmethod
+    def zeros(cls, spec: StateSpec) -> SequenceState:
+        """Return what an empty sequence remembers."""
+        return cls(
+            torch.zeros(spec.num_heads, spec.key_dim, spec.value_dim, dtype=torch.float64) if spec.recurrent else None,
+            torch.zeros(spec.conv_channels, spec.conv_width - 1, dtype=torch.float64) if spec.conv_channels else None,
+        )
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> SequenceState:
+        """Return the state with a change of each of its parts."""
+        return SequenceState(*(None if part is None else change(part) for part in (self.recurrent, self.conv)))
+
+    def copy(self) -> SequenceState:
+        """Return a copy."""
+        return self.changed(torch.clone)
+
+
+@dataclass(frozen=True)
+class TokenOperands:
+    """What one token does to the state of each head; float64, the axes of sequences first."""
+
+    decay: Tensor
+    """[..., num_heads, key_dim or 1]: the state is multiplied by it first."""
+    key: Tensor
+    """[..., num_heads, key_dim]"""
+    value: Tensor
+    """[..., num_heads, value_dim]"""
+    query: Tensor
+    """[..., num_heads, key_dim], scaled."""
+    beta: Tensor | None = None
+    """[..., num_heads]: how much of a value replaces what its key holds; None: values are added."""
+    skip: Tensor | None = None
+    """[..., num_heads, value_dim], added to the output."""
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)), without overflow."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x))."""
+    return 1 / (1 + torch.exp(-x))
+
+
+Curve = Callable[[Tensor], Tensor]
+
+
+def read(
+    spec: StateSpec,
+    parameters: StateParameters,
+    x: Tensor,
+    gates: Sequence[Tensor],
+    positive: Curve = softplus,
+    strength: Curve = sigmoid,
+) -> TokenOperands:
+    """Read a token's input, after the convolution, and its gates. positive, strength: curves of decay's and beta's gates."""
+    if spec.kind == MAMBA1:
+        return _read_mamba1(parameters, x, gates, positive)
+    if spec.kind == MAMBA2:
+        return _read_mamba2(spec, parameters, x, gates, positive)
+    value, query, key = _cut(spec, x, value_first=False)
+    if spec.qk_norm:
+        query, key = (each / torch.sqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+    query = query * spec.scale
+    rate = torch.exp(_double(parameters.A_log))
+    if spec.kind == LIGHTNING:
+        return TokenOperands(torch.exp(-rate)[:, None], key, value, query)
+    a, b = gates
+    a, rate = (a, rate[:, None]) if spec.kind == KDA else (a[..., None], rate[:, None])
+    bias = _double(parameters.dt_bias)
+    decay = torch.exp(-rate * positive(a + (bias if spec.kind == KDA else bias[:, None])))
+    return TokenOperands(decay, key, value, query, spec.beta_scale * strength(b))
+
+
+def _read_mamba2(
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve
+) -> TokenOperands:
+    value, key, query = _cut(spec, x, value_first=True)
+    low, high = spec.dt_limits
+    dt = positive(gates[0] + _double(parameters.dt_bias)).clamp(low, high if math.isfinite(high) else None)[..., None]
+    decay = torch.exp(-torch.exp(_double(parameters.A_log))[:, None] * dt)
+    return TokenOperands(decay, key, dt * value, query, skip=_double(parameters.D)[:, None] * value)
+
+
+def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], positive: Curve) -> TokenOperands:
+    dt, key, query = gates
+    dt = positive(dt + _double(parameters.dt_bias))[..., None]
+    decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
+    key, query = (rows[..., None, :].expand(*decay.shape[:-1], -1) for rows in (key, query))
+    return TokenOperands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
+
+
+def update(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a token's output [..., num_heads, value_dim] and the state after it."""
+    state = operands.decay[..., None] * state
+    added = operands.value
+    if operands.beta is not None:
+        added = operands.beta[..., None] * (added - seen(state, operands.key))
+    state = state + operands.key[..., None] * added[..., None, :]
+    out = seen(state, operands.query)
+    return (out if operands.skip is None else out + operands.skip), state
+
+
+def seen(state: Tensor, by: Tensor) -> Tensor:
+    """Return what a key or query finds in the state of its head, S^T k."""
+    return (state * by[..., None]).sum(-2)
+
+
+def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the convolution makes of a token's input, and the inputs that it remembers then."""
+    window = torch.cat((remembered, x[..., None]), dim=-1)
+    return activate(spec, parameters, (window * _double(parameters.conv_weight)).sum(-1)), window[..., 1:]
+
+
+def activate(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
+    """Add the bias to what a convolution has summed, and apply the activation."""
+    if parameters.conv_bias is not None:
+        x = x + _double(parameters.conv_bias)
+    return x * sigmoid(x) if spec.activation == "silu" else x
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The steps of the definition, each of which a mistake may be in."""
+
+    begin: Callable[[StateCase, int], SequenceState] = field(default=lambda case, row: begin(case, row))
+    """The state that a sequence of the step begins with."""
+    before: Callable[[int, SequenceState], SequenceState] = field(default=lambda token, state: state)
+    """The state that a new token finds, by its number in the sequence."""
+    convolve: Callable[[StateSpec, StateParameters, Tensor, Tensor], tuple[Tensor, Tensor]] = convolve
+    read: Callable[[StateSpec, StateParameters, Tensor, Sequence[Tensor]], TokenOperands] = read
+    update: Callable[[TokenOperands, Tensor], tuple[Tensor, Tensor]] = update
+
+
+RIGHT = Rules()
+
+
+def advance(
+    spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], state: SequenceState, rules: Rules = RIGHT
+) -> Tensor:
+    """Take one token, or one of each of several sequences: return its output, float64 [..., out_channels], and move the state on.
+
+    x: float64 [..., input_channels]; gates: float64, one row each.
+    """
+    if state.conv is not None:
+        x, state.conv = rules.convolve(spec, parameters, x, state.conv)
+    if not spec.recurrent:
+        return x
+    assert state.recurrent is not None
+    out, state.recurrent = rules.update(rules.read(spec, parameters, x, gates), state.recurrent)
+    return out.flatten(-2)
+
+
+@dataclass(frozen=True)
+class StateAnswer:
+    """What a step must return and leave behind."""
+
+    out: Tensor
+    """float64 [num_tokens, out_channels]; NaN in the rows of padding sequences, which nobody reads."""
+    written: Mapping[int, SequenceState]
+    """The states of the slots that the step writes. All others must keep their bits."""
+    writers: Mapping[int, tuple[int, int]]
+    """The sequence that writes each of those slots, and after how many of its new tokens."""
+
+
+def answer(case: StateCase, rules: Rules = RIGHT, rows: Sequence[int] | None = None) -> StateAnswer:
+    """Compute the whole step, prompts and decodes alike. rows: only these sequences; None: all.
+
+    Sequences move on together, token by token: those with the most new tokens come first, so that the ones left are the first.
+    """
+    spec, step, slots = case.spec, case.metadata.step, case.metadata.slots_cpu.tolist()
+    out = torch.full((step.num_tokens, spec.out_channels), torch.nan, dtype=torch.float64)
+    written: dict[int, SequenceState] = {}
+    writers: dict[int, tuple[int, int]] = {}
+    lens, starts = step.query_lens, step.query_start_loc_cpu.tolist()
+    wanted = [row for row in (range(len(lens)) if rows is None else rows) if slots[row] >= 0]
+    order = sorted(wanted, key=lambda row: -lens[row])
+    if not order:
+        return StateAnswer(out, written, writers)
+    begun = [rules.begin(case, row) for row in order]
+    joined = [[getattr(each, part) for each in begun] for part in ("recurrent", "conv")]
+    state = SequenceState(*(None if parts[0] is None else torch.stack(parts) for parts in joined))
+    targets = [targets_of(case, row) for row in order]
+    x, gates = case.x.cpu().double(), [gate.cpu().double() for gate in case.gates]
+    for token in range(lens[order[0]]):
+        left = sum(lens[row] > token for row in order)
+        state = rules.before(token, state.changed(lambda part, left=left: part[:left]))  # type: ignore[misc]
+        at = torch.tensor([starts[row] + token for row in order[:left]])
+        out[at] = advance(spec, case.parameters, x[at], [gate[at] for gate in gates], state, rules)
+        for place, row in enumerate(order[:left]):
+            for slot in targets[place].get(token + 1, ()):
+                written[slot] = state.changed(lambda part, place=place: part[place].clone())  # type: ignore[misc]
+                writers[slot] = row, token + 1
+    return StateAnswer(out, written, writers)
+
+
+def begin(case: StateCase, row: int) -> SequenceState:
+    """Return the state that a sequence begins with: zeros where it has no context."""
+    step = case.metadata.step
+    if step.kv_lens[row] == step.query_lens[row]:
+        return SequenceState.zeros(case.spec)
+    return state_of(case, int(case.metadata.slots_cpu[row]))
+
+
+def state_of(case: StateCase, slot: int) -> SequenceState:
+    """Read a slot as the step finds it."""
+    spec, cache = case.spec, case.cache
+    return SequenceState(
+        cache.logical_recurrent[slot].cpu().double() if spec.recurrent else None,
+        cache.logical_conv[slot].cpu().double() if spec.conv_channels else None,
+    )
+
+
+def targets_of(case: StateCase, row: int) -> dict[int, list[int]]:
+    """Return the slots that get a sequence's state, by its number of new tokens."""
+    metadata, length = case.metadata, case.metadata.step.query_lens[row]
+    slots = [int(slot) for slot in metadata.out_slots_cpu[row]]
+    decodes = row >= metadata.step.num_prefills
+    pairs = list(enumerate(slots[:length], start=1)) if decodes else [(length, slots[0])]
+    if metadata.checkpoints_cpu is not None:
+        pairs += [(tokens, slot) for sequence, tokens, slot in metadata.checkpoints_cpu.tolist() if sequence == row]
+    found: dict[int, list[int]] = {}
+    for tokens, slot in pairs:
+        if slot >= 0:
+            found.setdefault(tokens, []).append(slot)
+    return found
+
+
+def _double(weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return weight.cpu().double()
+
+
+def _cut(spec: StateSpec, x: Tensor, *, value_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The value [..., heads, value_dim] and the two of key_dim, in their order in x, each state head's [..., heads, key_dim]."""
+    keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+    parts = torch.split(x, [values, keys, keys] if value_first else [keys, keys, values], dim=-1)
+    value, one, two = parts if value_first else (parts[2], *parts[:2])
+    of_head = torch.arange(spec.num_heads) // (spec.num_heads // spec.num_key_heads)
+    first, second = (torch.unflatten(part, -1, (spec.num_key_heads, spec.key_dim))[..., of_head, :] for part in (one, two))
+    return torch.unflatten(value, -1, (spec.num_heads, spec.value_dim)), first, second

@@ -1,0 +1,141 @@
+"""Layers of experts of one kind on a GPU: all ways of computing them, and the one that serves each number of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.kernels.experts import cuda_lots
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.cuda_lots import CudaLots, computes_lots
+from headway.kernels.experts.cuda_rows import LOTS, CudaRows, computes_experts
+from headway.kernels.experts.dequantized import Dequantized, scratch_bytes
+from headway.kernels.experts.methods import (
+    INVARIANT,
+    QUANTIZED_INVARIANT,
+    QUANTIZED_ROW_CUTS,
+    QUANTIZED_TILINGS,
+    TILINGS,
+    GroupedMM,
+    Method,
+    RowMethod,
+    TileMethod,
+)
+from headway.kernels.experts.router import Router
+from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.linear.cuda_arranged import Arrangements
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.step.operations import Norm
+
+
+class FusedExperts:
+    """The experts of one kind of layer. No call synchronises or looks at values, so a CUDA graph can capture every call."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool = False,
+        forms: tuple[str, str] = ("", ""),
+    ) -> None:
+        """batch_invariant: always the same tiles, so that a token's bits do not depend on the other tokens or their number.
+
+        forms: of the layers' two weights (`forms_of`).
+        """
+        assert config.held is None, "the kernels read the weights of every expert"
+        self.config, self.dtype, self.device = config, dtype, device
+        self.forms = forms
+        router, quantized = Router(config, device, batch_invariant), forms != ("", "")
+        self._router, self._batch_invariant = router, batch_invariant
+        if batch_invariant:
+            tiling = QUANTIZED_INVARIANT if quantized else INVARIANT
+            ways: list[Method] = [TileMethod(tiling, config, router, device, always=True)]
+        else:
+            tilings, cuts = (QUANTIZED_TILINGS, QUANTIZED_ROW_CUTS) if quantized else (TILINGS, QUANTIZED_ROW_CUTS[:1])
+            ways = [RowMethod(config, router, device, quantized_cut=cut) for cut in cuts]
+            ways += [TileMethod(tiling, config, router, device) for tiling in tilings]
+            ways += _by_expanding(config, router, device) if quantized else [GroupedMM(config, router, device)]
+        self.methods = {way.name: way for way in ways if any(way.takes(count, dtype) for count in TOKEN_COUNTS)}
+        self.example: ExpertWeights | None = None
+        """The weights of one layer of this kind, to measure with."""
+        self._layers: list[ExpertWeights] = []
+        self._times: ExpertTimes | None = None
+        self._chosen: dict[int, Method] = {}
+
+    def layer(self, weights: ExpertWeights, norm: Norm) -> FusedLayer:
+        """One layer of this kind. The first tells whether kernels in CUDA C++ compute them, too."""
+        if self.example is None:
+            self.example = weights
+            quantised = self.forms != ("", "") and not self._batch_invariant
+            if quantised and computes_experts(self.config, weights, self.device):
+                arranged = Arrangements()
+                ways = [CudaRows(lot, self.config, self._router, self.device, arranged) for lot in LOTS]
+                self.methods = {**{way.name: way for way in ways}, **self.methods}
+                if computes_lots(self.config, self.device):
+                    lots = [CudaLots(lot, self.config, self._router, self.device, arranged) for lot in cuda_lots.LOTS]
+                    self.methods |= {way.name: way for way in lots}
+        self._layers.append(weights)
+        return FusedLayer(self, weights, norm)
+
+    def prepare(self) -> int:
+        """Arrange all layers' weights for the methods that serve and read an arrangement; bytes that it takes besides."""
+        ways = {way for way in map(self.method_for, TOKEN_COUNTS) if isinstance(way, CudaRows | CudaLots)}
+        return max((sum(way.prepare(weights) for weights in self._layers) for way in ways), default=0)  # they share it
+
+    def obey(self, times: ExpertTimes) -> None:
+        """Choose by measured times from now on."""
+        self._times = times
+        self._chosen.clear()
+
+    def describe(self) -> str:
+        """Which method serves how many tokens, and by whose word."""
+        names = [self.method_for(count).name for count in TOKEN_COUNTS]
+        changes = [cell for cell, name in enumerate(names) if cell == 0 or name != names[cell - 1]]
+        ranges = ", ".join(f"{names[cell]} from {TOKEN_COUNTS[cell]}" for cell in changes)
+        source = "not measured" if self._times is None else self._times.source
+        told = f"{ranges} tokens on ({source})"
+        if self.forms == ("", ""):
+            return told
+        first, second = (form or DTYPE_NAMES[self.dtype] for form in self.forms)
+        told = f"{first if first == second else f'{first}, down {second}'}: {told}"
+        if self.example is not None and any(isinstance(self.method_for(count), Dequantized) for count in TOKEN_COUNTS):
+            told += f"; expanding a layer takes {scratch_bytes(self.example) / 1e9:.1f} GB, for its length"
+        return told
+
+    def method_for(self, num_tokens: int) -> Method:
+        """What computes so many tokens."""
+        method = self._chosen.get(num_tokens)
+        if method is None:
+            able = {each.name: each for each in self.methods.values() if each.takes(num_tokens, self.dtype)}
+            name = None if self._times is None else self._times.fastest(num_tokens, able)
+            likely = [each for ruled in rules(num_tokens, self.config) for each in able.values() if each.name.startswith(ruled)]
+            method = self._chosen[num_tokens] = able[name] if name else next(iter(likely or able.values()))
+        return method
+
+    def __call__(self, x: Tensor, norm: Norm, weights: ExpertWeights, onto: Tensor) -> Tensor:
+        """Add to `onto` [num_tokens, hidden_size], in place, what the experts of x's normed rows give. x: as large."""
+        if len(x):
+            method = self.method_for(len(x))
+            method.add(onto, method.route(x, norm, weights), weights)
+        return onto
+
+
+def _by_expanding(config: ExpertsConfig, router: Router, device: torch.device) -> list[Method]:
+    """Methods over plain weights that quantised ones may be expanded for."""
+    ways = QuantizedWays(device)
+    inner: list[Method] = [TileMethod(tiling, config, router, device) for tiling in TILINGS if tiling.block_m == 128]
+    return [Dequantized(method, config, ways) for method in (*inner, GroupedMM(config, router, device))]
+
+
+class FusedLayer:
+    """One layer: its tensors, and its kind."""
+
+    def __init__(self, kind: FusedExperts, weights: ExpertWeights, norm: Norm) -> None:
+        self.kind, self._weights, self._norm = kind, weights, norm
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream; onto: what is added to in its place; either in place."""
+        return self.kind(x, self._norm, self._weights, x if onto is None else onto)

@@ -1,0 +1,263 @@
+"""Experts of many tokens: grouped products over pairs in the order of their experts, and the sum over a token's slots.
+
+A program computes a tile of one expert's rows. How many rows an expert has is known on the device alone, so the grid holds as
+many programs as there could be tiles; each finds its tile from where the experts' rows end, and those past the last have nothing
+to do.
+"""
+
+# Triton reads annotations when it compiles: no deferred ones here.
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.kernels.experts.row_kernels import activated
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def grouped_product(
+    x_ptr,  # [num_tokens, K] (GATHER), else [num_pairs, K], in the order of experts (WHOLE: of tokens)
+    weight_ptr,  # [NUM_ALL, N, K]; GATED: [NUM_ALL, 2 N, K], gate over up
+    bias_ptr,  # [NUM_ALL, N] or [NUM_ALL, 2 N] (BIAS)
+    pairs_ptr,  # int32 [num_pairs]: of the row of token p // SLOTS (GATHER); WHOLE: the expert of each pair
+    ends_ptr,  # int32 [NUM_ALL]; not WHOLE
+    y_ptr,  # [num_pairs, N], in the order of x, written
+    num_blocks,  # of BLOCK_M rows, at most; WHOLE: tokens
+    N: tl.constexpr,
+    K: tl.constexpr,
+    NUM_ALL: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # NUM_ALL rounded up to a power of two
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_M: tl.constexpr,  # blocks of rows that are computed side by side, so that one reading of the weights serves them
+    GATHER: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARED: tl.constexpr,  # the squared ReLU of the product
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWAPPED: tl.constexpr,  # the product is W x^T: for few rows, where the weights fill the matrix units' longer side
+    WHOLE: tl.constexpr,  # of at most BLOCK_M tokens: a tile's rows are these, in their own order
+    BLOCK_S: tl.constexpr,  # SLOTS rounded up to a power of two
+    DOT: tl.constexpr,  # what the matrix units multiply
+    PDL: tl.constexpr,
+):
+    """y = W_e x + bias, or its activation. Grid (cdiv(N, BLOCK_N) * num_blocks), WHOLE: * NUM_ALL. Sums in float32."""
+    NUM_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, column, row, live, wanted = find_tile(
+        pairs_ptr, ends_ptr, num_blocks, NUM_N, NUM_ALL, BLOCK_E, SLOTS, BLOCK_M, GROUP_M, WHOLE, BLOCK_S
+    )
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
+    if wanted:
+        x_row = input_rows(pairs_ptr, row, live, SLOTS, GATHER, WHOLE)
+        k = tl.arange(0, BLOCK_K)
+        x_at = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+        WIDTH: tl.constexpr = 2 * N if GATED else N
+        weight_at = weight_ptr + expert.to(tl.int64) * (WIDTH * K) + n[:, None] * K + k[None, :]
+        gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), tl.float32)
+        for c in tl.range(0, CHUNKS, num_stages=STAGES):
+            if EVEN:
+                weight = tl.load(weight_at + c * BLOCK_K)
+                if GATED:
+                    weight_up = tl.load(weight_at + (N * K + c * BLOCK_K))
+                x = tl.load(x_at + c * BLOCK_K, mask=live[:, None], other=0.0)
+            else:
+                inside = (c * BLOCK_K + k < K)[None, :]
+                weight = tl.load(weight_at + c * BLOCK_K, mask=(n < N)[:, None] & inside, other=0.0)
+                if GATED:
+                    weight_up = tl.load(weight_at + (N * K + c * BLOCK_K), mask=(n < N)[:, None] & inside, other=0.0)
+                x = tl.load(x_at + c * BLOCK_K, mask=live[:, None] & inside, other=0.0)
+            gate = _multiplied(x, weight, gate, SWAPPED, DOT)
+            if GATED:
+                up = _multiplied(x, weight_up, up, SWAPPED, DOT)
+        store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N, WIDTH, GATED, SQUARED, ALPHA, LIMIT, BIAS, SWAPPED)
+
+
+@triton.jit
+def find_tile(pairs_ptr, ends_ptr, num_blocks, NUM_N: tl.constexpr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr,
+              SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr, WHOLE: tl.constexpr,
+              BLOCK_S: tl.constexpr):  # fmt: skip
+    """A program's tile: its expert, which block of outputs, the rows [BLOCK_M] in x's order and which of them there are, and
+    whether there is anything to do."""
+    if WHOLE:
+        expert = tl.program_id(0) // NUM_N
+        column = tl.program_id(0) % NUM_N
+        row = _pairs_of(expert, pairs_ptr, num_blocks, SLOTS, BLOCK_M, BLOCK_S)
+        live = row >= 0
+        wanted = tl.max(row, 0) >= 0
+    else:
+        group = tl.program_id(0) // (GROUP_M * NUM_N)
+        side = tl.minimum(num_blocks - group * GROUP_M, GROUP_M)
+        block = group * GROUP_M + tl.program_id(0) % (GROUP_M * NUM_N) % side
+        column = tl.program_id(0) % (GROUP_M * NUM_N) // side
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(ends_ptr + e, mask=e < NUM_ALL, other=0)
+        starts = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < NUM_ALL), other=0)
+        tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tiles, 0)
+        expert = tl.sum(((last <= block) & (e < NUM_ALL)).to(tl.int32), 0)
+        own = e == expert
+        row = tl.sum(tl.where(own, starts + (block - last + tiles) * BLOCK_M, 0), 0) + tl.arange(0, BLOCK_M)
+        live = row < tl.sum(tl.where(own, ends, 0), 0)
+        wanted = expert < NUM_ALL
+    return expert, column, row, live, wanted
+
+
+@triton.jit
+def input_rows(pairs_ptr, row, live, SLOTS: tl.constexpr, GATHER: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows of x [BLOCK_M] that those rows of y are products of."""
+    if GATHER and WHOLE:
+        x_row = tl.where(live, row // SLOTS, 0)
+    elif GATHER:
+        x_row = tl.load(pairs_ptr + row, mask=live, other=0) // SLOTS
+    else:
+        x_row = tl.where(live, row, 0)
+    return x_row
+
+
+@triton.jit
+def store_tile(gate, up, bias_ptr, y_ptr, expert, n, row, live, N: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+               SQUARED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
+               SWAPPED: tl.constexpr):  # fmt: skip
+    """From whole sums to y: bias and activation."""
+    if SWAPPED:
+        n_at = n[:, None]
+        y_at = y_ptr + row.to(tl.int64)[None, :] * N + n_at
+        kept = live[None, :] & (n_at < N)
+    else:
+        n_at = n[None, :]
+        y_at = y_ptr + row.to(tl.int64)[:, None] * N + n_at
+        kept = live[:, None] & (n_at < N)
+    if BIAS:
+        bias_at = bias_ptr + expert.to(tl.int64) * WIDTH + n_at
+        gate += tl.load(bias_at, mask=n_at < N, other=0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(bias_at + N, mask=n_at < N, other=0.0).to(tl.float32)
+    if GATED:
+        gate = activated(gate, up, ALPHA, LIMIT)
+    if SQUARED:
+        gate = tl.where(gate > 0.0, gate * gate, gate * 0.0)  # which keeps a NaN
+    tl.store(y_at, gate.to(y_ptr.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _pairs_of(expert, experts_ptr, num_tokens, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The pair of each token with an expert, [BLOCK_M]; -1: it did not choose it."""
+    token = tl.arange(0, BLOCK_M)[:, None]
+    slot = tl.arange(0, BLOCK_S)[None, :]
+    pair = token * SLOTS + slot
+    chosen = tl.load(experts_ptr + pair, mask=(token < num_tokens) & (slot < SLOTS), other=-1)
+    return tl.max(tl.where(chosen == expert, pair, -1), 1)
+
+
+@triton.jit
+def _multiplied(x, weight, sums, SWAPPED: tl.constexpr, DOT: tl.constexpr):
+    """sums + x W^T [BLOCK_M, BLOCK_N], or its transpose."""
+    if SWAPPED:
+        sums = tl.dot(weight.to(DOT), tl.trans(x).to(DOT), sums, input_precision="ieee")
+    else:
+        sums = tl.dot(x.to(DOT), tl.trans(weight).to(DOT), sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def activate_rows(
+    x_ptr,  # [rows, 2 INNER], gate beside up
+    bias_ptr,  # [NUM_ALL, 2 INNER] (BIAS)
+    ends_ptr,  # int32 [NUM_ALL]
+    y_ptr,  # [rows, INNER], written
+    NUM_ALL: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The activation of rows that a library multiplied. Grid (rows, cdiv(INNER, BLOCK))."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_at = x_ptr + row.to(tl.int64) * (2 * INNER) + at
+    gate = tl.load(x_at, mask=at < INNER, other=0.0).to(tl.float32)
+    up = tl.load(x_at + INNER, mask=at < INNER, other=0.0).to(tl.float32)
+    if BIAS:
+        own = bias_ptr + _expert_of(row, ends_ptr, NUM_ALL, BLOCK_E).to(tl.int64) * (2 * INNER) + at
+        gate += tl.load(own, mask=at < INNER, other=0.0).to(tl.float32)
+        up += tl.load(own + INNER, mask=at < INNER, other=0.0).to(tl.float32)
+    y = activated(gate, up, ALPHA, LIMIT)
+    tl.store(y_ptr + row.to(tl.int64) * INNER + at, y.to(y_ptr.dtype.element_ty), mask=at < INNER)
+
+
+@triton.jit
+def _expert_of(row, ends_ptr, NUM_ALL: tl.constexpr, BLOCK_E: tl.constexpr):
+    """The expert that a row in the order of experts belongs to."""
+    e = tl.arange(0, BLOCK_E)
+    return tl.sum((tl.load(ends_ptr + e, mask=e < NUM_ALL, other=2147483647) <= row).to(tl.int32), 0)
+
+
+@triton.jit
+def gather_rows(
+    x_ptr,  # [num_tokens, HIDDEN]
+    pairs_ptr,  # int32 [rows]
+    y_ptr,  # [rows, HIDDEN], written
+    HIDDEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every pair's token, in the order of experts. Grid (rows, cdiv(HIDDEN, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = (tl.load(pairs_ptr + row) // SLOTS).to(tl.int64)
+    x = tl.load(x_ptr + token * HIDDEN + at, mask=at < HIDDEN, other=0.0)
+    tl.store(y_ptr + row * HIDDEN + at, x, mask=at < HIDDEN)
+
+
+@triton.jit
+def add_slots(
+    x_ptr,  # [num_pairs, HIDDEN], in the order of experts
+    bias_ptr,  # [NUM_ALL, HIDDEN] (BIAS), where the product did not add it
+    experts_ptr,  # int32 [num_tokens * SLOTS]
+    weights_ptr,  # float32 [num_tokens * SLOTS]
+    places_ptr,  # int32 [num_tokens * SLOTS]
+    y_ptr,  # [num_tokens, HIDDEN], added to
+    HIDDEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y += the weighted sum of what a token's experts gave, in the order of its slots. Grid (num_tokens, cdiv(HIDDEN, BLOCK))."""
+    token = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < HIDDEN
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y_at = y_ptr + token.to(tl.int64) * HIDDEN + at
+    y = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = token * SLOTS + slot
+        place = tl.load(places_ptr + pair).to(tl.int64)
+        x = tl.load(x_ptr + place * HIDDEN + at, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            expert = tl.load(experts_ptr + pair).to(tl.int64)
+            x += tl.load(bias_ptr + expert * HIDDEN + at, mask=inside, other=0.0).to(tl.float32)
+        y += x * tl.load(weights_ptr + pair)
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)

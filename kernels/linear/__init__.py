@@ -1,0 +1,1 @@
+"""Linear layers: representations of weights and the GEMM kernels that multiply them."""

@@ -1,0 +1,280 @@
+"""The forms in which products read quantised weights: each published format is brought into one of these when it is read.
+
+A weight is [out_features, in_features], as torch's, written N and K here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.linear.gguf_weight import GgufWeight
+
+MX_GROUP = 32
+"""Elements of a row that share a scale in the microscaling formats of the Open Compute Project."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the 16 codes of a float of 4 bits (e2m1) stand for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float8Weight:
+    """Floats of 8 bits (e4m3), with a scale for each block."""
+
+    kind: ClassVar[str] = "fp8"
+    values: Tensor
+    """float8_e4m3fn [N, K]"""
+    scales: Tensor
+    """float32 [ceil(N / block_rows), ceil(K / block_columns)]"""
+    block: tuple[int, int]
+    """Rows and columns that share a scale: (1, K) for a scale a row, (128, 128) for DeepSeek's blocks."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        return (self.values.float() * _spread(self.scales, self.block, self.shape)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
+    """Whole numbers of 8 bits, with a scale for each row."""
+
+    kind: ClassVar[str] = "int8"
+    values: Tensor
+    """int8 [N, K]"""
+    scales: Tensor
+    """float32 [N]"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Weight:
+    """Whole numbers of 4 bits, 0 to 15, with a scale and perhaps a zero for each group of columns of a row."""
+
+    kind: ClassVar[str] = "int4"
+    packed: Tensor
+    """uint8 [N, K / 2]: byte j of a group holds its column j below and its column j + group_size / 2 above."""
+    scales: Tensor
+    """float16, bfloat16 or float32 [N, K / group_size]"""
+    zeros: Tensor | None
+    """uint8 [N, K / group_size], what is subtracted first; None: 8 everywhere."""
+    group_size: int
+    order: Tensor | None = None
+    """int32 [K]: the input that belongs to each column; None: column k belongs to input k."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K], its columns in the order of the inputs."""
+        codes = unpacked(self.packed, self.group_size).view(len(self.packed), -1, self.group_size).float()
+        zeros = 8.0 if self.zeros is None else self.zeros.float()[:, :, None]
+        weight = ((codes - zeros) * self.scales.float()[:, :, None]).to(dtype).flatten(1)
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Float4Weight:
+    """Floats of 4 bits (e2m1), with a power of two for each 32 columns of a row (MXFP4)."""
+
+    kind: ClassVar[str] = "mxfp4"
+    packed: Tensor
+    """uint8 [N, K / 2], packed as Int4Weight's with groups of 32 columns"""
+    exponents: Tensor
+    """uint8 [N, K / 32]: the scale is 2 ** (exponent - 127)"""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.packed.shape[0], self.packed.shape[1] * 2
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, [N, K]."""
+        table = torch.tensor(FP4_VALUES, device=self.packed.device)
+        values = table[unpacked(self.packed, MX_GROUP).int()].view(len(self.packed), -1, MX_GROUP)
+        scales = torch.ldexp(torch.ones_like(self.exponents, dtype=torch.float32), self.exponents.int() - 127)
+        return (values * scales[:, :, None]).to(dtype).flatten(1)
+
+
+QuantizedWeight = Float8Weight | Int8Weight | Int4Weight | Float4Weight | GgufWeight
+
+
+def form_name(weight: QuantizedWeight) -> str:
+    """What tells a form from others, in words."""
+    if isinstance(weight, Float8Weight):
+        by_row = weight.scales.shape[1] == 1 and weight.block[0] in (1, len(weight.values))
+        return f"fp8 {'rows' if by_row else f'{weight.block[0]}x{weight.block[1]}'}"
+    if isinstance(weight, Int4Weight):
+        words = f"int4 of {weight.group_size}{'' if weight.zeros is None else ' with zeros'}"
+        return words if weight.order is None else f"{words}, columns in another order"
+    return weight.kind
+
+
+def packed(codes: Tensor, group_size: int) -> Tensor:
+    """Pack codes of 4 bits, uint8 [N, K], as `Int4Weight.packed` says: uint8 [N, K / 2]."""
+    low, high = codes.view(len(codes), -1, 2, group_size // 2).unbind(2)
+    return (low | high << 4).flatten(1)
+
+
+def unpacked(packed: Tensor, group_size: int) -> Tensor:
+    """Undo `packed`: uint8 [N, K]."""
+    halves = packed.view(len(packed), -1, group_size // 2)
+    return torch.stack([halves & 15, halves >> 4], dim=2).flatten(1)
+
+
+def num_bytes(weight: QuantizedWeight) -> int:
+    """Memory that a weight takes, its scales included."""
+    if isinstance(weight, GgufWeight):
+        return weight.nbytes
+    tensors = (getattr(weight, field.name) for field in fields(weight))
+    return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+
+
+def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
+    """Cut out rows that follow one another. Of blocks that they cut through, each row gets a scale of its own."""
+    place = slice(rows.start, rows.stop)
+    if isinstance(weight, GgufWeight):
+        return weight.rows(rows)
+    if isinstance(weight, Float8Weight):
+        high, wide = weight.block
+        whole = rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0])
+        held = slice(rows.start // high, -(-rows.stop // high))
+        if whole:
+            return Float8Weight(weight.values[place], weight.scales[held], weight.block)
+        return Float8Weight(
+            weight.values[place],
+            weight.scales[torch.arange(rows.start, rows.stop, device=weight.scales.device) // high],
+            (1, wide),
+        )
+    if isinstance(weight, Int4Weight):
+        zeros = None if weight.zeros is None else weight.zeros[place]
+        return Int4Weight(weight.packed[place], weight.scales[place], zeros, weight.group_size, weight.order)
+    return type(weight)(*(getattr(weight, field.name)[place] for field in fields(weight)))
+
+
+def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | None:
+    """Cut out columns that follow one another; None where they cut through a group or block."""
+    place = slice(columns.start, columns.stop)
+    if isinstance(weight, GgufWeight):
+        return weight.columns(columns)
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.values[:, place].contiguous(), weight.scales)
+    if isinstance(weight, Float8Weight):
+        if weight.scales.shape[1] == 1:  # of whole rows
+            return Float8Weight(weight.values[:, place].contiguous(), weight.scales, (weight.block[0], len(columns)))
+        wide = weight.block[1]
+    else:
+        wide = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
+    if columns.start % wide or columns.stop % wide or getattr(weight, "order", None) is not None:
+        return None
+    groups, half = slice(columns.start // wide, columns.stop // wide), slice(columns.start // 2, columns.stop // 2)
+    if isinstance(weight, Float8Weight):
+        return Float8Weight(weight.values[:, place].contiguous(), weight.scales[:, groups].contiguous(), weight.block)
+    if isinstance(weight, Float4Weight):
+        return Float4Weight(weight.packed[:, half].contiguous(), weight.exponents[:, groups].contiguous())
+    zeros = None if weight.zeros is None else weight.zeros[:, groups].contiguous()
+    return Int4Weight(weight.packed[:, half].contiguous(), weight.scales[:, groups].contiguous(), zeros, wide)
+
+
+def with_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    """Take rows in another order. order: int64 [N], the row that comes to each place. Blocks become blocks of single rows."""
+    if isinstance(weight, GgufWeight):
+        return weight.in_order(order)
+    if isinstance(weight, Float8Weight):
+        values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
+        return Float8Weight(values, weight.scales[order // weight.block[0]], (1, weight.block[1]))
+    if isinstance(weight, Int4Weight):
+        zeros = None if weight.zeros is None else weight.zeros[order]
+        return Int4Weight(weight.packed[order], weight.scales[order], zeros, weight.group_size, weight.order)
+    return type(weight)(*(getattr(weight, field.name)[order] for field in fields(weight)))
+
+
+def dequantized_stack(weight: QuantizedWeight, count: int, dtype: torch.dtype) -> Tensor:
+    """Expand the weights of `count` experts that lie one after the other, one at a time: [count, N / count, K]."""
+    rows, columns = weight.shape
+    each = rows // count
+    whole = torch.empty(count, each, columns, dtype=dtype, device=device_of(weight))
+    for number, target in enumerate(whole):
+        target.copy_(rows_of(weight, range(number * each, (number + 1) * each)).dequantized(dtype))
+    return whole
+
+
+def device_of(weight: QuantizedWeight) -> torch.device:
+    """Where a weight lies."""
+    if isinstance(weight, GgufWeight):
+        return weight.blocks[0].device
+    return (weight.exponents if isinstance(weight, Float4Weight) else weight.scales).device
+
+
+def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one input as one, the rows of each after those of the one before.
+
+    :raises ModelError: their forms differ, or their groups.
+    """
+    first, *rest = parts
+    if not rest:
+        return first
+    if isinstance(first, Float8Weight):
+        return _merged_float8([each for each in parts if isinstance(each, Float8Weight)], len(parts))
+    gguf = [each for each in parts if isinstance(each, GgufWeight)]
+    if len(gguf) == len(parts):
+        return GgufWeight.of_parts([part for each in gguf for part in zip(each.types, each.blocks, strict=True)])
+    alike = all(type(each) is type(first) for each in rest)
+    if isinstance(first, Int4Weight):
+        mine = [each for each in parts if isinstance(each, Int4Weight) and each.group_size == first.group_size]
+        same = len(mine) == len(parts) and all(_equal(each.order, first.order) for each in mine)
+        if same:
+            zeros = [
+                torch.full_like(each.packed[:, : each.scales.shape[1]], 8) if each.zeros is None else each.zeros for each in mine
+            ]
+            whole = None if all(each.zeros is None for each in mine) else torch.cat(zeros)
+            return Int4Weight(_cat(mine, "packed"), _cat(mine, "scales"), whole, first.group_size, first.order)
+    elif alike and not isinstance(first, GgufWeight):
+        return type(first)(*(_cat(parts, field.name) for field in fields(first)))
+    raise ModelError(f"weights: products of one input need one form of weights, got {', '.join(each.kind for each in parts)}")
+
+
+def _merged_float8(parts: Sequence[Float8Weight], count: int) -> Float8Weight:
+    """Blocks of rows that do not end where a part ends become blocks of single rows."""
+    if len(parts) < count or len({each.block[1] for each in parts}) > 1:
+        raise ModelError("weights: products of one input need one form of weights, got fp8 beside others or other blocks")
+    rows, columns = parts[0].block
+    whole = all(each.block == parts[0].block and each.shape[0] % rows == 0 for each in parts)
+    scales = [each.scales if whole else each.scales.repeat_interleave(each.block[0], 0)[: each.shape[0]] for each in parts]
+    return Float8Weight(_cat(parts, "values"), torch.cat(scales), (rows if whole else 1, columns))
+
+
+def _cat(parts: Sequence[QuantizedWeight], field: str) -> Tensor:
+    return torch.cat([getattr(each, field) for each in parts])
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> Tensor:
+    """A scale for each element, or one that broadcasts."""
+    rows, columns = block
+    if rows > 1:
+        scales = scales.repeat_interleave(rows, 0)[: shape[0]]
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(columns, 1)[:, : shape[1]]

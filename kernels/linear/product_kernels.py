@@ -1,0 +1,282 @@
+"""Products of one to sixteen rows: the time is that of reading the weights, so all is done to ask for them early and at once.
+
+A program holds BLOCK_N whole rows of the weight, in chunks of BLOCK_K, the first DEPTH of them asked for before it waits for x:
+they arrive while the kernel before this one still runs (PDL, see step_kernels.py). A sum over K belongs to one program and has
+one order, whatever the number of rows.
+
+RMSNorm before the product costs no pass over x: its weight multiplies x, and the sum is multiplied by 1 / sqrt(mean of squares),
+which is known by then. QK-norm and RoPE after it need whole heads: the program that completes one (they count arrivals) reads it
+back and turns it, which spares a launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.kernels.step.step_kernels import activate, either, turn
+
+
+@triton.jit
+def one_row(
+    x_ptr,  # [K]
+    weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
+    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [N], written; added to (ADD)
+    eps,
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    sin_ptr,
+    q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
+    k_norm_ptr,
+    arrivals_ptr,  # int32 [HEADS + KV_HEADS], zero between launches
+    head_eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N
+    BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
+    QK_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Grid (cdiv(N, BLOCK_N)). Sums in float32."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    live = (n < N)[:, None]
+    gates = ()
+    ups = ()
+    scales = ()
+    for c in tl.static_range(DEPTH):
+        inside = c * BLOCK_K + k < K
+        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+        if GATED:
+            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+        if NORM:
+            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+    if BIAS:
+        gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)
+    if HEADS > 0 and QK_NORM:
+        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
+    else:
+        low_weight, high_weight = 1.0, 1.0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()  # not before: kernels further on would take memory's time from those whose turn it is
+    if ADD:  # asked for here, not where it is used: the answer takes as long as the product
+        residual = tl.load(y_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        x = tl.load(x_ptr + c * BLOCK_K + k, mask=c * BLOCK_K + k < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= scales[c].to(tl.float32)
+        gate += gates[c].to(tl.float32) * x[None, :]
+        if GATED:
+            up += ups[c].to(tl.float32) * x[None, :]
+        if c + DEPTH < CHUNKS:
+            inside = (c + DEPTH) * BLOCK_K + k < K
+            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
+            gates = gates + (_weights(ahead, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+            if GATED:
+                ups = ups + (_weights(ahead + N * K, at, live & inside[None, :], N, K, BLOCK_N, BLOCK_K),)
+            if NORM:
+                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+    factor = 1.0
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(gate, 1) * factor
+    if BIAS:
+        y += gate_bias
+    if GATED:
+        y_up = tl.sum(up, 1) * factor
+        if BIAS:
+            y_up += up_bias
+        y = activate(y, ACTIVATION) * y_up
+    elif ACTIVATION != "":
+        y = activate(y, ACTIVATION)
+    if ADD:
+        y += residual
+    tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
+    if HEADS > 0:
+        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, 1, N, BLOCK_N, 1,
+                         HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
+
+
+# Repeats steps of `one_row` and stays apart: each is compiled alone, tiles here have one more axis and go to the matrix units,
+# and loads and waits stand where the hardware is to be asked.
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # [N, K]; GATED: [2 N, K], gate over up
+    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [rows, N], written; added to (ADD)
+    eps,
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    sin_ptr,
+    q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
+    k_norm_ptr,
+    arrivals_ptr,  # int32 [HEADS + KV_HEADS], zero between launches
+    head_eps,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows rounded up to what the matrix units take
+    SLICES: tl.constexpr,  # parts of BLOCK_K, one a warp
+    DEPTH: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N
+    BLOCK_HALF: tl.constexpr,  # HEAD_DIM / 2 rounded up to a power of two
+    QK_NORM: tl.constexpr,
+    DOT: tl.constexpr,  # what the matrix units multiply
+    EARLY: tl.constexpr,  # the next kernel may start at once, not when x is there
+    PDL: tl.constexpr,
+):
+    """The same for `rows` rows, on the matrix units: W x^T, the warps side by side along K. Grid (cdiv(N, BLOCK_N))."""
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEP: tl.constexpr = BLOCK_K // SLICES
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, SLICES)[:, None] * STEP + tl.arange(0, STEP)[None, :]  # [SLICES, STEP]
+    at = n.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    live = (n < N)[None, :, None]
+    gates = ()
+    ups = ()
+    scales = ()
+    for c in tl.static_range(DEPTH):
+        inside = c * BLOCK_K + k < K
+        gates = gates + (_weights(weight_ptr + c * BLOCK_K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+        if GATED:
+            ups = ups + (_weights(weight_ptr + (N * K + c * BLOCK_K), at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+        if NORM:
+            scales = scales + (tl.load(norm_ptr + c * BLOCK_K + k, mask=inside, other=0.0),)
+    if BIAS:
+        gate_bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    y_at = y_ptr + r[None, :] * N + n[:, None]
+    mask = (r < rows)[None, :] & (n < N)[:, None]
+    x_at = r.to(tl.int64)[None, None, :] * K + k[:, :, None]
+    if HEADS > 0 and QK_NORM:
+        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
+    else:
+        low_weight, high_weight = 1.0, 1.0
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    if ADD:
+        residual = tl.load(y_at, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((SLICES, BLOCK_M), tl.float32)
+    for c in tl.static_range(CHUNKS):
+        x_inside = (r < rows)[None, None, :] & (c * BLOCK_K + k < K)[:, :, None]
+        x = tl.load(x_ptr + c * BLOCK_K + x_at, mask=x_inside, other=0.0)
+        if NORM:
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, 1)
+            x = exact * scales[c].to(tl.float32)[:, :, None]
+        gate = tl.dot(gates[c].to(DOT), x.to(DOT), gate)
+        if GATED:
+            up = tl.dot(ups[c].to(DOT), x.to(DOT), up)
+        if c + DEPTH < CHUNKS:
+            inside = (c + DEPTH) * BLOCK_K + k < K
+            ahead = weight_ptr + (c + DEPTH) * BLOCK_K
+            gates = gates + (_weights(ahead, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+            if GATED:
+                ups = ups + (_weights(ahead + N * K, at, live & inside[:, None, :], N, K, BLOCK_N, BLOCK_K),)
+            if NORM:
+                scales = scales + (tl.load(norm_ptr + (c + DEPTH) * BLOCK_K + k, mask=inside, other=0.0),)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    y = tl.sum(gate, 0) * factor[None, :]  # [BLOCK_N, BLOCK_M]
+    if BIAS:
+        y += gate_bias
+    if GATED:
+        y_up = tl.sum(up, 0) * factor[None, :]
+        if BIAS:
+            y_up += up_bias
+        y = activate(y, ACTIVATION) * y_up
+    elif ACTIVATION != "":
+        y = activate(y, ACTIVATION)
+    if ADD:
+        y += residual
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if HEADS > 0:
+        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+                         HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
+
+
+@triton.jit
+def _weights(ptr, at, inside, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A tile of the weight, with no mask where none is needed; it is read once, so it need not stay in the cache."""
+    if N % BLOCK_N == 0 and K % BLOCK_K == 0:
+        tile = tl.load(ptr + at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr):  # fmt: skip
+    """The two halves [1, BLOCK_HALF] of the norm weight of this program's head."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.program_id(0) * BLOCK_N // HEAD_DIM + tl.arange(0, 1)[:, None]  # a block, as what it is compared beside
+    h = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = (h < HALF) & (head < HEADS + KV_HEADS)
+    return either(q_norm_ptr, k_norm_ptr, h, head < HEADS, mask), either(q_norm_ptr, k_norm_ptr, h + HALF, head < HEADS, mask)
+
+
+@triton.jit
+def turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, eps, rows, N: tl.constexpr,
+                     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
+    """Norm and rotate this program's head of q or k in all rows of y, if the program was the last to store a part of the head."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.program_id(0) * BLOCK_N // HEAD_DIM
+    if head < HEADS + KV_HEADS:
+        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        arrived = tl.atomic_add(arrivals_ptr + head, 1, sem="acq_rel", scope="gpu")
+        if arrived == HEAD_DIM // BLOCK_N - 1:
+            r = tl.arange(0, BLOCK_M)[:, None]
+            h = tl.arange(0, BLOCK_HALF)[None, :]
+            mask = (r < rows) & (h < HALF)
+            cos = tl.load(cos_ptr + r * HALF + h, mask=mask, other=0.0)
+            sin = tl.load(sin_ptr + r * HALF + h, mask=mask, other=0.0)
+            at = y_ptr + r * N + head * HEAD_DIM + h
+            # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+            low = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            high = tl.load(at + HALF, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+            low, high = turn(low, high, cos, sin, low_weight, high_weight, eps, HEAD_DIM, QK_NORM)
+            tl.store(at, low.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(at + HALF, high.to(y_ptr.dtype.element_ty), mask=mask)
+            tl.store(arrivals_ptr + head, 0)

@@ -1,0 +1,301 @@
+"""Which products over quantised weights our kernel computes, how it is cut, and its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_kernels import quantized_product
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.step.config import Activation
+from headway.kernels.step.operations import Heads, Norm, Rope
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What the kernel must know of a weight's form: lengths in bytes of a row."""
+
+    kind: str
+    row: int
+    half: int
+    """Half a group, where a byte holds two codes; 0: a byte is a code."""
+    scales: int
+    """Scales of a row."""
+    scale_span: int
+    """Bytes under one scale."""
+    scale_rows: int
+    """Rows that share scales."""
+    zeros: bool
+    span: int
+    """Bytes that a slice can have at most: they lie under one scale."""
+
+
+def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
+    """How the kernel reads a weight; None where it cannot: too few columns share a scale, or they do not fill a row."""
+    columns = weight.shape[1]
+    if isinstance(weight, Int4Weight | Float4Weight):
+        group = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
+        row, half, scale_rows = columns // 2, group // 2, 1
+        scale_span, zeros = half, isinstance(weight, Int4Weight) and weight.zeros is not None
+        span = 64 if half == MX_GROUP // 2 and row % 64 == 0 else math.gcd(half, 64)
+    else:
+        block = weight.block if isinstance(weight, Float8Weight) else (1, columns)
+        row, half, zeros, scale_rows = columns, 0, False, block[0]
+        scale_span = min(block[1], columns)
+        span = math.gcd(scale_span, 128)
+    if span < _LEAST_SPAN or row % scale_span:
+        return None
+    return WeightBytes(weight.kind, row, half, row // scale_span, scale_span, scale_rows, zeros, span)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedCut:
+    """How one product is cut; see the kernel's constants."""
+
+    block_n: int
+    block_m: int
+    span: int
+    slices: int
+    splits: int
+    stages: int
+    prefetch: int = 4
+    num_warps: int = 4
+    early: bool = True
+    assembly: bool = True
+
+
+CutRule = Callable[[WeightBytes, int, int, bool, int], QuantizedCut]
+"""(weight, rows, out_features, gated, multiprocessors) -> cut"""
+
+
+def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
+    """Cut a product of so many rows.
+
+    Up to 16 rows, warps lie side by side along K, and a chunk of a row is long; beyond, side by side along the weight's rows.
+    """
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    few = block_m <= 16
+    span = math.gcd(weight.span, _FEW_SPAN) if few else weight.span
+    slices = _FEW_CHUNK // span if few else 1
+    block_n = 64 if block_m > 8 and not (few and gated) else 32
+    while slices > 1 and weight.row // span <= slices // 2:
+        slices //= 2
+    chunks = -(-weight.row // (span * slices))
+    programs = -(-out_features // block_n) * -(-rows // block_m)
+    splits = 1
+    while programs * splits < _PROGRAMS * multiprocessors and splits < 8 and chunks // (2 * splits) >= 2:
+        splits *= 2
+    # What a program has under way: weights, and x in halves of a group or whole.
+    num_bytes = slices * span * (block_n * (2 if gated else 1) + 2 * block_m * (2 if weight.half else 1))
+    return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """All that a kernel is compiled for."""
+
+    dtype: torch.dtype
+    weight: WeightBytes
+    cut: QuantizedCut
+    in_features: int
+    out_features: int
+    norm: bool
+    gated: bool
+    activation: Activation | None
+    add: bool
+    bias: bool
+    heads: tuple[int, int, int, bool] | None
+    """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
+
+
+class InOrder:
+    """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
+
+    def __init__(self) -> None:
+        self._norms: dict[Linear, tuple[Tensor, Tensor]] = {}
+        """A layer's norm weight as it is, and in order: a layer has one, gathered once."""
+
+    def __call__(self, x: Tensor, norm: Norm | None, linear: Linear) -> tuple[Tensor, Tensor | None]:
+        """Return both as they are where columns have the order of the inputs; else one launch for x."""
+        weight, plain = linear.weight, None if norm is None else norm.weight
+        if not isinstance(weight, Int4Weight) or weight.order is None:
+            return x, plain
+        if plain is None:
+            return x.index_select(1, weight.order), None
+        known = self._norms.get(linear)
+        if known is None or known[0] is not plain:
+            known = self._norms[linear] = plain, plain.index_select(0, weight.order)
+        return x.index_select(1, weight.order), known[1]
+
+
+class QuantizedProducts:
+    """Products of x in half precision over quantised weights, with what comes before and after them, a launch each.
+
+    Weights alone are quantised: x stays as it is, and sums are float32. The cut follows from the number of rows, rounded up, and
+    the shape; a row's result does not depend on the other rows.
+    """
+
+    def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
+        self._device, self._cut = device, cut
+        cuda = device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._in_order = InOrder()
+        self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._launchers: dict[_Variant, FixedLauncher] = {}
+        self._arrivals: dict[tuple[str, int], Tensor] = {}
+        """Counters by what they count and their number, zero between launches; never freed: captured graphs keep addresses."""
+        self._sums: dict[int, Tensor] = {}
+        """Room for the sums of programs that share one; likewise."""
+
+    def reads(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+        """Whether the kernel computes products over a weight. dtype: of x."""
+        described = weight_bytes(weight) if dtype in _TYPES else None
+        # Float16 has no place for the scales of MXFP4.
+        return described is not None and (described.kind != "mxfp4" or dtype == torch.bfloat16)
+
+    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
+        """Whether the kernel rotates the heads of a product that it reads, too."""
+        cut = self._cut(self._read(linear)[0], rows, linear.out_features, False, self._multiprocessors)
+        return rows <= cut.block_m and heads.head_dim % cut.block_n == 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        linear: Linear,
+        norm: Norm | None = None,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        rotated: tuple[Heads, Rope] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `FewRows`, whose arguments these are."""
+        rows, in_features = x.shape
+        described, tensors = self._read(linear)
+        out_features = linear.out_features // 2 if gated else linear.out_features
+        y = add_to if add_to is not None else out
+        if y is None:
+            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        cut = self._cut(described, rows, out_features, gated, self._multiprocessors)
+        heads = None if rotated is None else rotated[0]
+        shape = None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None)
+        switches = norm is not None, gated, activation, add_to is not None, linear.bias is not None
+        variant = _Variant(x.dtype, described, cut, in_features, out_features, *switches, shape)
+        launch = self._launchers.get(variant)
+        if launch is None:
+            launch = self._launchers[variant] = self._launcher(variant)
+        grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
+        x, norm_weight = self._in_order(x, norm, linear)
+        first = [
+            x,
+            *tensors,
+            x if norm_weight is None else norm_weight,
+            x if linear.bias is None else linear.bias,
+            y,
+            *self._workspace(grid, cut, gated),
+        ]
+        launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), rows)
+        return y
+
+    def _read(self, linear: Linear) -> tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]:
+        """What the kernel reads of a layer, described once."""
+        known = self._layers.get(linear)
+        if known is None:
+            assert not isinstance(linear.weight, Tensor)
+            described = weight_bytes(linear.weight)
+            assert described is not None
+            known = self._layers[linear] = described, tensors_of(linear.weight)
+        return known
+
+    def _workspace(self, grid: tuple[int, int, int], cut: QuantizedCut, gated: bool) -> tuple[Tensor, Tensor]:
+        """Room for the sums of programs that share one, and counters of their arrivals."""
+        tiles = grid[0] * grid[2] if cut.splits > 1 else 0
+        count = tiles * cut.splits * (cut.block_n * (2 if gated else 1) + 1) * cut.block_m
+        sums = self._sums.get(count)
+        if sums is None:
+            sums = self._sums[count] = torch.empty(count, device=self._device)
+        return sums, self._counters("programs of a sum", tiles)
+
+    def _counters(self, what: str, count: int) -> Tensor:
+        counters = self._arrivals.get((what, count))
+        if counters is None:
+            counters = self._arrivals[what, count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        return counters
+
+    def _rotation(self, unused: Tensor, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | float, ...]:
+        """cos, sin, the weights of q's and k's norm, counters, and epsilon."""
+        if rotated is None:
+            return (*[unused] * 5, 0.0)
+        heads, rope = rotated
+        arrivals = self._counters("programs of a head", heads.num_heads + heads.num_kv_heads)
+        if heads.q_norm is None or heads.k_norm is None:
+            return (*rope, unused, unused, arrivals, 0.0)
+        return (*rope, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps)
+
+    def _launcher(self, variant: _Variant) -> FixedLauncher:
+        """The kernel for a variant."""
+        weight, cut = variant.weight, variant.cut
+        num_heads, num_kv_heads, head_dim, qk_norm = variant.heads or (0, 0, cut.block_n, False)
+        constants: dict[str, Any] = {
+            "N": variant.out_features,
+            "K": variant.in_features,
+            "ROW": weight.row,
+            "WEIGHT": weight.kind,
+            "HALF": weight.half,
+            "SCALES": weight.scales,
+            "SCALE_SPAN": weight.scale_span,
+            "SCALE_ROWS": weight.scale_rows,
+            "ZEROS": weight.zeros,
+            "BLOCK_N": cut.block_n,
+            "BLOCK_M": cut.block_m,
+            "SPAN": cut.span,
+            "SLICES": cut.slices,
+            "STAGES": cut.stages,
+            "PREFETCH": 0 if INTERPRETED else cut.prefetch,
+            "SPLITS": cut.splits,
+            "NORM": variant.norm,
+            "GATED": variant.gated,
+            "ACTIVATION": variant.activation or "",
+            "ADD": variant.add,
+            "BIAS": variant.bias,
+            "HEADS": num_heads,
+            "KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
+            "QK_NORM": qk_norm,
+            "DOT": tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+            "ASSEMBLY": cut.assembly and not INTERPRETED,
+            "EARLY": cut.early,
+        }
+        return FixedLauncher(quantized_product, cut.num_warps, self._device, **constants)
+
+
+def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes, scales and zeros, each contiguous; something else where there are no zeros."""
+    if isinstance(weight, Int4Weight):
+        return weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros
+    if isinstance(weight, Float4Weight):
+        return weight.packed, weight.exponents, weight.exponents
+    assert isinstance(weight, Float8Weight | Int8Weight)
+    return weight.values.view(torch.uint8), weight.scales, weight.scales
+
+
+_LEAST_SPAN = 16
+"""Columns of a product that the matrix units take at least."""
+_PROGRAMS = 2
+"""Programs a multiprocessor up to which a sum is shared by more of them."""
+_FEW_SPAN, _FEW_CHUNK = 64, 256
+"""Bytes of a slice, and of a row in a chunk, of up to 16 rows."""
+_SHARED = 48 * 1024
+"""Bytes that a program has under way, about: four programs fit into a multiprocessor's shared memory."""

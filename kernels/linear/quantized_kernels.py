@@ -1,0 +1,336 @@
+"""Products over quantised weights: the time at few rows is that of reading the weight's bytes.
+
+A program multiplies BLOCK_N rows of the weight, or a part of each (SPLITS): it needs many rows, lest x be read more often than
+the weight, so several may share a sum over K, and the last to arrive adds the parts, in one order. The bytes of the next chunks
+are copied to shared memory meanwhile, and unpacked on their way from there to the matrix units, which multiply W x^T: the weight
+is the operand that lies in registers. Before x is there (PDL, see step_kernels.py) the program reads its first scales and asks
+the L2 cache for its first chunks.
+
+A chunk is cut along K into SLICES, side by side on the warps. Each lies under one scale of a row, so that codes are multiplied as
+they are, exact in half precision, and scales multiply float32 sums; groups of 32 columns alone scale their codes. Two codes of 4
+bits in a byte are half a group apart: one load gives two tiles, against two pieces of x.
+"""
+
+# Triton reads annotations when it compiles: no deferred ones here.
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.kernels.linear.product_kernels import head_norms, turn_whole_head
+from headway.kernels.linear.unpack_kernels import unpack_bytes, unpack_pairs
+from headway.kernels.step.step_kernels import activate
+
+
+@triton.jit(do_not_specialize=["rows"])
+def quantized_product(
+    x_ptr,  # [rows, K]
+    weight_ptr,  # bytes [N, ROW]; GATED: [2 N, ROW], gate over up
+    scales_ptr,  # [rows of scales, SCALES], float; exponents, uint8 (mxfp4)
+    zeros_ptr,  # uint8, likewise (ZEROS)
+    norm_ptr,  # [K], weight of the RMSNorm that x passes first (NORM)
+    bias_ptr,  # [N] or [2 N] (BIAS)
+    y_ptr,  # [rows, N], written; added to (ADD)
+    partial_ptr,  # float32 [tiles, SPLITS, BLOCK_N BLOCK_M, twice that if GATED, and BLOCK_M] (SPLITS > 1)
+    splits_ptr,  # int32 [tiles], zero between launches (SPLITS > 1)
+    eps,
+    cos_ptr,  # float32 [rows, HEAD_DIM / 2] (HEADS > 0, as the next ones)
+    sin_ptr,
+    q_norm_ptr,  # [HEAD_DIM] (QK_NORM)
+    k_norm_ptr,
+    arrivals_ptr,  # int32 [HEADS + KV_HEADS], zero between launches
+    head_eps,
+    rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROW: tl.constexpr,  # bytes of a row, a multiple of SPAN
+    WEIGHT: tl.constexpr,  # kind of the weight (quantization/forms.py)
+    HALF: tl.constexpr,  # bytes of a group of two codes a byte, a multiple of SPAN; 0: a byte is a code
+    SCALES: tl.constexpr,  # scales of a row
+    SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale, a multiple of SPAN
+    SCALE_ROWS: tl.constexpr,  # rows that share scales
+    ZEROS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPAN: tl.constexpr,  # bytes of a slice
+    SLICES: tl.constexpr,  # slices of a chunk
+    STAGES: tl.constexpr,  # chunks under way, and one
+    PREFETCH: tl.constexpr,  # chunks that the L2 cache is asked for before x is there (PDL)
+    SPLITS: tl.constexpr,  # programs that share a sum over K
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of the gate, or of all; empty: none
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEADS: tl.constexpr,  # of q, in the first rows of the weight, those of k next: to be rotated; 0: nothing is
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N (HEADS > 0, where BLOCK_M holds all rows)
+    BLOCK_HALF: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    DOT: tl.constexpr,  # what the matrix units multiply
+    ASSEMBLY: tl.constexpr,  # codes are unpacked by instructions of NVIDIA's
+    EARLY: tl.constexpr,  # the next kernel may start at once, not when x is there
+    PDL: tl.constexpr,
+):
+    """y = W norm(x) + bias, then activated, activation(gate) * up, or added to y. Sums in float32.
+
+    Grid (cdiv(N, BLOCK_N), SPLITS, cdiv(rows, BLOCK_M)).
+    """
+    UNITS: tl.constexpr = ROW // SPAN
+    CHUNKS: tl.constexpr = ((UNITS + SLICES - 1) // SLICES + SPLITS - 1) // SPLITS
+    if PDL and EARLY:
+        gdc_launch_dependents()
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    unit = tl.program_id(1) * (CHUNKS * SLICES)
+    if SLICES > 1:
+        unit += tl.arange(0, SLICES)
+    end = tl.minimum((tl.program_id(1) + 1) * (CHUNKS * SLICES), UNITS)
+    i = tl.arange(0, SPAN)
+    scales, zeros = _scales(scales_ptr, zeros_ptr, unit, end, n, 0, N, SPAN, SLICES, SCALES, SCALE_SPAN, SCALE_ROWS, ZEROS)
+    up_scales, up_zeros = scales, zeros
+    if GATED:
+        up_scales, up_zeros = _scales(scales_ptr, zeros_ptr, unit, end, n, N, N, SPAN, SLICES, SCALES, SCALE_SPAN, SCALE_ROWS,
+                                        ZEROS)  # fmt: skip
+    if PDL and PREFETCH > 0:
+        _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1), ROW, SPAN, SLICES, PREFETCH)
+        if GATED:
+            _prefetch(weight_ptr, unit, end, tl.minimum(n, N - 1) + N, ROW, SPAN, SLICES, PREFETCH)
+    if HEADS > 0 and QK_NORM:
+        low_weight, high_weight = head_norms(q_norm_ptr, k_norm_ptr, BLOCK_N, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF)
+    else:
+        low_weight, high_weight = 1.0, 1.0
+    if PDL:
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+    if SLICES > 1:
+        gate = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((SLICES, BLOCK_N, BLOCK_M), tl.float32)
+        squares = tl.zeros((SLICES, BLOCK_M), tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        squares = tl.zeros((BLOCK_M,), tl.float32)
+    for c in tl.range(0, CHUNKS, num_stages=STAGES):
+        u = unit + c * SLICES
+        next_scales, next_zeros = _scales(scales_ptr, zeros_ptr, u + SLICES, end, n, 0, N, SPAN, SLICES, SCALES, SCALE_SPAN,
+                                          SCALE_ROWS, ZEROS)  # fmt: skip
+        codes = _codes(weight_ptr, u, end, n, i, 0, N, ROW, BLOCK_N, SPAN, SLICES)
+        low, squares = _inputs(x_ptr, norm_ptr, u, end, i, 0, r, rows, squares, K, SPAN, SLICES, HALF, NORM, DOT)
+        high = low
+        if HALF > 0:
+            high, squares = _inputs(x_ptr, norm_ptr, u, end, i, HALF, r, rows, squares, K, SPAN, SLICES, HALF, NORM, DOT)
+        gate = _multiply(codes, scales, zeros, low, high, gate, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT, ASSEMBLY)
+        if GATED:
+            codes = _codes(weight_ptr, u, end, n, i, N, N, ROW, BLOCK_N, SPAN, SLICES)
+            up = _multiply(codes, up_scales, up_zeros, low, high, up, WEIGHT, HALF, SPAN, SCALE_SPAN, ZEROS, DOT, ASSEMBLY)
+            up_scales, up_zeros = _scales(scales_ptr, zeros_ptr, u + SLICES, end, n, N, N, SPAN, SLICES, SCALES, SCALE_SPAN,
+                                          SCALE_ROWS, ZEROS)  # fmt: skip
+        scales, zeros = next_scales, next_zeros
+    if SLICES > 1:
+        gate_sum = tl.sum(gate, 0)  # [BLOCK_N, BLOCK_M]
+        up_sum = tl.sum(up, 0)
+        square_sum = tl.sum(squares, 0)
+    else:
+        gate_sum, up_sum, square_sum = gate, up, squares
+    if SPLITS == 1:
+        _finish(gate_sum, up_sum, square_sum, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr,
+                head_eps, rows, N, K, BLOCK_N, BLOCK_M, NORM, GATED, ACTIVATION, ADD, BIAS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF,
+                QK_NORM)  # fmt: skip
+    else:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        SUMS: tl.constexpr = BLOCK_N * BLOCK_M
+        WIDTH: tl.constexpr = (2 * SUMS if GATED else SUMS) + BLOCK_M
+        m = tl.arange(0, BLOCK_M)
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * WIDTH)
+        own = parts + tl.program_id(1) * WIDTH
+        tl.store(own + at, gate_sum)
+        if GATED:
+            tl.store(own + SUMS + at, up_sum)
+        if NORM:
+            tl.store(own + (WIDTH - BLOCK_M) + m, square_sum)
+        tl.debug_barrier()  # the atomic below releases what all threads of this program stored
+        arrived = tl.atomic_add(splits_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            gate_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            up_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            square_sum = tl.zeros((BLOCK_M,), tl.float32)
+            for other in tl.static_range(SPLITS):
+                # .cg: not from this multiprocessor's own cache, which need not have what the others stored
+                gate_sum += tl.load(parts + other * WIDTH + at, cache_modifier=".cg")
+                if GATED:
+                    up_sum += tl.load(parts + (other * WIDTH + SUMS) + at, cache_modifier=".cg")
+                if NORM:
+                    square_sum += tl.load(parts + (other * WIDTH + WIDTH - BLOCK_M) + m, cache_modifier=".cg")
+            tl.store(splits_ptr + tile, 0)
+            _finish(gate_sum, up_sum, square_sum, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low_weight, high_weight,
+                    arrivals_ptr, head_eps, rows, N, K, BLOCK_N, BLOCK_M, NORM, GATED, ACTIVATION, ADD, BIAS, HEADS, KV_HEADS,
+                    HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip
+
+
+@triton.jit
+def _codes(weight_ptr, u, end, n, i, above, N: tl.constexpr, ROW: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr,
+           SLICES: tl.constexpr):  # fmt: skip
+    """Bytes of the slices u before `end`, of rows n + above: [SLICES, BLOCK_N, SPAN], or [BLOCK_N, SPAN] of one."""
+    row = (n + above).to(tl.int64) * ROW
+    if SLICES > 1:
+        at = row[None, :, None] + (u[:, None] * SPAN + i[None, :])[:, None, :]
+        inside = (u < end)[:, None, None]
+        if N % BLOCK_N != 0:
+            inside = inside & (n < N)[None, :, None]
+    else:
+        at = row[:, None] + (u * SPAN + i)[None, :]
+        inside = (n < tl.where(u < end, N, 0))[:, None]
+    return tl.load(weight_ptr + at, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _scales(scales_ptr, zeros_ptr, u, end, n, above, N: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
+            SCALES: tl.constexpr, SCALE_SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """Scales and zeros of those slices [SLICES, BLOCK_N], or of the groups in them [SLICES, BLOCK_N, groups]; of one slice
+    without the first axis."""
+    row = (n + above) // SCALE_ROWS * SCALES
+    if SLICES > 1:
+        row, inside, u = row[None, :], (u < end)[:, None] & (n < N)[None, :], u[:, None]
+    else:
+        inside = n < tl.where(u < end, N, 0)
+    if SCALE_SPAN >= SPAN:
+        place = row + u * SPAN // SCALE_SPAN
+    else:
+        GROUPS: tl.constexpr = SPAN // SCALE_SPAN
+        g = tl.arange(0, GROUPS)
+        if SLICES > 1:
+            place = row[:, :, None] + (u * GROUPS + g[None, :])[:, None, :]
+            inside = inside[:, :, None]
+        else:
+            place = row[:, None] + (u * GROUPS + g)[None, :]
+            inside = inside[:, None]
+    scales = tl.load(scales_ptr + place, mask=inside, other=0)
+    zeros = scales
+    if ZEROS:
+        zeros = tl.load(zeros_ptr + place, mask=inside, other=0)
+    return scales, zeros
+
+
+@triton.jit
+def _prefetch(weight_ptr, unit, end, n, ROW: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr, CHUNKS: tl.constexpr):
+    """Ask the L2 cache for the first chunks of rows n, a line of 128 bytes at a time."""
+    LINES: tl.constexpr = triton.next_power_of_2(CHUNKS * SLICES * SPAN // 128 if CHUNKS * SLICES * SPAN > 128 else 1)
+    first = tl.min(unit, 0) if SLICES > 1 else unit
+    byte = first * SPAN + tl.arange(0, LINES) * 128
+    byte = tl.minimum(byte, end * SPAN - 1)
+    address = (weight_ptr + n.to(tl.int64)[:, None] * ROW + byte[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _inputs(x_ptr, norm_ptr, u, end, i, beyond, r, rows, squares, K: tl.constexpr, SPAN: tl.constexpr, SLICES: tl.constexpr,
+            HALF: tl.constexpr, NORM: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """x^T [SLICES, SPAN, BLOCK_M] that belongs to those bytes, times the norm's weight, and the sums of its squares so far; of
+    one slice [SPAN, BLOCK_M]."""
+    if SLICES > 1:
+        column = u[:, None] * SPAN + i[None, :]
+    else:
+        column = u * SPAN + i
+    if HALF > 0:
+        column += column // HALF * HALF + beyond
+    if SLICES > 1:
+        live = (u < end)[:, None, None] & (r < rows)[None, None, :]
+        x = tl.load(x_ptr + r.to(tl.int64)[None, None, :] * K + column[:, :, None], mask=live, other=0.0)
+    else:
+        x = tl.load(
+            x_ptr + r.to(tl.int64)[:, None] * K + column[None, :], mask=(r < tl.where(u < end, rows, 0))[:, None], other=0.0
+        )
+    if NORM:
+        weight = tl.load(norm_ptr + column, mask=column < K, other=0.0).to(tl.float32)
+        exact = x.to(tl.float32)
+        squares += tl.sum(exact * exact, 1)
+        if SLICES > 1:
+            x = exact * weight[:, :, None]
+        else:
+            x = exact * weight[None, :]
+    x = x.to(DOT)
+    if SLICES == 1:
+        x = tl.trans(x)
+    return x, squares
+
+
+@triton.jit
+def _multiply(codes, scales, zeros, low, high, sums, WEIGHT: tl.constexpr, HALF: tl.constexpr, SPAN: tl.constexpr,
+              SCALE_SPAN: tl.constexpr, ZEROS: tl.constexpr, DOT: tl.constexpr, ASSEMBLY: tl.constexpr):  # fmt: skip
+    """Sums + scales * codes x^T. Groups shorter than a slice scale their codes, longer ones the sum of their products."""
+    SHORT: tl.constexpr = SCALE_SPAN < SPAN
+    if WEIGHT == "mxfp4":  # exponents; the least has no place but among the subnormals
+        wide = scales.to(tl.int32)
+        scales = tl.where(wide == 0, 0x00400000, wide << 23).to(tl.float32, bitcast=True)
+    else:
+        scales = scales.to(tl.float32)
+    if HALF > 0:
+        first, second = unpack_pairs(codes, WEIGHT, DOT, ASSEMBLY)
+        if WEIGHT == "int4":
+            BASE: tl.constexpr = (1024 if DOT == tl.float16 else 128) if ASSEMBLY else 0  # noqa: SIM300
+            if ZEROS:  # both terms and their difference are exact
+                zero = (zeros.to(tl.float32) + BASE).to(DOT)
+                if SHORT:
+                    zero = _spread(zero, codes)
+                else:
+                    zero = tl.expand_dims(zero, -1)
+                first, second = first - zero, second - zero
+            else:
+                first, second = first - (BASE + 8), second - (BASE + 8)
+        if SHORT:
+            factor = _spread(scales.to(DOT), codes)
+            first, second = first * factor, second * factor
+        part = tl.dot(second, high, tl.dot(first, low))
+    else:
+        part = tl.dot(unpack_bytes(codes, WEIGHT, DOT, ASSEMBLY), low)
+    if SHORT:
+        sums += part
+    else:
+        sums += part * tl.expand_dims(scales, -1)
+    return sums
+
+
+@triton.jit
+def _spread(groups, codes):
+    """From a number a group [..., groups] to one for each of the codes [..., SPAN]."""
+    SHAPE: tl.constexpr = groups.shape
+    EACH: tl.constexpr = codes.shape[-1] // SHAPE[-1]
+    if len(SHAPE) == 3:
+        wide = tl.broadcast_to(groups[:, :, :, None], (SHAPE[0], SHAPE[1], SHAPE[2], EACH))
+    else:
+        wide = tl.broadcast_to(groups[:, :, None], (SHAPE[0], SHAPE[1], EACH))
+    return tl.reshape(wide, codes.shape)
+
+
+@triton.jit
+def _finish(gate, up, squares, bias_ptr, y_ptr, n, r, eps, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps,
+            rows, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr,
+            GATED: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
+            KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, QK_NORM: tl.constexpr):  # fmt: skip
+    """From whole sums [BLOCK_N, BLOCK_M] to y."""
+    inside = (n < N)[:, None] & (r < rows)[None, :]
+    y_at = y_ptr + r.to(tl.int64)[None, :] * N + n[:, None]
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if NORM:
+        factor = tl.rsqrt(squares / K + eps)
+    y = gate * factor[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up *= factor[None, :]
+        if BIAS:
+            up += tl.load(bias_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        y = activate(y, ACTIVATION) * up
+    elif ACTIVATION != "":
+        y = activate(y, ACTIVATION)
+    if ADD:
+        y += tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if HEADS > 0:
+        turn_whole_head(y_ptr, cos_ptr, sin_ptr, low_weight, high_weight, arrivals_ptr, head_eps, rows, N, BLOCK_N, BLOCK_M,
+                        HEADS, KV_HEADS, HEAD_DIM, BLOCK_HALF, QK_NORM)  # fmt: skip

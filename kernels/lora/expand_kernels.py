@@ -1,0 +1,297 @@
+"""The second half of what adapters add to a product on a GPU, the sums of x A^T times B^T, of rows of all adapters (expand).
+
+A program serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in those of the
+others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
+
+PDL: see kernels/step/step_kernels.py. Slots and weights are no kernel's results, and are asked for before the wait. So does
+`expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where `norm_and_shrink` came before
+the product (NORMED), it is the product that must be waited for.
+
+Where the A of all slots lies behind the product's weight (BEHIND), x A^T comes of the product itself, and nothing is launched to
+shrink: of the columns behind the product's own a row has those of its slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from headway.kernels.step.step_kernels import activate
+
+
+@triton.jit
+def either(a, b):
+    """The bits of both."""
+    return a | b
+
+
+@triton.jit
+def wide_b(
+    b_ptr,
+    slots,
+    n,
+    first,
+    r,
+    SLOT_STRIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    LAST: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """[TOGETHER * RANKS, BLOCK_N]: columns n < LAST and ranks from r on of the B of slots from `first` on that a row has."""
+    column = tl.arange(0, TOGETHER * RANKS)
+    slot = first + column // RANKS
+    # A bit for each slot that some row has: the compiler sees that all ranks of a slot are alike, and loads many at once.
+    near = (slots >= first) & (slots < first + TOGETHER)
+    bits = tl.reduce(tl.where(near, 1 << ((slots - first) & 31), 0), 0, either)
+    used = (bits >> column // RANKS & 1) > 0
+    at = b_ptr + slot.to(tl.int64)[:, None] * SLOT_STRIDE + n[None, :] * RANK + (r + column % RANKS)[:, None]
+    return tl.load(at, mask=used[:, None] & (n < LAST)[None, :], other=0.0)
+
+
+@triton.jit
+def low_sums(
+    sums_ptr,
+    squares_ptr,
+    eps,
+    slots,
+    m,
+    rows,
+    first,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
+):
+    """[BLOCK_M, RANKS]: the sums of rows m with an adapter from column `first` on, zeros in the other rows.
+
+    NORMED: they are of rows of so many elements, times the factor of the rows' RMSNorm; 0: they are what they are.
+    BEHIND: they are columns of a product, of all slots, behind so many of its own; 0: float32 [SPLITS, rows, WIDTH].
+    """
+    live = (slots >= 0)[:, None]
+    column = first + tl.arange(0, RANKS)[None, :]
+    if BEHIND > 0:
+        own = BEHIND + slots[:, None] * WIDTH + column
+        return tl.load(sums_ptr + m.to(tl.int64)[:, None] * (BEHIND + SLOTS * WIDTH) + own, mask=live, other=0.0)
+    at = sums_ptr + m.to(tl.int64)[:, None] * WIDTH + column
+    low = tl.load(at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        low += tl.load(at + split * rows.to(tl.int64) * WIDTH, mask=live, other=0.0)
+    if NORMED > 0:
+        squares = tl.load(squares_ptr + m, mask=slots >= 0, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            squares += tl.load(squares_ptr + split * rows.to(tl.int64) + m, mask=slots >= 0, other=0.0)
+        low *= tl.rsqrt(squares / NORMED + eps)[:, None]
+    return low
+
+
+@triton.jit
+def in_own_columns(low, slots, first, TOGETHER: tl.constexpr, RANKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M, TOGETHER * RANKS]: the sums of each row in the columns of its slot, zeros in those of the others."""
+    own = slots[:, None] == (first + tl.arange(0, TOGETHER))[None, :]
+    return tl.reshape(tl.where(own[:, :, None], low[:, None, :], 0.0), [BLOCK_M, TOGETHER * RANKS])
+
+
+@triton.jit
+def expanded(
+    b_ptr,
+    b,
+    sums_ptr,
+    squares_ptr,
+    eps,
+    slots,
+    m,
+    n,
+    rows,
+    module,
+    SLOT_STRIDE: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """float32 [BLOCK_M, BLOCK_N]: what adapters add to rows m and columns n < LAST, all of them of one module.
+
+    b: of `wide_b` from slot and rank 0 on, which often is all.
+    """
+    added = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for r in tl.static_range(0, RANK, RANKS):
+        column = module * RANK + r
+        low = low_sums(
+            sums_ptr, squares_ptr, eps, slots, m, rows, column, MODULES * RANK, SPLITS, SLOTS, RANKS, NORMED, BEHIND
+        ).to(b.dtype)  # fmt: skip
+        if r > 0:
+            b = wide_b(b_ptr, slots, n, 0, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+        wide = in_own_columns(low, slots, 0, TOGETHER, RANKS, BLOCK_M)
+        added = tl.dot(wide.to(DOT), b.to(DOT), added, input_precision=PRECISION)
+        for first in range(TOGETHER, SLOTS, TOGETHER):
+            if tl.max(((slots >= first) & (slots < first + TOGETHER)).to(tl.int32), 0) > 0:
+                more = wide_b(b_ptr, slots, n, first, r, SLOT_STRIDE, RANK, LAST, TOGETHER, RANKS)
+                wide_more = in_own_columns(low, slots, first, TOGETHER, RANKS, BLOCK_M)
+                added = tl.dot(wide_more.to(DOT), more.to(DOT), added, input_precision=PRECISION)
+    return added
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_rows(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    squares_ptr,  # float32 [SPLITS, rows] (NORMED)
+    b_ptr,  # [slots, N, RANK]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    y_ptr,  # [rows, N], added to in rows with an adapter
+    eps,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,  # slots of one product
+    RANKS: tl.constexpr,  # columns of a slot in one product: RANK, or a part of it
+    NORMED: tl.constexpr,  # elements of the rows whose norm `norm_and_shrink` has left to be divided by; 0: of no rows
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(N, BLOCK_N), tiles of rows)."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    module = tl.load(modules_ptr + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    at = y_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    live = (slots >= 0)[:, None] & (n < N)[None, :]
+    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    if NORMED == 0:
+        y = tl.load(at, mask=live, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if NORMED > 0:
+        y = tl.load(at, mask=live, other=0.0)
+    if tl.max(slots, 0) < 0:
+        return
+    added = expanded(
+        b_ptr, b, sums_ptr, squares_ptr, eps, slots, m, n, rows, module,
+        SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, 0, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+    )  # fmt: skip
+    tl.store(at, (y.to(tl.float32) + added).to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_joined(
+    both_ptr,  # [rows, N + SLOTS * MODULES * RANK], the product and behind it the sums of every slot
+    b_ptr,  # [slots, N, RANK]
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [cdiv(N, BLOCK_N)]: whose columns those of each program are
+    y_ptr,  # [rows, N], written; ADD: added to
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (cdiv(N, BLOCK_N), tiles of rows). All rows are written."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    module = tl.load(modules_ptr + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    live = (m < rows)[:, None] & (n < N)[None, :]
+    row = m.to(tl.int64)[:, None]
+    b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    y = tl.load(both_ptr + row * (N + SLOTS * MODULES * RANK) + n[None, :], mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(y_ptr + row * N + n[None, :], mask=live, other=0.0).to(tl.float32)
+    if tl.max(slots, 0) >= 0:
+        y += expanded(
+            b_ptr, b, both_ptr, both_ptr, 0.0, slots, m, n, rows, module,
+            SLOT_STRIDE, MODULES, RANK, 1, SLOTS, TOGETHER, RANKS, 0, N, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+    tl.store(y_ptr + row * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_gated(
+    sums_ptr,  # float32 [SPLITS, rows, MODULES * RANK]
+    squares_ptr,  # float32 [SPLITS, rows] (NORMED)
+    b_ptr,  # [slots, 2 N, RANK], gate over up
+    slots_ptr,  # int32 [rows]; -1: no adapter
+    modules_ptr,  # int32 [2 * cdiv(N, BLOCK_N)]: whose columns those of each program are, of the gate and then of up
+    both_ptr,  # [rows, 2 N], the product; BEHIND: with the sums behind its columns, which sums_ptr is, too
+    y_ptr,  # [rows, N], written
+    eps,
+    rows,
+    SLOT_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    MODULES: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    RANKS: tl.constexpr,
+    NORMED: tl.constexpr,
+    BEHIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y = activation(gate) * up of a product with what adapters add to it, in all rows. Grid as `expand_rows`."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    gate_module = tl.load(modules_ptr + tl.program_id(0))
+    up_module = tl.load(modules_ptr + tl.num_programs(0) + tl.program_id(0))
+    slots = tl.load(slots_ptr + m, mask=m < rows, other=-1)
+    live = (m < rows)[:, None] & (n < N)[None, :]
+    WIDE: tl.constexpr = 2 * N if BEHIND == 0 else BEHIND + SLOTS * MODULES * RANK
+    at = both_ptr + m.to(tl.int64)[:, None] * WIDE + n[None, :]
+    gate_b = wide_b(b_ptr, slots, n, 0, 0, SLOT_STRIDE, RANK, N, TOGETHER, RANKS)
+    up_b = wide_b(b_ptr, slots, n + N, 0, 0, SLOT_STRIDE, RANK, 2 * N, TOGETHER, RANKS)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(at + N, mask=live, other=0.0).to(tl.float32)
+    if tl.max(slots, 0) >= 0:
+        gate_added = expanded(
+            b_ptr, gate_b, sums_ptr, squares_ptr, eps, slots, m, n, rows, gate_module,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, BEHIND, N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        up_added = expanded(
+            b_ptr, up_b, sums_ptr, squares_ptr, eps, slots, m, n + N, rows, up_module,
+            SLOT_STRIDE, MODULES, RANK, SPLITS, SLOTS, TOGETHER, RANKS, NORMED, BEHIND, 2 * N, BLOCK_M, BLOCK_N, DOT, PRECISION,
+        )  # fmt: skip
+        adapted = (slots >= 0)[:, None]
+        gate = tl.where(adapted, gate + gate_added, gate)
+        up = tl.where(adapted, up + up_added, up)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], y.to(y_ptr.dtype.element_ty), mask=live)

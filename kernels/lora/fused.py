@@ -1,0 +1,246 @@
+"""Launches of the kernels that add what adapters say to products: at most two for a product, whatever the number of adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
+from headway.kernels.lora.expand_kernels import expand_gated, expand_joined, expand_rows
+from headway.kernels.lora.shrink_kernels import norm_and_shrink, shrink_rows
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Workspace
+from headway.kernels.step.config import Activation
+from headway.kernels.step.operations import Norm
+
+_BLOCK_M = 64
+"""Rows of a tile, whatever their number, so that a row's bits do not depend on it."""
+_MOST_SPLITS = 16
+_FEWEST_COLUMNS = 512
+"""Columns that a program of `shrink_rows` sums over at least: with few rows the slots and splits are all that fills the GPU."""
+_MOST_SHRUNK = 64
+_WIDE = 128
+"""Columns that one product of `expand_rows` sums over: the ranks of several slots, or a part of one's."""
+_BLOCK_N = 64
+_BLOCK_K = 128
+_LONGEST = 8192
+"""Elements of a row that one program norms."""
+_FEWEST = 16
+"""Columns that a program serves at least."""
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+class FusedAdditions:
+    """Additions by our kernels. No call synchronises or looks at values, so that graphs hold them.
+
+    The cut of a product follows from its shape alone: a row's bits are the same in any batch.
+    """
+
+    def __init__(self, device: torch.device, bank: AdapterBank) -> None:
+        """:raises ModelError: a product whose modules do not begin at multiples of what a kernel's program serves."""
+        self._device = device
+        self._sums, self._squares = Workspace(device), Workspace(device)
+        self._launchers: dict[Hashable, FixedLauncher] = {}
+        self._modules: dict[tuple[AdaptedProduct, int], Tensor] = {}
+        self._blocks = {product: _block_n(product) for product in bank.products.values()}
+
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """See Additions. One launch, for the norm and the first half of what adapters add."""
+        rows, in_features = x.shape
+        if not rows or norm.bias is not None or norm.share is not None or in_features > _LONGEST:
+            return None
+        cut = _cut(product)
+        squares = self._squares.floats(cut.splits * rows)
+        low = Shrunk(self._sums.floats(cut.splits * rows * cut.width), squares, in_features, norm.eps)
+        y = torch.empty_like(x)
+        key = "norm", cut, product.a.stride(0), x.dtype, norm.weight.dtype
+        launch = self._launchers.get(key)
+        if launch is None:
+            block = 1 << (in_features - 1).bit_length()
+            sizes = {**_shrink_sizes(product, cut), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
+            launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, **sizes)
+            self._launchers[key] = launch
+        programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * cut.splits * cut.tiles
+        launch((programs, 1, 1), x, norm.weight, product.a, slots, y, low.sums, squares, norm.eps, rows)
+        return y, low
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
+        """See Additions. Two launches, or one after `normed`."""
+        rows = x.shape[0]
+        if rows:
+            low = low or self._shrink(x, product, slots)
+            block = self._blocks[product][0]
+            launch = self._launcher("expand", product, low.normed, x.dtype, block, None)
+            modules = self._modules_of(product, block, product.out_features)
+            grid = triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1
+            launch(grid, low.sums, low.squares, product.b, slots, modules, y, low.eps, rows)
+        return y
+
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """See Additions. As many launches as `add`. None: modules begin at odd places."""
+        rows, size, block = x.shape[0], product.out_features // 2, self._blocks[product][1]
+        if block < _FEWEST:
+            return None
+        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
+        if rows:
+            low = low or self._shrink(x, product, slots)
+            self._launch_gated(product, low, both, slots, activation, y)
+        return y
+
+    def _launch_gated(
+        self, product: AdaptedProduct, low: Shrunk, both: Tensor, slots: Tensor, activation: Activation, y: Tensor
+    ) -> None:
+        """low: its sums may be `both`, which then has them behind its columns."""
+        (rows, size), block = y.shape, self._blocks[product][1]
+        launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
+        modules = self._modules_of(product, block, size)
+        grid = triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1
+        launch(grid, low.sums, low.squares, product.b, slots, modules, both, y, low.eps, rows)
+
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """See Additions. One launch."""
+        rows, block = both.shape[0], self._blocks[product][0]
+        y = torch.empty(rows, product.out_features, dtype=both.dtype, device=self._device) if add_to is None else add_to
+        if rows:
+            kind = "joined" if add_to is None else "joined, added"
+            launch = self._launcher(kind, product, 0, both.dtype, block, None, joined=True)
+            modules = self._modules_of(product, block, product.out_features)
+            launch(
+                (triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1),
+                both,
+                product.b,
+                slots,
+                modules,
+                y,
+                rows,
+            )
+        return y
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """See Additions. One launch. None: modules begin at odd places."""
+        rows, size = both.shape[0], product.out_features // 2
+        if self._blocks[product][1] < _FEWEST:
+            return None
+        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
+        if rows:
+            self._launch_gated(product, Shrunk(both, both, 0, 0.0), both, slots, activation, y)
+        return y
+
+    def _shrink(self, x: Tensor, product: AdaptedProduct, slots: Tensor) -> Shrunk:
+        rows, cut = x.shape[0], _cut(product)
+        sums = self._sums.floats(cut.splits * rows * cut.width)
+        key = "shrink", cut, product.a.stride(0), x.dtype
+        launch = self._launchers.get(key)
+        if launch is None:
+            sizes = {**_shrink_sizes(product, cut), **_dot(x.dtype)}
+            launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, **sizes)
+        launch((triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles), x, product.a, slots, sums, rows)
+        return Shrunk(sums, sums, 0, 0.0)
+
+    def _launcher(
+        self,
+        kind: str,
+        product: AdaptedProduct,
+        normed: int,
+        dtype: torch.dtype,
+        block: int,
+        activation: Activation | None,
+        joined: bool = False,
+    ) -> FixedLauncher:
+        """The launcher of one of the kernels that expand. joined: what was shrunk lies behind the product's columns."""
+        cut = _cut(product)
+        key = kind, product.out_features, cut, product.b.stride(0), dtype, block, activation, normed, joined
+        launch = self._launchers.get(key)
+        if launch is None:
+            gated, rank, num_slots = activation is not None, product.rank, len(product.b)
+            ranks = min(rank, _WIDE)
+            sizes: dict[str, object] = {
+                "SLOT_STRIDE": product.b.stride(0),
+                "N": product.out_features // 2 if gated else product.out_features,
+                "MODULES": cut.width // rank,
+                "RANK": rank,
+                "SLOTS": num_slots,
+                "TOGETHER": min(_WIDE // ranks, 1 << (num_slots - 1).bit_length()),
+                "RANKS": ranks,
+                "BLOCK_M": _BLOCK_M,
+                "BLOCK_N": block,
+            }
+            if gated:
+                sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
+            sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": cut.splits, "NORMED": normed}
+            kernel = expand_gated if gated else expand_joined if joined else expand_rows
+            launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, **sizes, **_dot(dtype))
+        return launch
+
+    def _modules_of(self, product: AdaptedProduct, block: int, size: int) -> Tensor:
+        """int32: the module of each block of columns; of two halves, of `size` columns each, those of the second behind."""
+        key = product, size
+        known = self._modules.get(key)
+        if known is None:
+            firsts = [half + first for half in range(0, product.out_features, size) for first in range(0, size, block)]
+            modules = [next(part.module for part in product.parts if part.start <= first < part.end) for first in firsts]
+            known = self._modules[key] = torch.tensor(modules, dtype=torch.int32, device=self._device)
+        return known
+
+
+def _dot(dtype: torch.dtype) -> dict[str, object]:
+    """What products are computed in: float32 stays exact, and the interpreter multiplies the raw bits of bfloat16."""
+    return {"DOT": tl.float32 if INTERPRETED else _TYPES[dtype], "PRECISION": "ieee"}
+
+
+class _Cut(NamedTuple):
+    """How x A^T is cut into programs, by a product's shape alone."""
+
+    in_features: int
+    width: int
+    """Rows of A: modules * rank."""
+    split: int
+    """Columns that a program sums over."""
+    block: int
+    """Rows of A of a program."""
+
+    @property
+    def splits(self) -> int:
+        """Programs that share a sum."""
+        return -(-self.in_features // self.split)
+
+    @property
+    def tiles(self) -> int:
+        """Programs that share the rows of A."""
+        return -(-self.width // self.block)
+
+
+def _cut(product: AdaptedProduct) -> _Cut:
+    _, width, in_features = product.a.shape
+    columns = _FEWEST_COLUMNS
+    while columns * _MOST_SPLITS < in_features:
+        columns *= 2
+    split = min(columns, max(1 << (in_features - 1).bit_length(), 16))
+    return _Cut(in_features, width, split, min(max(1 << (width - 1).bit_length(), 16), _MOST_SHRUNK))
+
+
+def _shrink_sizes(product: AdaptedProduct, cut: _Cut) -> dict[str, object]:
+    """Compile-time constants of the kernels that shrink."""
+    tile = {"BLOCK_M": _BLOCK_M, "BLOCK_N": cut.block, "BLOCK_K": min(_BLOCK_K, cut.split)}
+    return {"SLOT_STRIDE": product.a.stride(0), "N": cut.width, "K": cut.in_features, "SPLIT_K": cut.split, **tile}
+
+
+def _block_n(product: AdaptedProduct) -> tuple[int, int]:
+    """Columns of a program, all of one module: of `expand_rows`, and of `expand_gated`.
+
+    :raises ModelError: modules begin at odd places.
+    """
+    edges = [part.start for part in product.parts]
+    block = math.gcd(_BLOCK_N, *edges)
+    if block < _FEWEST:
+        names = ", ".join(product.origin.modules)
+        raise ModelError(f"enable_lora: needs modules whose rows are multiples of 16 on a GPU, got {names} with parts at {edges}")
+    return block, math.gcd(_BLOCK_N, *edges, product.out_features // 2)

@@ -1,0 +1,201 @@
+"""A decoder's operations where rows may have adapters: what these add stands between a product and what follows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.adapters import NO_ADAPTER, AdapterSlots
+from headway.core.contract.errors import ModelError
+from headway.core.system.text import shown_size
+from headway.kernels.linear.linear import Linear
+from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
+from headway.kernels.lora.plain import PlainAdditions
+from headway.kernels.step.config import Activation
+from headway.kernels.step.operations import Heads, Norm, Operations, Rope, add_one_by_one
+
+if TYPE_CHECKING:
+    from headway.kernels.linear.quantized_choice import ProductKind
+
+
+log = logging.getLogger("headway")
+
+RANK_MULTIPLE = 16
+"""Ranks that the matrix units of a GPU sum over at once."""
+
+
+class Additions(Protocol):
+    """Adds what rows' adapters say to products."""
+
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
+        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
+
+        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
+        """
+
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
+
+        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        """
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """As `activated`, of what `joined` is given."""
+
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
+        operations, and nothing was added."""
+
+
+class AdaptedOperations:
+    """Operations of a decoder with a bank of adapters.
+
+    Where no row has an adapter, all of them are the inner's own. Where some have, a product is computed by itself, the inner's
+    norm before it and its activation or rotation after it, and what the adapters add comes between: they read the input that the
+    product reads, and the activation sees their sum. That is one path for all rows, so that a row without an adapter has the
+    inner's bits wherever its own steps are not fused with more than a rounding between them.
+    """
+
+    def __init__(self, inner: Operations, bank: AdapterBank, additions: Additions, always: bool = False) -> None:
+        """additions: of the device. always: take that path also where no row has an adapter, so that bits do not depend on it."""
+        self._inner, self._bank, self._additions = inner, bank, additions
+        self._none: Callable[[int], Tensor] | None = None
+        if always:
+            self._none = lambda rows: torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=next(iter(bank.products)).device)
+        self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, inner.softcap
+        self.rotate_latent, self.latent_layer, self.gate = inner.rotate_latent, inner.latent_layer, inner.gate
+        self.experts, self.turn_heads, self.activated = inner.experts, inner.turn_heads, inner.activated
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """As they are: what an adapter reads is normed with the norm's own weight."""
+        return norm, linear
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """See Operations."""
+        return self._inner.product_kinds(products)
+
+    def _adapted(self, x: Tensor, linear: Linear) -> tuple[AdaptedProduct, Tensor] | None:
+        """The slots beside a product, and which of them each row has; None: no row has any, or the product none."""
+        product = self._bank.products.get(linear)
+        if product is None:
+            return None
+        slots = self._bank.slots
+        if slots is None:
+            return None if self._none is None else (product, self._none(len(x)))
+        assert len(slots) == len(x), "a row of a product inside of layers is a token's"
+        return product, slots
+
+    def _normed(self, x: Tensor, norm: Norm | None, adapted: tuple[AdaptedProduct, Tensor]) -> tuple[Tensor, Shrunk | None]:
+        """A product's input, and what `Additions.normed` has made beside it."""
+        x = x.contiguous()
+        if norm is None:
+            return x, None
+        return self._additions.normed(x, norm, *adapted) or (self._inner.norm(x, norm), None)
+
+    def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
+        """The product of x, normed first if it is to be, with what adapters add."""
+        if adapted[0].joined is not None:
+            return self._additions.joined(self._both(x, norm, adapted[0].joined), *adapted)
+        normed, low = self._normed(x, norm, adapted)
+        return self._additions.add(self._inner.product(normed, linear), normed, *adapted, low)
+
+    def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
+        """The product of x, normed first if it is to be, and of the A of every slot behind it."""
+        return self._inner.product(x if norm is None else self._inner.norm(x, norm), joined)
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """See Operations."""
+        adapted = self._adapted(x, linear)
+        if adapted is None:
+            return self._inner.product(x, linear, out)
+        y = self._added(x, None, linear, adapted)
+        return y if out is None else out.copy_(y)
+
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """See Operations."""
+        adapted = self._adapted(x, linear)
+        if adapted is None:
+            return self._inner.norm_product(x, norm, linear, activation)
+        y = self._added(x, norm, linear, adapted)
+        return y if activation is None else self._inner.activated(y, activation, gated=False)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """See Operations."""
+        adapted = self._adapted(x, linear)
+        if adapted is None:
+            return self._inner.norm_gated_product(x, norm, linear, activation)
+        if adapted[0].joined is not None:
+            both = self._both(x, norm, adapted[0].joined)
+            y = self._additions.joined_activated(both, *adapted, activation)
+            return self._inner.activated(self._additions.joined(both, *adapted), activation, gated=True) if y is None else y
+        normed, low = self._normed(x, norm, adapted)
+        both = self._inner.product(normed, linear)
+        y = self._additions.activated(both, normed, *adapted, activation, low)
+        if y is not None:
+            return y
+        return self._inner.activated(self._additions.add(both, normed, *adapted, low), activation, gated=True)
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        adapted = self._adapted(x, linear)
+        if adapted is None:
+            return self._inner.norm_qkv(x, norm, linear, heads, rope)
+        return self._inner.turn_heads(self._added(x, norm, linear, adapted), heads, rope)
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """See Operations."""
+        adapted = self._adapted(x, linear)
+        if adapted is None:
+            return self._inner.add_product(residual, x, linear)
+        if adapted[0].joined is not None:
+            return self._additions.joined(self._both(x, None, adapted[0].joined), *adapted, add_to=residual)
+        x = x.contiguous()
+        return self._additions.add(self._inner.add_product(residual, x, linear), x, *adapted)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """See Operations."""
+        if all(self._adapted(x, linear) is None for x, linear in terms):
+            return self._inner.add_products(residual, terms)
+        return add_one_by_one(self, residual, terms)
+
+
+def adapted_operations(
+    inner: Operations, linears: Iterable[Linear], slots: AdapterSlots, dtype: torch.dtype, tile_rows: int | None
+) -> tuple[Operations, AdapterBank]:
+    """Wrap operations so that rows may have adapters, and make the slots.
+
+    linears: the decoder's products. tile_rows: rows of every product in deterministic mode; None: any.
+
+    :raises ModelError: a GPU without Triton, or no product that could have an adapter.
+    """
+    adaptable = [linear for linear in linears if linear.origin is not None]
+    if not adaptable:
+        raise ModelError("enable_lora: needs a model with products that adapters can be added to, got none")
+    additions: Additions
+    if adaptable[0].device.type == "cpu":
+        bank = AdapterBank(adaptable, slots, dtype)
+        additions = PlainAdditions(tile_rows)
+    else:
+        try:
+            from headway.kernels.lora.fused import FusedAdditions
+        except ImportError:
+            raise ModelError("enable_lora: needs Triton on a GPU, got none: pip install 'headway[triton]'") from None
+        bank = AdapterBank(adaptable, slots, dtype, RANK_MULTIPLE, joins=tile_rows is None)
+        additions = FusedAdditions(adaptable[0].device, bank)
+    steps = "every step" if tile_rows is not None else "steps in which a row has one"
+    size = f"{slots.number} of rank {slots.max_rank}, {shown_size(slots.number * bank.slot_bytes)}"
+    log.info(
+        "adapters: slots for %s, beside %d products; %s compute norms and activations apart", size, len(bank.products), steps
+    )
+    return AdaptedOperations(inner, bank, additions, always=tile_rows is not None), bank

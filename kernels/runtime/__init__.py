@@ -1,0 +1,1 @@
+"""Compiling and launching kernels, and finding libraries that bring some."""

@@ -1,0 +1,1 @@
+"""Our C for CPUs: compiled once per machine, called by ctypes."""

@@ -1,0 +1,139 @@
+"""CUDA C++ to machine code by cuda.core, NVIDIA's package over NVRTC. The kernels include no header but their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.core.contract.errors import BackendError
+from headway.core.contract.support import YES, Support
+from headway.kernels.runtime.probe import find
+
+log = logging.getLogger("headway")
+
+
+class Compiler:
+    """NVRTC, the run-time compiler: no toolkit, no host compiler, half a second per kernel.
+
+    :raises ImportError or RuntimeError: cuda.core or the NVRTC library is not installed; `find_compiler` says which.
+    """
+
+    name = "NVRTC"
+
+    def __init__(self) -> None:
+        from cuda.bindings import nvrtc
+        from cuda.core import Program, ProgramOptions
+
+        self._program, self._options = Program, ProgramOptions
+        _, major, minor = nvrtc.nvrtcVersion()
+        self.version = f"{major}.{minor}"
+
+    def compile(self, source: Path, include: Path, constants: Mapping[str, str | int], arch: str) -> bytes:
+        """A cubin for `arch`, such as sm_90, with each of `constants` as a macro. :raises BackendError: it does not compile."""
+        options = self._options(
+            name=source.name,
+            arch=arch,
+            std="c++17",
+            include_path=str(include),
+            define_macro=[(name, str(value)) for name, value in constants.items()] or None,
+        )
+        remarks = StringIO()
+        try:
+            code = self._program(source.read_text(), "c++", options).compile("cubin", logs=remarks).code
+        except Exception as error:  # cuda.core's class for it is not public
+            raise BackendError(f"NVRTC {self.version} does not compile {source.name}:\n{error}") from error
+        for line in filter(None, map(str.strip, remarks.getvalue().split("\0")[0].splitlines())):
+            log.info("NVRTC %s: %s: %s", self.version, source.name, line)  # such as wgmma products that wait for each other
+        return bytes(code)
+
+
+@cache
+def find_compiler() -> tuple[Compiler | None, Support]:
+    """The compiler that will be used; (None, why) where there is none, or where it could compile but not launch."""
+    hint = f'pip install "cuda-core[cu{cuda_major()}]>=1.2"'
+    launches: Any
+    launches, support = find("cuda.core", "LaunchConfig", hint)
+    if not support:
+        return None, support
+    if not hasattr(launches, "programmatic_stream_serialization"):
+        return None, Support.no("cuda.core", "LaunchConfig(programmatic_stream_serialization=...)", "one without it", hint)
+    try:
+        compiler = Compiler()
+    except Exception as error:  # the loader of CUDA libraries raises classes of its own
+        text = " ".join(str(error).split())
+        return None, Support.no("NVRTC", "to be loadable", f"{type(error).__name__}: {text}", hint)
+    if compiler.version.split(".")[0] != cuda_major():
+        return None, Support.no("NVRTC", f"version {cuda_major()}, as torch's CUDA", compiler.version, hint)
+    return (compiler, YES) if (support := _driver_loads(compiler)) else (None, support)
+
+
+def _driver_loads(compiler: Compiler) -> Support:
+    """Whether the driver, if there is one here, is of the compiler's major version or newer, and so loads what it compiles."""
+    if not torch.cuda.is_available():
+        return YES  # compiling for another machine
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    found = f"{version // 1000}.{version % 1000 // 10}"
+    if int(found.split(".")[0]) >= int(compiler.version.split(".")[0]):
+        return YES
+    hint = "update the driver, or install torch and cuda-core for its CUDA version"
+    return Support.no("CUDA driver", f"one for CUDA {compiler.version.split('.')[0]} or newer, as NVRTC", found, hint)
+
+
+def cuda_major() -> str:
+    """The major CUDA version that torch was built for, whose driver therefore loads what is compiled; 13 for a CPU build."""
+    return (torch.version.cuda or "13").split(".")[0]
+
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
+"""Names of element types in the sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compilation: a source file and the constants it is compiled for."""
+
+    folder: Path
+    """Where the source lies and what it includes is looked for: the folder `csrc` of a backend."""
+    source: str
+    """Name of a file in the folder."""
+    constants: tuple[tuple[str, str | int], ...] = ()
+    """Macros and their values."""
+
+    @classmethod
+    def of(
+        cls, folder: Path, source: str, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, **others: int
+    ) -> Variant:
+        """With the constants that the kernels on a cache share."""
+        shape: dict[str, str | int] = {
+            "TYPE": TYPES[dtype],
+            "KV_TYPE": TYPES[kv_dtype],
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+        }
+        return cls(folder, source, tuple({**shape, **others}.items()))
+
+    @property
+    def owner(self) -> str:
+        """The backend that the source belongs to."""
+        return self.folder.parent.name
+
+    def compile(self, arch: str, compiler: Compiler) -> bytes:
+        """The cubin. arch: such as sm_90 or sm_90a. :raises BackendError: it does not compile."""
+        return compiler.compile(self.folder / self.source, self.folder, dict(self.constants), arch)
+
+    def __str__(self) -> str:
+        return " ".join([self.source, *(f"{name}={value}" for name, value in self.constants)])
+
+
+def architecture(device: torch.device, *, specific: bool = False) -> str:
+    """Such as sm_90; with `specific` sm_90a, whose instructions (wgmma on Hopper) no later generation need have."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) + ("a" if specific else "")

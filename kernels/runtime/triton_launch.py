@@ -1,0 +1,179 @@
+"""Launching a compiled kernel again without Triton's argument analysis, which costs more than the kernel at small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from headway.core.contract.compiled import AHEAD
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
+PDL_CAPABILITY = (9, 0)
+"""The first compute capability that launches a kernel before those it depends on have ended."""
+
+Grid = tuple[int, int, int]
+
+
+class Compiled:
+    """One compiled kernel. A launch costs the host what the driver takes and little more (docs/kernels.md)."""
+
+    def __init__(self, kernel: Any, constants: tuple[Any, ...]) -> None:
+        self._kernel = kernel
+        self._constants = constants
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        """Launch on the current stream. arguments: in the kernel's order; addresses may stand for tensors.
+
+        An address saves the launcher a call into Python and one into the driver, which looks the pointer up.
+        """
+        kernel = self._kernel
+        if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler listens
+            kernel[grid](*arguments, *self._constants)
+            return
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
+        kernel.run(*grid, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *self._constants)
+
+
+class BoundKernel:
+    """A compiled kernel with its grid and all arguments but the first few, for the layers of one step."""
+
+    def __init__(self, compiled: Compiled, grid: Grid, rest: Sequence[Any]) -> None:
+        """rest: arguments after those of `__call__`; tensors among them are kept alive by the caller."""
+        self._compiled = compiled
+        self._grid = grid
+        self._rest = tuple(argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in rest)
+
+    def __call__(self, *first: Any) -> None:
+        """Launch with the first arguments, addresses or tensors."""
+        self._compiled(self._grid, *first, *self._rest)
+
+
+class Launcher:
+    """Remembers what a kernel was compiled to for each `key`.
+
+    The caller guarantees that equal keys mean equal compile-time constants, equal integer arguments (but for those the kernel
+    does not specialise on) and equally aligned pointers: those are what Triton compiles for.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._ahead: set[Hashable] = set()
+        """Keys that were compiled ahead of the first launch."""
+
+    def bind(
+        self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
+        constants: Mapping[str, Any], **options: int,
+    ) -> BoundKernel | None:  # fmt: skip
+        """Run the kernel as `__call__` does, and return a `BoundKernel`; None where nothing was launched by address:
+        under the interpreter, and while kernels are compiled ahead.
+
+        first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
+        """
+        known = self._compiled.get(key)
+        if known is None or AHEAD.get() is not None:
+            self(key, grid, (*first, *rest), constants, **options)
+            known = self._compiled.get(key)
+            return None if known is None else BoundKernel(known, grid, rest)
+        bound = BoundKernel(known, grid, rest)
+        bound(*pointers)
+        return bound
+
+    def __call__(self, key: Hashable, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, Any], **options: int) -> None:
+        """Run the kernel. arguments: in the kernel's order; constants: its compile-time constants by name, all of them.
+
+        options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
+        for those before it. Multiplications and additions are always fused (FMA): Triton's default changes with its release 3.10.
+        """
+        known = self._compiled.get(key)
+        ahead = AHEAD.get() is not None
+        if known is not None and not ahead:
+            known(grid, *arguments)
+            return
+        options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if constants.get("PDL") else {})}
+        if ahead:
+            if key not in self._ahead:
+                self._ahead.add(key)
+                self._kernel.warmup(*arguments, grid=grid, **constants, **options)
+            return
+        kernel = self._kernel[grid](*arguments, **constants, **options)
+        if not INTERPRETED:
+            names = self._kernel.arg_names[len(arguments) :]
+            self._compiled[key] = Compiled(kernel, tuple(constants[name] for name in names))
+
+
+class FixedLauncher:
+    """One kernel with one set of compile-time constants, for one kind of layer: the launcher of the fused kernels.
+
+    The kernel is compiled once for each combination of types and alignments that it meets. Its integer arguments, if any, must
+    not be specialised on.
+    """
+
+    def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
+        self.kernel = kernel
+        self._launch = Launcher(kernel)
+        self._num_warps, self._constants = num_warps, {**constants, "PDL": launches_early(device)}
+
+    def __call__(self, grid: Grid, *arguments: Tensor | float) -> None:
+        """Run the kernel; arguments in its order."""
+        key = tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments])
+        self._launch(key, grid, arguments, self._constants, num_warps=self._num_warps)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads may have."""
+    if device.type != "cuda":
+        return 128 * 1024  # nothing runs there but the interpreter
+    properties = torch.cuda.get_device_properties(device)
+    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return num_bytes
+
+
+def aligned(*pointers: int) -> bool | tuple[bool, ...]:
+    """Which addresses Triton compiles 16-byte accesses for; True: all."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return together % 16 == 0 or tuple(pointer % 16 == 0 for pointer in pointers)
+
+
+def specialised(*numbers: int) -> tuple[object, ...]:
+    """What Triton compiles for, of each integer argument: whether it is 1, a multiple of 16, and in 32 bits."""
+    return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
+
+
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels on a device may be launched programmatically dependent (constant PDL)."""
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+class Workspace:
+    """Buffers for partial results. They grow, and outgrown ones are kept: a captured graph may still use them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: list[Tensor] = []
+        self._floats = torch.empty(0, device=device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def floats(self, count: int) -> Tensor:
+        """At least `count` float32, not initialised."""
+        if self._floats.numel() < count:
+            self._kept.append(self._floats)
+            self._floats = torch.empty(max(count, 2 * self._floats.numel()), device=self._device)
+        return self._floats
+
+    def counters(self, count: int) -> Tensor:
+        """At least `count` int32 that are zero between launches."""
+        if self._counters.numel() < count:
+            self._kept.append(self._counters)
+            size = max(count, 2 * self._counters.numel())
+            self._counters = torch.zeros(size, dtype=torch.int32, device=self._device)
+        return self._counters

@@ -1,0 +1,40 @@
+"""The choice between these kernels and torch's operations on a device."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.sampling.filtering import verified_filter
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+
+log = logging.getLogger("headway")
+
+
+def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead | None = None) -> SamplingOps:
+    """Return the operations that choose tokens fastest on a device.
+
+    ahead: context in which the kernels are compiled at the same time.
+    """
+    if device.type == "cuda":
+        try:
+            from headway.kernels.sampling.draw import FusedSampling
+            from headway.kernels.sampling.part import FusedPart
+            from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+        except ImportError as error:
+            log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
+        else:
+            fused, part = FusedSampling(device), FusedPart(device)
+            filtering = verified_filter(TopKTopPSampler(device), vocab_size, device, ahead)
+            return SamplingOps(
+                fused.greedy,
+                fused.draw,
+                choose=fused.draw,
+                filter=filtering,
+                best_of_part=part.best_of_part,
+                winners=part.winners,
+                accept_drafts=fused.accept_drafts,
+            )
+    return TORCH_SAMPLING

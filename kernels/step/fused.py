@@ -1,0 +1,360 @@
+"""A decoder's operations on a GPU: few launches, and products of up to 128 rows by kernels of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from headway.core.contract.spec import AttentionSpec
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.forms import forms_of
+from headway.kernels.experts.fused import FusedExperts, FusedLayer
+from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.product_way import FusedProducts, ProductWay
+from headway.kernels.linear.products import FewRows
+from headway.kernels.linear.quantized_choice import ProductKind
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.tiles import TiledProducts
+from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.step.config import Activation, LatentConfig
+from headway.kernels.step.latent import FusedLatentLayer, LatentKernels
+from headway.kernels.step.operations import (
+    ACTIVATE,
+    Embedding,
+    Gate,
+    Heads,
+    Norm,
+    Rope,
+    add_one_by_one,
+    apply_gate,
+    norm_heads,
+    softcap,
+)
+from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
+
+
+class Fused:
+    """Operations of one model, on a GPU or under Triton's interpreter.
+
+    No call synchronises or looks at values, so all of it can be captured in a CUDA graph, and a graph runs the kernels that the
+    same number of rows gets without one. The residual stream is kept in the model's dtype, as vLLM keeps it.
+    """
+
+    def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
+        self._inv_freq, self._factors = inv_freq, factors
+        self._device = inv_freq.device
+        self._launchers: dict[Hashable, FixedLauncher] = {}
+        self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
+        self._quantized = QuantizedWays(self._device)
+        self._latent = LatentKernels(self._device)
+        self._experts: dict[tuple[ExpertsConfig, int, tuple[str, str]], FusedExperts] = {}
+
+    def _launcher(self, key: Hashable, make: Callable[[], FixedLauncher]) -> FixedLauncher:
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            launcher = self._launchers[key] = make()
+        return launcher
+
+    def _kernel(
+        self, x: Tensor, linear: Linear, way: ProductWay | None, heads: Heads | None = None
+    ) -> FewRows | FusedProducts | None:
+        """What computes a product with all that comes before and after it in one launch, if anything does.
+
+        way: `QuantizedWays.way`, which is asked once for a product.
+        """
+        if way is None:
+            return self._few_rows if self._few_rows.takes(x, linear, heads) else None
+        turns = way.kernel is None or heads is None or way.kernel.turns(x.shape[0], linear, heads)
+        return way.kernel if turns else None
+
+    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, way: ProductWay | None, out: Tensor | None = None) -> Tensor:
+        """A library's product of x, normed first: a launch more, unless another before the product has room for that."""
+        if way is not None and way.norms:
+            return way(x, linear, out, norm)
+        x = x if norm is None or norm.absorbed else self.norm(x, norm)
+        return linear(x, out) if way is None else way(x, linear, out)
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """See Operations."""
+        kinds: list[ProductKind] = []
+        for linear, gated in products:
+            kind = self._quantized.kind(linear, linear.dtype, gated)
+            if kind is None:
+                continue
+            if kind not in kinds:
+                kinds.append(kind)
+                kind.examples.clear()
+                kind.compute = self._gated_alone if gated else self.product
+            kind.examples.append(linear)
+        return kinds
+
+    def _gated_alone(self, x: Tensor, linear: Linear) -> Tensor:
+        """A gated product as `ProductKind.compute` says."""
+        return self.norm_gated_product(x, Norm(x.new_ones(x.shape[1]), 1e-6), linear, "silu")
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """The norm's weight goes into the product's, whose result a kernel after it scales by row: a launch less from 17 rows on.
+
+        In bfloat16 alone, where a row of any size fits; and for rows so short that each program of that kernel may read them.
+        """
+        dense = isinstance(linear.weight, Tensor) and linear.weight.dtype == torch.bfloat16
+        if not dense or linear.in_features > _SHORT or linear.bias is not None or norm.bias is not None:
+            return norm, linear
+        assert isinstance(linear.weight, Tensor)
+        weight = (linear.weight.float() * norm.weight.float()).to(torch.bfloat16)
+        return Norm(torch.ones_like(norm.weight, dtype=torch.bfloat16), norm.eps, absorbed=True), Linear(weight)
+
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
+        """One launch. cos and sin: float32 [num_tokens, head_dim / 2]."""
+        table, places, (ropes, half) = embed.table, embed.positions, self._inv_freq.shape
+        num_tokens, hidden = input_ids.shape[0], table.shape[1]
+        x = torch.empty(num_tokens, hidden, dtype=table.dtype, device=self._device)
+        cos, sin = torch.empty(2, ropes, num_tokens, half, device=self._device).unbind()
+        if num_tokens:
+
+            def make() -> FixedLauncher:
+                block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(max(ropes * half, 1))
+                sizes = {"HIDDEN": hidden, "BLOCK": block, "ROPES": ropes, "HALF": half, "BLOCK_HALF": block_half}
+                return FixedLauncher(embed_tokens, 4, self._device, PLACES=places is not None, **sizes)
+
+            launch = self._launcher(("embed", hidden, places is None), make)
+            read = table, table if places is None else places, self._inv_freq, self._factors, embed.scale
+            launch((num_tokens, 1, 1), input_ids, positions, *read, x, cos, sin)
+        return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """One launch."""
+        return self._norm(x, norm, None)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """One launch, in place."""
+        return self._norm(x, norm, residual)
+
+    def _norm(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
+        """x: [rows, size], contiguous. The residual, to which the norm is added, or the norm by itself."""
+        rows, size = x.shape
+        y = torch.empty_like(x) if residual is None else residual
+        if rows:
+            kind = {"LAYER": norm.bias is not None, "ADD": residual is not None}
+
+            def make() -> FixedLauncher:
+                block = triton.next_power_of_2(size)
+                return FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block, **kind)
+
+            launch = self._launcher(("norm", size, *kind.values()), make)
+            launch((rows, 1, 1), x, norm.weight, norm.weight if norm.bias is None else norm.bias, y, y, norm.eps)
+        return y
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """One launch."""
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
+            return kernel(x, linear, out=out)
+        return self._tiles(x, linear, out=out) if self._tiles.takes(x, linear) else self._product(x, None, linear, way, out)
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch for few rows, else two or three; q, k and v are views of the product.
+
+        Without a rotation, one or two; four more where heads are normed without one, or all as one.
+        """
+        x, norm = self._before(x, norm)
+        alone = heads.q_norm is not None and (rope is None or heads.whole_norm)
+        turns = rope is not None and not alone
+        way = self._quantized.way(x, linear)
+        if turns and rope is not None and (kernel := self._kernel(x, linear, way, heads)) is not None:
+            qkv, turned = kernel(x, linear, norm, rotated=(heads, rope)), True
+        elif (rope is None or way is not None) and (kernel := self._kernel(x, linear, way)) is not None:
+            qkv, turned = kernel(x, linear, norm), rope is None
+        elif way is None:
+            absorbed = norm is not None and norm.absorbed
+            qkv, turned = self.product(x if norm is None or absorbed else self.norm(x, norm), linear), rope is None
+        else:
+            qkv, turned = self._product(x, norm, linear, way), rope is None
+        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
+        return self._turned(qkv, heads, None if turned else rope, scaled_by, alone)
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """One launch, in place; four more where heads are normed without a rotation, or all as one."""
+        return self._turned(qkv, heads, rope, None, heads.q_norm is not None and (rope is None or heads.whole_norm))
+
+    def _turned(
+        self, qkv: Tensor, heads: Heads, rope: Rope | None, scaled_by: _RowScale | None, alone: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a product. rope: None: nothing is left to be rotated; alone: heads are normed in launches before."""
+        if alone:
+            heads = self._norm_heads(qkv, heads)
+        if rope is not None:
+            self._rotate(qkv, heads, rope, scaled_by)
+        qkv = qkv.view(qkv.shape[0], qkv.shape[1] // heads.head_dim, heads.head_dim)
+        rotated = heads.num_heads + heads.num_kv_heads
+        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : rotated], qkv[:, rotated:]
+
+    def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """What a kernel that norms its input is given: it knows RMSNorm alone, so that LayerNorm goes before it."""
+        return (x, norm) if norm is None or norm.bias is None else (self.norm(x, norm), None)
+
+    def _norm_heads(self, qkv: Tensor, heads: Heads) -> Heads:
+        """Norm the heads of q and of k by themselves, in place; the heads as they are then."""
+        assert heads.q_norm is not None
+        assert heads.k_norm is not None
+        q_size, k_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        q_rows = q.contiguous().view(-1, heads.q_norm.weight.shape[0])
+        k_rows = k.contiguous().view(-1, heads.k_norm.weight.shape[0])
+        for part, normed in zip((q, k), norm_heads(self, q_rows, k_rows, heads), strict=True):
+            part.copy_(normed.view_as(part))
+        return Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
+
+    def _rotate(self, qkv: Tensor, heads: Heads, rope: Rope, scaled_by: _RowScale | None) -> None:
+        """One launch, in place. scaled_by: the rows whose norm is still to be divided by, and epsilon."""
+        num_tokens, dim = qkv.shape[0], heads.head_dim
+        num_heads, all_heads = heads.num_heads, qkv.shape[1] // dim
+        touched = heads.num_heads + heads.num_kv_heads if scaled_by is None else all_heads
+        normed = heads.q_norm is not None and heads.k_norm is not None
+        if num_tokens:
+            block_half = triton.next_power_of_2(dim // 2)
+            block_h = min(triton.next_power_of_2(touched), max(1, _ROTATED // block_half))
+            x, eps = (qkv, 0.0) if scaled_by is None else scaled_by
+            size = 0 if scaled_by is None else x.shape[1]
+
+            def make() -> FixedLauncher:
+                sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "ALL_HEADS": all_heads, "HEAD_DIM": dim}
+                sizes |= _row_sizes(size)
+                return FixedLauncher(
+                    norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed
+                )
+
+            launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, size), make)
+            q_norm, k_norm = heads.q_norm, heads.k_norm
+            weights = (q_norm.weight, k_norm.weight, x, q_norm.eps) if q_norm and k_norm else (qkv, qkv, x, 0.0)
+            launch((num_tokens, triton.cdiv(touched, block_h), 1), qkv, *rope, *weights, eps)
+
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
+        x, norm = self._before(x.contiguous(), norm)
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
+            return kernel(x, linear, norm, activation=activation)
+        if self._tiles.takes(x, linear):
+            return self._tiles(x if norm is None else self.norm(x, norm), linear, activation=activation)
+        y = self._product(x, norm, linear, way)
+        return y if activation is None else ACTIVATE[activation](y)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """One launch for few rows, two for tiles, else two or three; one more before it for a LayerNorm."""
+        x, norm = self._before(x, norm)
+        way = self._quantized.way(x, linear, gated=True)
+        if (kernel := self._kernel(x, linear, way)) is not None:
+            return kernel(x, linear, norm, gated=True, activation=activation)
+        if self._tiles.takes(x, linear, gated=True):
+            return self._tiles(x if norm is None else self.norm(x, norm), linear, gated=True, activation=activation)
+        scaled_by = (x, norm.eps) if norm is not None and norm.absorbed else None
+        return self._gated(self._product(x, norm, linear, way), activation, scaled_by)
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """One launch where gated, else torch's."""
+        return self._gated(y, activation, None) if gated else ACTIVATE[activation](y)
+
+    def _gated(self, both: Tensor, activation: Activation, scaled_by: _RowScale | None) -> Tensor:
+        """One launch. scaled_by: the rows whose norm is still to be multiplied by, and epsilon."""
+        rows, size = both.shape[0], both.shape[1] // 2
+        y = torch.empty(rows, size, dtype=both.dtype, device=self._device)
+        if rows:
+            x, eps = (both, 0.0) if scaled_by is None else scaled_by
+            row_size = 0 if scaled_by is None else x.shape[1]
+
+            def make() -> FixedLauncher:
+                sizes = {"SIZE": size, "BLOCK": _GATED, **_row_sizes(row_size)}
+                return FixedLauncher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
+
+            launch = self._launcher(("gated", activation, size, row_size), make)
+            launch((rows, triton.cdiv(size, _GATED), 1), both, y, x, eps)
+        return y
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """Add the product to the residual in place; the addition is a part of the product."""
+        way = self._quantized.way(x, linear)
+        if (kernel := self._kernel(x, linear, way)) is not None:
+            return kernel(x, linear, add_to=residual)
+        if self._tiles.takes(x, linear):
+            return self._tiles(x, linear, add_to=residual)
+        if not isinstance(linear.weight, Tensor):
+            return residual.add_(self._product(x, None, linear, way))
+        return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """As many launches as products."""
+        return add_one_by_one(self, residual, terms)
+
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
+        """One launch, in place; two more where nothing is rotated, for a cos and sin that leave all as it is."""
+        if rope is None:
+            size = q.shape[0], config.qk_rope_head_dim // 2
+            rope = torch.ones(size, device=self._device), torch.zeros(size, device=self._device)
+        return self._latent.turn(q, latent, config, norm, rope)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> FusedLatentLayer:
+        """All layers share launchers."""
+        return FusedLatentLayer(expanded, config, kv_b, self._latent)
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """One launch; some of torch's where ranks share the norm, and where one program cannot hold a group."""
+        norm, (rows, width) = gate.norm, x.shape
+        if norm is not None and (norm.share is not None or gate.size > _LONGEST):
+            return apply_gate(x, by, gate)
+        size = _GATED if norm is None else gate.size
+        x, by = (each if each.stride(1) == 1 else each.contiguous() for each in (x, by))
+        y = torch.empty(rows, width, dtype=x.dtype, device=self._device)
+        if rows:
+            block = triton.next_power_of_2(size)
+            groups = max(1, _GATED // block)
+            kind = {"ACTIVATION": gate.activation, "NORM": norm is not None, "GATE_FIRST": gate.gate_first}
+            sizes = {"STRIDE_X": x.stride(0), "STRIDE_BY": by.stride(0), "WIDTH": width, "SIZE": size}
+            kind["WHOLE"] = norm is not None and len(norm.weight) != size
+
+            def make() -> FixedLauncher:
+                warps = 4 if block <= 2048 else 8
+                return FixedLauncher(gate_rows, warps, self._device, **sizes, BLOCK=block, BLOCK_G=groups, **kind)
+
+            launch = self._launcher(("gate", *sizes.values(), *kind.values()), make)
+            weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+            launch((rows, triton.cdiv(triton.cdiv(width, size), groups), 1), x, by, weight, y, eps)
+        return y
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """Three launches, of torch's."""
+        return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
+        """Layers of one kind share launchers, counters, and the choice between ways of computing them."""
+        key = config, weights.router.shape[1], forms_of(weights)
+        if key not in self._experts:
+            self._experts[key] = FusedExperts(config, weights.router.dtype, self._device, forms=key[2])
+        return self._experts[key].layer(weights, norm)
+
+
+_ROTATED = 512
+"""Elements of half heads that one program of two warps turns: eight a thread, one 16-byte access in half precision."""
+_GATED = 1024
+"""Likewise for activate-and-multiply, four warps."""
+_LONGEST = 8192
+"""Elements of a group that one program of eight warps norms."""
+_SHORT = 2048
+"""Elements of a row that every program of those two may read for the sum of its squares, 4 KB out of L2."""
+
+_RowScale = tuple[Tensor, float]
+"""Rows x [rows, size] and epsilon of the RMSNorm whose factor, one for each row, is still to be multiplied by."""
+
+
+def _row_sizes(size: int) -> dict[str, int]:
+    """Compile-time constants for the rows of a norm; 0: there is none."""
+    return {"ROW": size, "BLOCK_ROW": triton.next_power_of_2(max(size, 1))}

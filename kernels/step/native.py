@@ -1,0 +1,128 @@
+"""A decoder's steps on a CPU by our C: each is one call, and one parallel region, where torch takes some ten operations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, ProductStruct
+from headway.kernels.step.config import Activation
+from headway.kernels.step.operations import ACTIVATE, TorchOperations
+
+if TYPE_CHECKING:
+    from headway.kernels.linear.linear import Linear
+    from headway.kernels.linear.packed_blocks import Panels
+    from headway.kernels.step.operations import Heads, Norm, Rope
+
+_STORE, _ADD, _GATED = range(3)
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+_NO_NORM = (None, 0.0)
+
+
+class NativeOperations(TorchOperations):
+    """Steps whose product is over a weight in panels; torch's functions compute the others."""
+
+    def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions) -> None:
+        """See TorchOperations."""
+        super().__init__(inv_freq, factors)
+        self.functions = functions
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See Operations."""
+        if norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES:
+            return super().norm(x, norm)
+        out = x.new_empty(x.shape)
+        rows, size = x.shape
+        self.functions.norm(NormStruct(x.data_ptr(), out.data_ptr(), rows, x.stride(0), size, *_norm(norm), TYPES[x.dtype]))
+        return out
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """See Operations."""
+        panels = _panels(x, linear)
+        return linear(x, out) if panels is None else self._store(x, panels, out=out)
+
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """See Operations."""
+        panels = _panels(x, linear)
+        if panels is None:
+            return super().norm_product(x, norm, linear, activation)
+        x, norm = self._before(x, norm)
+        if activation in _ACTIVATIONS:
+            return self._store(x, panels, norm, activation)
+        y = self._store(x, panels, norm)
+        return y if activation is None else ACTIVATE[activation](y)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """See Operations."""
+        panels = _panels(x, linear)
+        if panels is None or not panels.gates or activation not in _ACTIVATIONS:
+            return super().norm_gated_product(x, norm, linear, activation)
+        x, norm = self._before(x, norm)
+        out = x.new_empty(len(x), panels.out_features // 2)
+        self._run(x, panels, norm, _GATED, activation, out)
+        return out
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        panels = _panels(x, linear)
+        if panels is None or heads.whole_norm or heads.head_dim % 2 or not _normed(heads.q_norm) or not _normed(heads.k_norm):
+            return super().norm_qkv(x, norm, linear, heads, rope)
+        x, norm = self._before(x, norm)
+        dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
+        qkv = x.new_empty(len(x), panels.out_features // dim, dim)
+        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
+        self.functions.product(
+            ProductStruct(
+                panels.described, x.data_ptr(), qkv.data_ptr(), cos, sin, len(x), x.stride(0), panels.out_features,
+                dim, heads.num_heads, turned, *_norm(norm), *_norm(heads.q_norm), *_norm(heads.k_norm), TYPES[x.dtype],
+            )
+        )  # fmt: skip
+        return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """See Operations."""
+        panels = _panels(x, linear)
+        if panels is None or residual.stride(1) != 1 or residual.dtype != x.dtype:
+            return super().add_product(residual, x, linear)
+        self._run(x, panels, None, _ADD, None, residual)
+        return residual
+
+    def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """x normed, and no norm, where the norm is of a kind that our C does not compute."""
+        return (x, norm) if _normed(norm) else (self.norm(x, norm), None)  # type: ignore[arg-type]
+
+    def _store(
+        self, x: Tensor, panels: Panels, norm: Norm | None = None, activation: Activation | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        out = x.new_empty(len(x), panels.out_features) if out is None else out
+        self._run(x, panels, norm, _STORE, activation, out)
+        return out
+
+    def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
+        self.functions.product(
+            ProductStruct(
+                panels.described, x.data_ptr(), out.data_ptr(), None, None, len(x), x.stride(0), out.stride(0), 0, 0, 0,
+                *_norm(norm), *_NO_NORM, *_NO_NORM, TYPES[x.dtype], mode, _ACTIVATIONS[activation],
+            )
+        )  # fmt: skip
+
+
+def _panels(x: Tensor, linear: Linear) -> Panels | None:
+    """A layer's weight in panels; None where it has none, or x is not what our C reads."""
+    return linear.panels if linear.panels is not None and x.dtype == linear.dtype and x.stride(1) == 1 else None
+
+
+def _normed(norm: Norm | None) -> bool:
+    """Whether our C computes a norm: none, or RMSNorm on one rank."""
+    return norm is None or norm.by_length is not None
+
+
+def _norm(norm: Norm | None) -> tuple[int | None, float]:
+    """Address of a norm's factors, and what is added to the squared length."""
+    if norm is None:
+        return _NO_NORM
+    assert norm.by_length is not None
+    return norm.by_length[0].data_ptr(), norm.weight.shape[0] * norm.eps

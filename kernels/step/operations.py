@@ -1,0 +1,383 @@
+"""What a decoder computes between its attentions, as steps that a device may fuse; and the plain way, torch's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, silu
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.model import LatentLayer
+from headway.core.contract.spec import AttentionSpec
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.plain import Experts, PlainExperts
+from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.config import Activation, GateActivation, LatentConfig
+from headway.kernels.step.norm_share import NormShare
+from headway.kernels.step.plain_latent import PlainLatentLayer
+
+if TYPE_CHECKING:
+    from headway.kernels.linear.quantized_choice import ProductKind
+
+ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "relu": relu,
+    "relu2": lambda x: relu(x).square(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm (Zhang and Sennrich 2019); with a bias, LayerNorm (Ba et al. 2016)."""
+
+    weight: Tensor
+    """[size], in the model's dtype or float32."""
+    eps: float
+    bias: Tensor | None = None
+    """[size]"""
+    absorbed: bool = False
+    """Whether the weight, now all ones, is part of the product that follows: only a factor for each row is left of the norm."""
+    share: NormShare | None = None
+    """What ranks share, where the elements of an RMSNorm lie on several of them; None: they are all here."""
+    by_length: tuple[Tensor, Tensor] | None = field(init=False, repr=False, compare=False, default=None)
+    """What an RMSNorm on a CPU takes, where a torch operation costs more than what it computes: weight * sqrt(size) and
+    sqrt(size * eps), float32. x / hypot(|x|, the latter) * the former is the norm, in four operations instead of seven."""
+
+    def __post_init__(self) -> None:
+        if self.bias is None and self.share is None and self.weight.device.type == "cpu":
+            size = self.weight.shape[0]
+            object.__setattr__(self, "by_length", (self.weight.float() * size**0.5, torch.tensor((size * self.eps) ** 0.5)))
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What the first residual stream is made of."""
+
+    table: Tensor
+    """[vocab_size, hidden_size]"""
+    scale: float = 1.0
+    """Multiplies a token's row."""
+    positions: Tensor | None = None
+    """[positions, hidden_size], learned: the row of its position is added to each token."""
+    tokens: range | None = None
+    """Ids of the tokens whose rows the table has, where other ranks have the others': its last row, zeros, stands for these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a row of the merged q, k, v product divides, and how its q and k are normed."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Norm | None = None
+    """RMSNorm before RoPE, both or neither: over each head (Qwen3), or over all heads together where the weight is that long."""
+    k_norm: Norm | None = None
+
+    @property
+    def whole_norm(self) -> bool:
+        """Whether all heads of q are normed as one, and all of k."""
+        if self.q_norm is None:
+            return False
+        return self.q_norm.share is not None or self.q_norm.weight.shape[0] == self.num_heads * self.head_dim != self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What multiplies the output of attention or of a recurrence before its last product, and the norm that goes with it."""
+
+    activation: GateActivation
+    """The activation of the gate."""
+    norm: Norm | None = None
+    """RMSNorm of the output, over as many elements as `size`. Its weight is as long, or as long as a whole row."""
+    size: int = 0
+    gate_first: bool = False
+    """Whether the output is multiplied before it is normed (Mamba 2) instead of after."""
+
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of a step's positions."""
+
+
+class Operations(Protocol):
+    """The steps of one model. Rows are independent of each other in every one of them."""
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """Prepare a norm and the next product once, before any step: the two returned compute together what the two given do.
+
+        For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
+        """
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """Kinds of a model's products that choose among ways of computing them. products: all of them, and which are gated."""
+
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
+        """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
+
+        input_ids, positions: int32 or int64 [num_tokens].
+        """
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Norm over the rows of x [rows, size]."""
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """residual + norm of x [rows, size]; both are used up."""
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """The product of x [rows, in_features]: [rows, out_features]; `out`, contiguous, where it is given."""
+
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """Norm, product and activation, the first and the last if any: x [rows, in_features], rows perhaps strided, to
+        [rows, out_features]."""
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """Norm, if any, the product, activation of its first half times the second: to [rows, out_features / 2]."""
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm, if any, the merged product, then norm and rotation of q and k's heads.
+
+        x: [num_tokens, hidden_size]; linear: to (num_heads + 2 num_kv_heads) head_dim, and perhaps to further heads, which come
+        behind those of v; rope: of `embed`; None: no rotation.
+        Returns q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], rows perhaps strided.
+        """
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of `norm_qkv` after its product. qkv: [num_tokens, all heads' elements], contiguous, used up."""
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """The part of `norm_product`, or (gated) of `norm_gated_product`, after its product y, contiguous and used up."""
+
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rotation of each query head's last elements; norm of the latents, and rotation of the key's elements behind them.
+
+        q: [num_tokens, num_heads q_dim]; latent: [num_tokens, kv_dim]; rows perhaps strided, used up. norm: of kv_lora_rank
+        elements; rope: of `embed`; None: no rotation. Returns q [num_tokens, num_heads, q_dim] and latents
+        [num_tokens, 1, kv_dim].
+        """
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """What computes the products around latent attention, made once before any step.
+
+        kv_b: [num_heads (qk_nope_head_dim + v_head_dim), kv_lora_rank], from a latent to each head's key and value.
+        """
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """residual + product of x [rows, in_features]; residual: [rows, out_features], which is used up."""
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """residual + products of several x and their Linear, as `add_product`."""
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """cap * tanh(logits / cap), in place (Gemma 2)."""
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """A layer of experts after its norm, made once before any step."""
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """See Operations."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+GATES: dict[GateActivation, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": torch.sigmoid, "none": lambda by: by}
+
+
+def add_one_by_one(ops: Operations, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+    """Add products to the residual, as `Operations.add_products` says, one after the other."""
+    for x, linear in terms:
+        residual = ops.add_product(residual, x, linear)
+    return residual
+
+
+def norm_by_length(x: Tensor, weight: Tensor, least: Tensor) -> Tensor:
+    """RMSNorm over the last axis of x, float32; the others are of `Norm.by_length`."""
+    return torch.div(x, torch.linalg.vector_norm(x, 2, -1, True).hypot_(least)).mul_(weight)
+
+
+def norm_heads(ops: Operations, q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    """Norm q and k, each [rows, size of its norm]: heads by themselves, or all heads of a token as one, perhaps over ranks."""
+    assert heads.q_norm is not None
+    assert heads.k_norm is not None
+    share = heads.q_norm.share
+    if share is None:
+        return ops.norm(q, heads.q_norm), ops.norm(k, heads.k_norm)
+    whole_q, whole_k = share.normed(heads.q_norm.eps, q.float(), k.float())
+    return (whole_q * heads.q_norm.weight.float()).to(q.dtype), (whole_k * heads.k_norm.weight.float()).to(k.dtype)
+
+
+def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+    """See Operations. Computed in float32 and rounded once."""
+    y, factor = x.float(), GATES[gate.activation](by.float())
+    if gate.norm is None:
+        return (y * factor).to(x.dtype)
+    if gate.gate_first:
+        y = y * factor
+    y = y.reshape(len(y), y.shape[1] // gate.size, gate.size)
+    if gate.norm.by_length is not None and len(gate.norm.weight) == gate.size:
+        y = norm_by_length(y, *gate.norm.by_length).flatten(1)
+    else:
+        weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
+        y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(eps, y.flatten(1))[0].view_as(y)
+        y = (y * (weight if len(weight) == gate.size else weight.view(-1, gate.size))).flatten(1)
+    return (y if gate.gate_first else y * factor).to(x.dtype)
+
+
+class TorchOperations:
+    """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
+
+    def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
+        """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
+        self._inv_freq, self._factors = inv_freq, factors
+
+    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
+        """As they are."""
+        return norm, linear
+
+    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
+        """None: a layer multiplies in one way."""
+        return []
+
+    def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
+        """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
+        ropes, dtype = [], embed.table.dtype
+        for inv_freq, factors in zip(self._inv_freq, self._factors, strict=True):
+            angles = positions[:, None, None] * inv_freq  # float32 [num_tokens, 1, head_dim / 2]
+            cos, sin = angles.cos() * factors, angles.sin() * factors
+            ropes.append((torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)))
+        x = embedding(input_ids, embed.table)
+        if embed.scale != 1.0:
+            x = x * embed.scale
+        if embed.positions is not None:
+            x = x + embedding(positions, embed.positions)
+        return x, tuple(ropes)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """See Operations."""
+        if norm.by_length is not None:
+            return norm_by_length(x.float(), *norm.by_length).to(x.dtype)
+        weight = norm.weight
+        exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
+        if norm.bias is not None:
+            return layer_norm(exact, weight.shape, weight, norm.bias, norm.eps).to(x.dtype)
+        return rms_norm(exact, weight.shape, weight, norm.eps).to(x.dtype)
+
+    def add_norm(self, residual: Tensor, x: Tensor, norm: Norm) -> Tensor:
+        """See Operations."""
+        return residual + self.norm(x, norm)
+
+    def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """See Operations."""
+        return linear(x, out)
+
+    def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
+        """See Operations."""
+        y = linear(x if norm is None else self.norm(x, norm))
+        return y if activation is None else self.activated(y, activation, gated=False)
+
+    def norm_gated_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation) -> Tensor:
+        """See Operations."""
+        return self.activated(linear(x if norm is None else self.norm(x, norm)), activation, gated=True)
+
+    def activated(self, y: Tensor, activation: Activation, gated: bool) -> Tensor:
+        """See Operations."""
+        if not gated:
+            return ACTIVATE[activation](y)
+        gate, up = y.chunk(2, dim=1)
+        return ACTIVATE[activation](gate) * up
+
+    def norm_qkv(
+        self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Operations."""
+        return self.turn_heads(linear(x if norm is None else self.norm(x, norm)), heads, rope)
+
+    def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """RoPE (Su et al. 2021) in transformers' half-split order."""
+        num_heads, rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        qkv = qkv.view(len(qkv), qkv.shape[1] // heads.head_dim, heads.head_dim)
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if heads.q_norm is not None and heads.k_norm is not None:
+            q, k = qk[:, :num_heads], qk[:, num_heads:]
+            if heads.whole_norm:
+                normed = norm_heads(self, q.flatten(1), k.flatten(1), heads)
+                q, k = normed[0].view_as(q), normed[1].view_as(k)
+            else:
+                q, k = self.norm(q, heads.q_norm), self.norm(k, heads.k_norm)
+            qk = torch.cat([q, k], dim=1)
+        if rope is not None:
+            qk = apply_rope(qk, rope)
+        return qk[:, :num_heads], qk[:, num_heads:], v
+
+    def rotate_latent(
+        self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
+    ) -> tuple[Tensor, Tensor]:
+        """See Operations."""
+        q = q.view(q.shape[0], q.shape[1] // config.q_dim, config.q_dim)
+        rows, key = latent[:, None].tensor_split([config.kv_lora_rank], dim=-1)
+        rows = self.norm(rows, norm)
+        if rope is None:
+            return q, torch.cat([rows, key], dim=-1)
+        still, turned = q.tensor_split([config.qk_nope_head_dim], dim=-1)
+        return torch.cat([still, apply_rope(turned, rope)], dim=-1), torch.cat([rows, apply_rope(key, rope)], dim=-1)
+
+    def latent_layer(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> LatentLayer:
+        """See Operations."""
+        return PlainLatentLayer(expanded, config, kv_b)
+
+    def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
+        """See Operations."""
+        return linear.add_to(residual, x)
+
+    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
+        """See Operations."""
+        return add_one_by_one(self, residual, terms)
+
+    def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
+        """See Operations."""
+        return apply_gate(x, by, gate)
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """See Operations."""
+        return softcap(logits, cap)
+
+    def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
+        """One expert after the other.
+
+        :raises ModelError: on a GPU, where the host would have to wait for the device in every layer.
+        """
+        if weights.router.is_cuda:
+            raise ModelError("experts: need Triton on a GPU, got none: pip install 'headway[triton]'")
+        return PlainLayer(PlainExperts(config, weights), norm, self)
+
+
+class PlainLayer:
+    """Experts that are computed one after the other, by others' norm and product."""
+
+    def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
+        """gate: SiLU of a matrix."""
+        self.experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """See Experts."""
+        return (x if onto is None else onto) + self.experts(self._ops.norm(x, self._norm), self._ops.product, self._gate)
+
+
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the halves of each head. x: [num_tokens, heads, dim]; rope: cos and sin as `TorchOperations.embed` makes them."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,1 @@
+"""Checkpoints: files, names of tensors, quantization formats, .gguf."""

@@ -1,0 +1,287 @@
+"""What the small files of a model folder say: a checkpoint that Headway would compute wrongly is refused before it is loaded."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.spec import DTYPES
+from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
+from headway.core.system.text import shown
+from headway.models.checkpoints.tensor_files import TensorFiles
+from headway.models.families.families import FAMILIES, TEXT_PARTS, known_architectures
+
+_EMBEDDING_FILES = ("modules.json", "config_sentence_transformers.json")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "num_labels",
+    *("n_embd", "n_head", "n_layer", "n_positions", "mamba_n_heads", "attn_layer_period", "expert_layer_period"),
+    "block_multiple_of",
+)
+_MOST = {"num_hidden_layers": 4096, "num_attention_heads": 65536, "num_key_value_heads": 65536, "head_dim": 65536}
+"""Where it is less than what a 32-bit number holds: far beyond any model, and still nothing that takes minutes to refuse."""
+_SIZE = re.compile(
+    r"(^|[._])(n|num|d|sizes?|dims?|length|rank|heads?|layers?|block|experts?|groups?|labels|kernel|conv|expand|inner|count|width"
+    r"|channels|state)([._]|$)"
+)
+"""Finds names of integers that count or measure parts of a model."""
+_NO_SIZE = re.compile(
+    r"(^|[._])(tokens?|positions?|ids?|params?|parameters|seq|sequence|context|ctx|max|window|chunk|batch|samples?|file|data|dataset"
+    r"|train|total|steps|eps|epsilon)([._]|$)"
+)
+"""Finds those of other integers among them."""
+_LAYERS = re.compile(r"(^|[._])(layers?|block)([._]|$)")
+_MOST_SIZE = 1 << 25
+"""Bound of sizes if there are no tensors."""
+_LEAST_BOUND = 1 << 16
+"""Least bound of sizes by tensors: lists of so many items are made in no time."""
+_PACKED = 8
+"""Most values that lie in one element of a tensor."""
+_ABOVE_ZERO = {"rms_norm_eps": 1.0, "query_pre_attn_scalar": 1e6, "attn_logit_softcapping": 1e6, "final_logit_softcapping": 1e6}
+"""Numbers that may be absent, and the most that each may be."""
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "sliding_window", "num_labels")
+
+
+def check_folder(folder: Path, generates: bool = True) -> Mapping[str, Any]:
+    """Read config.json, which is returned, and its neighbours.
+
+    generates: whether the model is to generate text; else it is pooled, and its architecture is for others to look at.
+
+    :raises ModelError: not a whole model, one that is no causal language model, or one with impossible sizes.
+    """
+    if (folder / "adapter_config.json").is_file():
+        base = _read(folder / "adapter_config.json").get("base_model_name_or_path") or "its base model"
+        raise ModelError(
+            f"model {folder}: needs a whole model, got an adapter (LoRA) for {base} by its adapter_config.json; load that "
+            "model with enable_lora=True, and name the adapter in lora_request; or merge the two with peft's merge_and_unload()"
+        )
+    if not (folder / "config.json").is_file():
+        files = sorted(folder.glob("*.gguf"))
+        hint = f"; a .gguf file is named itself, such as {files[0]}" if files else ""
+        raise ModelError(f"model {folder}: needs a config.json in the folder, got none{hint}")
+    config = _read(folder / "config.json")
+    _check_kind(folder, config)
+    if generates:
+        _check_architecture(folder, config)
+    text = config.get("text_config") if config.get("model_type") in TEXT_PARTS else None
+    check_sizes(folder, text if isinstance(text, Mapping) else config)
+    check_bounds(folder, config, _shapes(folder))
+    return config
+
+
+def _shapes(folder: Path) -> dict[str, list[int]] | None:
+    """Shapes of a folder's tensors by name; None if there are none, or none that can be read: whoever loads them says why."""
+    try:
+        files = TensorFiles(folder, torch.device("cpu"))
+    except ModelError:
+        return None
+    return {name: files.shape(name) for name in files.left}
+
+
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """The classes that config.json names."""
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def needed() -> str:
+    """What an architecture must be, for messages."""
+    return f"needs one of {known_architectures()}, or another decoder that transformers has"
+
+
+def unknown(config: Mapping[str, Any]) -> str:
+    """What to say of an architecture that neither Headway nor transformers has."""
+    named = ", ".join(architectures_of(config)) or config["model_type"]
+    own = " (auto_map in its config.json names code of its own, which Headway never runs)" if config.get("auto_map") else ""
+    return f"model architecture: {needed()}, got {named}{own}"
+
+
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise ModelError(f"model {folder}: config.json cannot be used: model_type needs a text, got {shown(kind)}")
+    for name in ("dtype", "torch_dtype"):
+        given = config.get(name)
+        if not isinstance(given, (str, type(None))):
+            raise ModelError(f"model {folder}: config.json cannot be used: {name} needs a text, got {shown(given)}")
+        if given is not None and given.removeprefix("torch.") not in ("auto", "float64", *DTYPES):
+            raise ModelError(
+                f"model {folder}: config.json cannot be used: {name} needs {' or '.join(DTYPES)}, got {shown(given)}"
+            )
+    if kind is None:
+        raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
+
+
+def _check_architecture(folder: Path, config: Mapping[str, Any]) -> None:
+    kind, listed = config["model_type"], architectures_of(config)
+    family = FAMILIES.get(kind)
+    purpose = _purpose(listed)
+    if family is not None and listed and family.architecture not in listed:
+        raise ModelError(
+            f"model architecture: needs {family.architecture} for model_type {kind}, got {', '.join(listed)}{purpose}"
+        )
+    if purpose:
+        raise ModelError(f"model architecture: {needed()}, got {', '.join(listed)}{purpose}")
+    embedding = next((name for name in _EMBEDDING_FILES if (folder / name).is_file()), None)
+    if embedding is not None:
+        raise ModelError(
+            f"model {folder}: needs a model that generates text, got an embedding model by its {embedding}; "
+            "LLM.embed and headway serve run it"
+        )
+    for key, causal in (("is_causal", True), ("use_bidirectional_attention", False), ("is_encoder_decoder", False)):
+        if key in config and config[key] is not None and bool(config[key]) is not causal:
+            raise ModelError(
+                f"model {folder}: needs causal attention, got {key}={str(config[key]).lower()} in config.json; Headway computes "
+                "decoders that generate text"
+            )
+
+
+def _purpose(architectures: list[str]) -> str:
+    """Why an architecture generates no text, as far as its name tells."""
+    name = architectures[0] if len(architectures) == 1 else ""
+    if "Bidirectional" in name or "Encoder" in name:
+        return " (its attention is bidirectional: it embeds or classifies texts and generates none)"
+    if "Reward" in name or "Classification" in name:
+        return " (it scores texts and generates none)"
+    if name.endswith("Model") and not name.endswith("LMHeadModel"):
+        return " (a model without a language-model head, as embedding models are: it generates no text)"
+    return ""
+
+
+def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.json") -> None:
+    """Each size by itself, and those that divide one another. file: where they stand, for the error.
+
+    :raises ModelError: naming the first that cannot be.
+    """
+    for name in _SIZES:
+        if name not in config or (config[name] is None and name in _MAY_BE_NULL):
+            continue
+        value = config[name]
+        if name == "sliding_window" and value == 0 and config.get("use_sliding_window") is False:
+            continue  # as Qwen2-MoE writes that it has none
+        most = _MOST.get(name, 2**31 - 1)
+        of_layers = isinstance(value, list) and config.get("model_type") not in FAMILIES  # as Gemma 3n has a size for each layer
+        for each in value if of_layers else [value]:
+            if isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= most:
+                continue
+            need = "of at least 1" if not isinstance(each, int) or each < 1 else f"of at most {most}"
+            raise ModelError(f"model {folder}: {file} cannot be used: {name} needs a whole number {need}, got {shown(value)}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    hidden, head_dim = config.get("hidden_size"), config.get("head_dim")
+    if heads and kv_heads and heads % kv_heads:
+        raise ModelError(
+            f"model {folder}: {file} cannot be used: num_attention_heads needs a multiple of "
+            f"num_key_value_heads={kv_heads}, got {heads}"
+        )
+    if heads and hidden and not head_dim and hidden % heads:
+        raise ModelError(
+            f"model {folder}: {file} cannot be used: hidden_size needs a multiple of num_attention_heads={heads} where no "
+            f"head_dim is named, got {hidden}"
+        )
+    _check_numbers(folder, config, file)
+    size = head_dim or (hidden // heads if hidden and heads else None)
+    if size and size % 2:
+        raise ModelError(f"model {folder}: {file} cannot be used: head_dim needs an even number for RoPE, got {size}")
+    _check_rope(folder, config, size, file)
+
+
+def check_bounds(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]] | None = None, file: str = "config.json"
+) -> None:
+    """Compare counts and sizes with the tensors' headers, before lists as long as they say are made.
+
+    The bound is coarse: the exact shapes are compared when the tensors are read. shapes: those of the tensors, by name; None if
+    there are none. file: where the sizes are, for the error.
+
+    :raises ModelError: naming the first size that no model of such tensors has.
+    """
+    longest, name = max(((max(shape, default=0), name) for name, shape in (shapes or {}).items()), default=(0, ""))
+    bound = _MOST_SIZE if shapes is None else max(_PACKED * longest, len(shapes), _LEAST_BOUND)
+    why = "" if shapes is None else f" for tensors whose longest axis is {longest} ({name})"
+    for key, value in _sizes(config):
+        most = min(bound, _MOST["num_hidden_layers"]) if _LAYERS.search(key) else bound
+        if isinstance(value, str) or value > most:
+            raise ModelError(
+                f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
+            )
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
+    """Integers of a configuration and of the mappings in it, also as text, whose names say that they count or measure a part."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif _SIZE.search(key) and not _NO_SIZE.search(key) and (type(value) is int or _is_digits(value)):
+            yield key, value
+
+
+def _is_digits(value: object) -> bool:
+    return isinstance(value, str) and value.isdigit()
+
+
+def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
+    """What multiplies or divides activations: with one of these the model would compute nonsense."""
+    for name, most in _ABOVE_ZERO.items():
+        value = config.get(name)
+        if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most):
+            continue
+        raise ModelError(
+            f"model {folder}: {file} cannot be used: {name} needs a number above 0, at most {most:g}, got {shown(value)}"
+        )
+
+
+def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, file: str) -> None:
+    """What is handed to transformers unread: kinds of scaling that Headway's decoder does not compute."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name)
+        if not isinstance(given, Mapping):
+            continue
+        nested = bool(given) and all(isinstance(value, Mapping) for value in given.values())  # one for each kind of layer
+        for parameters in given.values() if nested else [given]:
+            where = f"model {folder}: {file} cannot be used: {name}"
+            kind = parameters.get("rope_type", parameters.get("type"))
+            if not isinstance(kind, str | None):
+                raise ModelError(f"{where}.rope_type needs a text, got {shown(kind)}")
+            odd = next((key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value)), None)
+            if odd is not None:
+                raise ModelError(f"{where}.{odd} needs a finite number, got {parameters[odd]}")
+            trained = parameters.get("original_max_position_embeddings")
+            if trained is not None and not _is_factor(trained):
+                raise ModelError(f"{where}.original_max_position_embeddings needs a number above 0, got {shown(trained)}")
+            share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+            rotated = head_dim and int(head_dim * (share if isinstance(share, float | int) else 1)) // 2
+            for key in ("short_factor", "long_factor") if kind == "longrope" else ():
+                value = parameters.get(key)
+                if not isinstance(value, list) or (rotated and len(value) != rotated) or not all(map(_is_factor, value)):
+                    raise ModelError(
+                        f"{where}.{key} needs a list of {rotated or 'head_dim / 2'} numbers above 0, got {shown(value)}"
+                    )
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        read = parse_json(read_text(path), path.name, any_number=True)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error
+    if not isinstance(read, dict):
+        raise ModelError(f"model {path.parent}: {path.name} cannot be used: it needs a JSON object, got {type(read).__name__}")
+    return read

@@ -1,0 +1,306 @@
+"""What a checkpoint says of the quantisation of its weights, and the formats that its modules have by that.
+
+Which modules are left as they are is told by their tensors: such a module has a plain `weight` and no scales. The lists that name
+them (modules_to_not_convert, ignore, ignored_layers) are matched in another way by each reader, and are not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+from headway.core.contract.errors import ModelError
+from headway.core.system.files import read_text
+from headway.core.system.json_text import parse_json
+from headway.core.system.text import shown
+from headway.models.checkpoints.formats.eight_bits import Float8Format, Int8Format
+from headway.models.checkpoints.formats.float4 import ExpertsMxfp4, Nvfp4
+from headway.models.checkpoints.formats.integer_groups import Awq, Gptq, PackQuantized
+from headway.models.checkpoints.formats.module import QuantizedModule, StoredFormat
+
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""
+Item = TypeVar("Item")
+_GROUP_SIZES = (-1, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRule:
+    """A format, and the modules that it is for."""
+
+    targets: tuple[str, ...]
+    """Names of modules, patterns after `re:`, or classes such as Linear, which are all modules; none: all as well."""
+    format: StoredFormat
+
+    def names(self, module: str) -> bool:
+        """Whether a name or a pattern among the targets is the module's: what names it goes before what names its class."""
+        return any(_matches(target, module) for target in self.targets)
+
+    @property
+    def is_general(self) -> bool:
+        """Whether all modules are its targets."""
+        return not self.targets or any("." not in target and not target.startswith("re:") for target in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The formats of a checkpoint's quantised weights."""
+
+    place: str
+    """Where it is said, in words."""
+    rules: tuple[FormatRule, ...]
+    method: str = ""
+    """The name of the method, one of METHODS."""
+    beside: str | None = None
+    """Folder, inside of the model's, of quantised weights that lie beside the plain ones."""
+
+    @property
+    def label(self) -> str:
+        """The formats in words."""
+        return ", ".join(dict.fromkeys(rule.format.label for rule in self.rules))
+
+    def format_of(self, module: QuantizedModule) -> StoredFormat | None:
+        """The format of a module's weight; None: it is a plain tensor."""
+        found = [rule for rule in self.rules if rule.format.holds(module)]
+        if len(found) > 1:  # formats that look alike
+            found.sort(key=lambda rule: (not rule.names(module.name), not rule.is_general))
+        return found[0].format if found else None
+
+
+def read_quantization(folder: Path, stated: Mapping[str, Any]) -> Quantization | None:
+    """Read how the weights are quantised; None: they are not. stated: config.json.
+
+    :raises ModelError: in a way that Headway does not read, or a cache that has other scales than one for each layer.
+    """
+    text = stated.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    found = stated.get("quantization_config") or stated.get("compression_config") or inner.get("quantization_config")
+    place, usual = "quantization_config in config.json", ""
+    if not found:
+        place = next((name for name in _FILES if (folder / name).is_file()), "")
+        if not place:
+            return None
+        found, usual = _read(folder / place), _FILES[place]
+    if not isinstance(found, Mapping):
+        raise ModelError(f"model {folder}: {place} needs an object, got {shown(found)}")
+    nested = found.get("quantization")  # ModelOpt's own file
+    said = _Said(folder, place, nested if isinstance(nested, Mapping) else found)
+    of_modelopt = {"quant_algo", "kv_cache_quant_algo"} & set(said.values)
+    method = str(said.get("quant_method") or ("modelopt" if of_modelopt else usual)).lower()
+    if method not in METHODS:
+        said.refuse_method(method)
+    _check_cache(said)
+    rules = METHODS[method](said)
+    return Quantization(place, rules, method) if rules else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a file says, or a part of it."""
+
+    folder: Path
+    place: str
+    values: Mapping[str, Any]
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first key that is there."""
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+
+    def part(self, key: str) -> _Said:
+        value = self.values.get(key)
+        if not isinstance(value, Mapping):
+            self.refuse(key, "an object", value)
+        return _Said(self.folder, f"{self.place}, {key}", value)
+
+    def refuse(self, key: str, need: str, got: object) -> NoReturn:
+        raise ModelError(f"model {self.folder}: {self.place}: {key} needs {need}, got {shown(got)}")
+
+    def expect(self, key: str, *allowed: object, absent: object = None) -> Any:
+        """The value of a key, which is to be one of several. absent: what stands for none."""
+        value = self.values.get(key)
+        value = absent if value is None else value
+        if not any(value == each and type(value) is type(each) for each in allowed):
+            self.refuse(key, " or ".join(json.dumps(each) for each in allowed), value)
+        return value
+
+    def one_of(self, key: str, value: object, known: Mapping[str, Item]) -> Item:
+        """What a text stands for. value: that of the key."""
+        if not isinstance(value, str) or value not in known:
+            self.refuse(key, " or ".join(known), value)
+        return known[value]
+
+    def refuse_method(self, method: str) -> NoReturn:
+        """The error of a method that Headway does not read."""
+        bits = 4 if self.get("load_in_4bit") else 8 if self.get("load_in_8bit") else self.get("bits", "w_bit")
+        named = method or ("bitsandbytes" if bits else "an unnamed method")
+        raise ModelError(
+            f"model {self.folder}: needs weights in one of {', '.join(METHODS)}, or plain ones, got weights quantised with "
+            f"{shown(named)[1:-1]}{f', {bits} bits' if bits else ''} ({self.place}); use the unquantised checkpoint that this "
+            "one was made from, or a .gguf file"
+        )
+
+
+def _check_cache(said: _Said) -> None:
+    """Check that a cache is quantised by a scale for each layer, which the checkpoint brings, if at all.
+
+    :raises ModelError: it is not.
+    """
+    way = said.get("kv_cache_quant_algo", "kv_cache_scheme")
+    usual = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    known = (
+        all(way.get(key, value) == value for key, value in usual.items()) if isinstance(way, Mapping) else way in (None, "FP8")
+    )
+    if not known:
+        raise ModelError(f"model {said.folder}: needs an fp8 cache with a scale for each layer, got {shown(way)} for its cache")
+
+
+def _fp8(said: _Said) -> tuple[FormatRule, ...]:
+    said.expect("fmt", "e4m3", absent="e4m3")
+    said.expect("expert_dtype", "fp8", absent="fp8")
+    blocks = said.get("weight_block_size")
+    scales: Literal["tensor"] | tuple[int, int] = "tensor" if blocks is None else _block(said, "weight_block_size", blocks)
+    return (FormatRule((), Float8Format(scales, inverse_name=blocks is not None)),)
+
+
+def _awq(said: _Said) -> tuple[FormatRule, ...]:
+    bits = said.get("bits", "w_bit")
+    if bits != 4:
+        said.refuse("bits", "4", bits)
+    version = str(said.get("version") or "gemm")
+    if version.lower() != "gemm":
+        said.refuse("version", '"gemm"', version)
+    said.expect("zero_point", True, absent=True)
+    return (FormatRule((), Awq(4, _group_size(said, said.get("group_size", "q_group_size")))),)
+
+
+def _gptq(said: _Said) -> tuple[FormatRule, ...]:
+    bits = said.expect("bits", 4, 8)
+    version = said.expect("checkpoint_format", "gptq", "gptq_v2", absent="gptq")
+    changed = said.get("dynamic") or {}
+    if not isinstance(changed, Mapping):
+        said.refuse("dynamic", "an object", changed)
+    odd = next((name for name, values in changed.items() if not name.startswith("-:") and values), None)
+    if odd is not None:
+        said.refuse("dynamic", "modules that are left out alone (-:), since all others have one form", {odd: changed[odd]})
+    return (FormatRule((), Gptq(bits, _group_size(said, said.get("group_size")), version == "gptq")),)
+
+
+def _mxfp4(said: _Said) -> tuple[FormatRule, ...]:
+    return (FormatRule((), ExpertsMxfp4()),)
+
+
+def _modelopt(said: _Said) -> tuple[FormatRule, ...]:
+    way = said.get("quant_algo")
+    if way is None and said.get("kv_cache_quant_algo", "kv_cache_scheme"):
+        return ()
+    return (FormatRule((), said.one_of("quant_algo", way, _MODELOPT)),)
+
+
+_MODELOPT: Mapping[str, StoredFormat] = {
+    "FP8": Float8Format("tensor"),
+    "NVFP4": Nvfp4(".weight", ".weight_scale_2", divides=False),
+}
+
+
+def _compressed_tensors(said: _Said) -> tuple[FormatRule, ...]:
+    for key in ("transform_config", "sparsity_config"):
+        value = said.get(key)
+        if value and (not isinstance(value, Mapping) or value.get("format", "") != "dense"):
+            said.refuse(key, "nothing", value)
+    if not said.get("config_groups"):
+        return ()
+    groups, rules = said.part("config_groups"), []
+    for name in groups.values:
+        group = groups.part(name)
+        kind = group.get("format") or said.get("format")
+        read = said.one_of("format", kind, _COMPRESSED)
+        targets = group.get("targets") or []
+        if not isinstance(targets, list):
+            group.refuse("targets", "a list", targets)
+        rules.append(FormatRule(tuple(map(str, targets)), read(group.part("weights"))))
+    return tuple(rules)
+
+
+def _compressed_float8(said: _Said) -> StoredFormat:
+    said.expect("num_bits", 8)
+    said.expect("type", "float")
+    strategy = said.expect("strategy", "channel", "tensor", "block")
+    return Float8Format(_block(said, "block_structure", said.get("block_structure")) if strategy == "block" else strategy)
+
+
+def _compressed_int8(said: _Said) -> StoredFormat:
+    said.expect("num_bits", 8)
+    said.expect("type", "int")
+    return Int8Format(said.expect("strategy", "channel", "tensor"))
+
+
+def _compressed_naive(said: _Said) -> StoredFormat:
+    return _compressed_float8(said) if said.get("type") == "float" else _compressed_int8(said)
+
+
+def _compressed_packed(said: _Said) -> StoredFormat:
+    bits = said.expect("num_bits", 4, 8)
+    said.expect("type", "int")
+    strategy = said.expect("strategy", "group", "channel")
+    size = _group_size(said, said.get("group_size")) if strategy == "group" else -1
+    return PackQuantized(bits, size, said.expect("symmetric", True, False, absent=True))
+
+
+def _compressed_nvfp4(said: _Said) -> StoredFormat:
+    said.expect("num_bits", 4)
+    said.expect("type", "float")
+    said.expect("group_size", 16, absent=16)
+    return Nvfp4(".weight_packed", ".weight_global_scale", divides=True)
+
+
+_COMPRESSED: Mapping[str, Callable[[_Said], StoredFormat]] = {
+    "float-quantized": _compressed_float8,
+    "int-quantized": _compressed_int8,
+    "naive-quantized": _compressed_naive,
+    "pack-quantized": _compressed_packed,
+    "nvfp4-pack-quantized": _compressed_nvfp4,
+}
+
+METHODS: Mapping[str, Callable[[_Said], tuple[FormatRule, ...]]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+}
+"""What reads each method's settings."""
+
+
+def _group_size(said: _Said, size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size not in _GROUP_SIZES:
+        said.refuse("group_size", " or ".join(map(str, _GROUP_SIZES)), size)
+    return size
+
+
+def _block(said: _Said, key: str, sizes: object) -> tuple[int, int]:
+    match sizes:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+    said.refuse(key, "two numbers above 0", sizes)
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target of compressed-tensors names a module: the pattern is matched at the beginning of the name."""
+    if not target.startswith("re:"):
+        return module == target
+    try:
+        return re.match(target[3:], module) is not None
+    except re.error:
+        return False
+
+
+def _read(path: Path) -> object:
+    try:
+        return parse_json(read_text(path), path.name, any_number=True)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"model {path.parent}: {path.name} cannot be used: it is not a valid JSON file ({error})") from error

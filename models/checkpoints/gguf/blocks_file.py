@@ -1,0 +1,83 @@
+"""The blocks of a .gguf file beside the plain weights that it was converted to, for a CPU that multiplies them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
+from headway.models.checkpoints.formats.config import FormatRule, Quantization
+from headway.models.checkpoints.formats.gguf_blocks import PREFIX, GgufBlocks
+
+FOLDER = "gguf_blocks"
+"""Folder of the blocks, inside that of the converted model: transformers does not look there."""
+
+
+def write_blocks(path: Path, folder: Path) -> None:
+    """Write those tensors of a .gguf file of which the converted folder has a plain weight with the same numbers.
+
+    The rows may lie in another order: llama.cpp turns those of q and k for its rotation.
+    """
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    reader = GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        return
+    names = get_tensor_name_map(known[architecture], int(reader.fields[f"{architecture}.block_count"].contents()))
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type.name in BLOCK_TYPES}
+    found: dict[str, Tensor] = {}
+    for module, plain in _plain_weights(folder):
+        stored = tensors.get(f"{names.get_name(module)}.weight")
+        blocks = None if stored is None else _blocks_of(stored, plain, reader, architecture)
+        if stored is not None and blocks is not None:
+            found[f"{module}{PREFIX}{stored.tensor_type.name}"] = blocks
+    if found:
+        (folder / FOLDER).mkdir()
+        save_file(found, folder / FOLDER / "model.safetensors")
+
+
+def _plain_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+                if name.endswith(".weight") and len(file.get_slice(name).get_shape()) == 2:
+                    yield name.removesuffix(".weight"), file.get_tensor(name)
+
+
+def _blocks_of(stored: Any, plain: Tensor, reader: Any, architecture: str) -> Tensor | None:
+    """The blocks of a tensor in the order of the plain weight's rows; None where that has other numbers."""
+    kind = BLOCK_TYPES[stored.tensor_type.name]
+    blocks = torch.from_numpy(numpy.array(stored.data)).view(len(plain), -1, kind.num_bytes)
+    weight = GgufWeight((stored.tensor_type.name,), (blocks,)).dequantized(torch.float32)
+    if weight.shape != plain.shape:
+        return None
+    for order in _orders(len(plain), reader, architecture):
+        if torch.equal(weight[order], plain):
+            return blocks[order].contiguous()
+    return None
+
+
+def _orders(rows: int, reader: Any, architecture: str) -> Iterator[Tensor]:
+    """Orders in which a weight's rows may lie in the file: as they are, and halves of each head interleaved."""
+    yield torch.arange(rows)
+    for key in ("head_count", "head_count_kv"):
+        field = reader.fields.get(f"{architecture}.attention.{key}")
+        heads = None if field is None else field.contents()
+        if isinstance(heads, int) and heads > 0 and rows % (2 * heads) == 0:
+            yield torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+
+def kept_blocks(folder: Path) -> Quantization | None:
+    """The format of the blocks beside a converted model's weights; None where there are none."""
+    if not (folder / FOLDER).is_dir():
+        return None
+    return Quantization("its .gguf file", (FormatRule((), GgufBlocks()),), beside=FOLDER)

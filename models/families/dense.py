@@ -1,0 +1,145 @@
+"""Families without experts: where their configurations depart from Llama's, and what their checkpoints call tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.models.config import BeyondDecoderError
+from headway.models.families.names import TensorNames
+
+
+def biases(config: Any) -> dict[str, Any]:
+    """Biases of all projections, as the configuration says."""
+    bias = bool(getattr(config, "attention_bias", False))
+    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(getattr(config, "mlp_bias", False))}
+
+
+def gemma(config: Any) -> dict[str, Any]:
+    """What the first Gemma has and all share."""
+    return {"norm": "rms_plus_one", "embedding_scale": config.hidden_size**0.5, **biases(config)}
+
+
+def gemma2(config: Any) -> dict[str, Any]:
+    """What Gemma 2 and Gemma 3 share."""
+    return {
+        **gemma(config),
+        "activation": config.hidden_activation,
+        "scale": config.query_pre_attn_scalar**-0.5,
+        "softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def gemma3(config: Any) -> dict[str, Any]:
+    """Norms of heads, and two rotary embeddings, which the common reading finds."""
+    return {**gemma2(config), "qk_norm": "head"}
+
+
+def qwen3(config: Any) -> dict[str, Any]:
+    """Norms of heads."""
+    return {**biases(config), "qk_norm": "head"}
+
+
+def olmo2(config: Any) -> dict[str, Any]:
+    """Norms of all heads as one, and none before a part."""
+    return {**biases(config), "qk_norm": "whole"}
+
+
+def starcoder2(config: Any) -> dict[str, Any]:
+    """LayerNorm and a plain MLP, with RoPE."""
+    return layer_norm(config.use_bias, config.norm_epsilon)
+
+
+def granite(config: Any) -> dict[str, Any]:
+    """Llama's, with a factor in every place (Granite)."""
+    return {
+        **biases(config),
+        "scale": float(config.attention_multiplier),
+        "embedding_scale": float(config.embedding_multiplier),
+        "residual_scale": float(config.residual_multiplier),
+        "logit_scale": 1.0 / config.logits_scaling,
+    }
+
+
+def smollm3(config: Any) -> dict[str, Any]:
+    """Every few layers have no RoPE."""
+    return {**biases(config), "rotated": [bool(flag) for flag in config.no_rope_layers]}
+
+
+def layer_norm(bias: bool, eps: float) -> dict[str, Any]:
+    """What the models before Llama share: LayerNorm, an MLP that is not gated, and biases everywhere or nowhere."""
+    return {"norm": "layer", "norm_eps": eps, "gated": False, "qkv_bias": bias, "o_bias": bias, "mlp_bias": bias}
+
+
+def gpt2(config: Any) -> dict[str, Any]:
+    """GPT-2."""
+    _refuse(config, scale_attn_by_inverse_layer_idx=True, add_cross_attention=True, scale_attn_weights=False)
+    return {
+        **layer_norm(True, config.layer_norm_epsilon),
+        "num_kv_heads": config.n_head,
+        "intermediate_size": config.n_inner or 4 * config.hidden_size,
+        "activation": config.activation_function,
+        "rotated": [False] * config.num_hidden_layers,
+    }
+
+
+def opt(config: Any) -> dict[str, Any]:
+    """OPT, but for its 350M, whose norms come after."""
+    _refuse(config, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
+    if config.word_embed_proj_dim != config.hidden_size:
+        raise BeyondDecoderError(f"word_embed_proj_dim: needs hidden_size={config.hidden_size}, got {config.word_embed_proj_dim}")
+    return {
+        **layer_norm(config.enable_bias, 1e-5),
+        "num_kv_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_dim,
+        "activation": config.activation_function,
+        "position_offset": 2,
+        "rotated": [False] * config.num_hidden_layers,
+    }
+
+
+def _refuse(config: Any, **values: object) -> None:
+    """Refuse what a family's rare switches ask for and the decoder does not compute."""
+    for key, value in values.items():
+        if getattr(config, key) == value:
+            raise BeyondDecoderError(f"{key}: needs {str(not value).lower()}, got {str(value).lower()}")
+
+
+GEMMA2_NAMES = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+GPT2_NAMES = TensorNames(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+    layer="transformer.h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    o="attn.c_proj",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+    ignored=(".attn.bias", ".attn.masked_bias"),
+)
+OLMO2_NAMES = TensorNames(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+OPT_NAMES = TensorNames(
+    embed="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    norm="model.decoder.final_layer_norm",
+    layer="model.decoder.layers.{}.",
+    attention_norm="self_attn_layer_norm",
+    o="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+)
+PHI3_NAMES = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+STARCODER2_NAMES = TensorNames(up=("mlp.c_fc",), down="mlp.c_proj")

@@ -1,0 +1,137 @@
+"""What each family's configuration says about its experts, in our terms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.experts.config import ExpertsConfig
+from headway.models.config import BeyondDecoderError
+from headway.models.families.dense import qwen3
+from headway.models.families.names import ExpertNames, TensorNames
+
+MIXTRAL_NAMES = TensorNames(
+    experts=ExpertNames(
+        router="block_sparse_moe.gate",
+        gate="block_sparse_moe.experts.{}.w1",
+        up="block_sparse_moe.experts.{}.w3",
+        down="block_sparse_moe.experts.{}.w2",
+    )
+)
+QWEN2_MOE_NAMES = TensorNames(experts=ExpertNames(shared="mlp.shared_expert"), ignored=(".mlp.shared_expert_gate.weight",))
+"""The gate is left where shared experts have no elements."""
+GPT_OSS_NAMES = TensorNames(experts=ExpertNames(router="mlp.router", interleaved=True))
+
+
+def mixtral(config: Any) -> dict[str, Any]:
+    """All layers have experts, and no other MLP."""
+    return {"experts": ExpertsConfig(_count(config), config.num_experts_per_tok, config.intermediate_size)}
+
+
+def qwen2_moe(config: Any) -> dict[str, Any]:
+    """A gated shared expert, and biases of q, k and v."""
+    return {**qwen_experts(config), "qkv_bias": bool(config.qkv_bias)}
+
+
+def qwen3_moe(config: Any) -> dict[str, Any]:
+    """No shared expert, and norms of heads."""
+    return {**qwen_experts(config), **qwen3(config)}
+
+
+def qwen_experts(config: Any) -> dict[str, Any]:
+    """What Qwen2-MoE and Qwen3-MoE share: experts in some layers or all."""
+    experts = qwen_expert_sizes(config, bool(config.norm_topk_prob))
+    step, layers = config.decoder_sparse_step, range(config.num_hidden_layers)
+    if type(step) is not int or step < 1:
+        raise ModelError(f"decoder_sparse_step: needs a whole number of at least 1, got {step!r}")
+    plain = set(config.mlp_only_layers or ())
+    return {"experts": experts, "dense_layers": {index for index in layers if index in plain or (index + 1) % step}}
+
+
+def qwen_expert_sizes(config: Any, renormalize: bool) -> ExpertsConfig:
+    """Qwen's experts, with a shared one that is gated or without."""
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    return ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=shared,
+        shared_gate=shared > 0,
+        renormalize=renormalize,
+    )
+
+
+def gpt_oss(config: Any) -> dict[str, Any]:
+    """Biases everywhere, and a gate that is clamped."""
+    experts = ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        router_bias=True,
+        biases=True,
+        swiglu_alpha=float(getattr(config, "swiglu_alpha", 1.702)),
+        swiglu_limit=float(getattr(config, "swiglu_limit", 7.0)),
+    )
+    return {"experts": experts, "sinks": True, "qkv_bias": bool(config.attention_bias), "o_bias": bool(config.attention_bias)}
+
+
+def deepseek(config: Any) -> dict[str, Any]:
+    """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
+    third = config.model_type == "deepseek_v3"
+    method = getattr(config, "topk_method", "greedy")
+    expected: Literal["softmax", "sigmoid"] = "sigmoid" if third else "softmax"
+    scoring = getattr(config, "scoring_func", None) or expected
+    if not third and method not in ("greedy", "group_limited_greedy"):
+        raise BeyondDecoderError(f"topk_method: needs greedy or group_limited_greedy, got {method!r}")
+    if scoring != expected:
+        raise BeyondDecoderError(f"scoring_func: needs {expected} for {config.model_type}, got {scoring!r}")
+    if not third and getattr(config, "norm_topk_prob", False):
+        raise BeyondDecoderError(
+            "norm_topk_prob: needs false for deepseek_v2, whose weights are not divided by their sum, got true"
+        )
+    if getattr(config, "mlp_bias", False):
+        raise BeyondDecoderError(f"mlp_bias: needs false for {config.model_type}, got true")
+    if getattr(config, "moe_layer_freq", 1) != 1:
+        raise BeyondDecoderError(f"moe_layer_freq: needs 1, got {config.moe_layer_freq!r}")
+    grouped = third or method == "group_limited_greedy"
+    experts = ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        scoring=expected,
+        renormalize=third and bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        num_groups=config.n_group if grouped else 1,
+        top_k_groups=config.topk_group if grouped else 1,
+        group_score="top2" if third else "max",
+        correction_bias=third,
+    )
+    return {"experts": experts, "dense_layers": range(config.first_k_dense_replace)}
+
+
+def sigmoid_experts(config: Any) -> ExpertsConfig:
+    """DeepSeek-V3's experts, as families with other keys for the rest have them (Kimi-Linear)."""
+    return ExpertsConfig(
+        num_experts=_count(config),
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        shared_intermediate_size=config.moe_intermediate_size * (config.n_shared_experts or 0),
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        num_groups=config.n_group,
+        top_k_groups=config.topk_group,
+        group_score="top2",
+        correction_bias=True,
+    )
+
+
+def _count(config: Any) -> Any:
+    """The number of routed experts, which releases and families call differently."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    field = next((name for name in reversed(names) if getattr(config, name, None) is not None), names[1])
+    found = getattr(config, field, None)
+    if type(found) is not int or found < 1:
+        raise ModelError(f"{field}: needs a whole number of at least 1, got {found}")
+    return found

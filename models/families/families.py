@@ -1,0 +1,219 @@
+"""The families of models that the decoder computes: one row each, from transformers' configuration to ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.step.config import Activation
+from headway.models.config import BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig, StateConfig
+from headway.models.families import dense, experts, hybrid, latent, mamba
+from headway.models.families.minimax import MINIMAX_NAMES, minimax
+from headway.models.families.names import LLAMA_NAMES, TensorNames
+from headway.models.families.rope import read_rope
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: what its checkpoints call tensors, and where its configuration departs from Llama's."""
+
+    architecture: str
+    """transformers' class."""
+    options: Callable[[Any], dict[str, Any]] = lambda config: {}
+    """Fields of DecoderConfig that the common reading would get wrong."""
+    names: TensorNames = LLAMA_NAMES
+    windowed: bool = True
+    """Whether the family obeys sliding_window, in the layers of that type where layer_types tells types."""
+    partial_rotary: bool = False
+    """Whether it obeys partial_rotary_factor."""
+
+
+FAMILIES: dict[str, Family] = {
+    "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
+    "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
+    "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
+    "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
+    "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
+    "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
+    "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", mamba.granite_hybrid, mamba.GRANITE_HYBRID_NAMES, windowed=False),
+    "jamba": Family("JambaForCausalLM", mamba.jamba, mamba.JAMBA_NAMES, windowed=False),
+    "kimi_linear": Family("KimiLinearForCausalLM", hybrid.kimi_linear, hybrid.KIMI_NAMES, windowed=False),
+    "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
+    "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
+    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES),
+    "mistral": Family("MistralForCausalLM"),
+    "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
+    "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),
+    "olmo2": Family("Olmo2ForCausalLM", dense.olmo2, dense.OLMO2_NAMES, windowed=False),
+    "olmo_hybrid": Family("OlmoHybridForCausalLM", hybrid.olmo_hybrid, hybrid.OLMO_HYBRID_NAMES, windowed=False),
+    "opt": Family("OPTForCausalLM", dense.opt, dense.OPT_NAMES, windowed=False),
+    "phi3": Family("Phi3ForCausalLM", names=dense.PHI3_NAMES, partial_rotary=True),
+    "qwen2": Family("Qwen2ForCausalLM", lambda config: {"qkv_bias": True}),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", experts.qwen2_moe, experts.QWEN2_MOE_NAMES),
+    "qwen3": Family("Qwen3ForCausalLM", dense.qwen3),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", experts.qwen3_moe),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", hybrid.qwen3_5_moe, hybrid.QWEN3_5_NAMES, False, True),
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, windowed=False, partial_rotary=True),
+    "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
+    "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
+    "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
+}
+"""Families by model_type. SmolLM and SmolLM2 are Llama."""
+
+TEXT_PARTS = ("qwen3_5", "qwen3_5_moe")
+"""Types of models that read images too, whose text_config is of a family above: the decoder computes that part alone."""
+
+ACTIVATION_NAMES: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+"""transformers' names."""
+
+
+def known_architectures() -> str:
+    """What a refusal lists."""
+    return ", ".join(family.architecture for family in FAMILIES.values())
+
+
+def read_decoder_config(config: Any, longest: int | None = None) -> DecoderConfig:
+    """Read a transformers PretrainedConfig, or what `plain_config` makes of a file. longest: see `read_rope`.
+
+    :raises BeyondDecoderError: an architecture, activation or RoPE type that the decoder does not compute.
+    :raises ModelError: an impossible number.
+    """
+    kind = config.model_type
+    if kind not in FAMILIES:
+        named = ", ".join(config.architectures or [kind])
+        raise BeyondDecoderError(f"model architecture: needs one of {known_architectures()}, got {named}")
+    family = FAMILIES[kind]
+    options = family.options(config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and hidden % heads:
+        raise ModelError(f"num_attention_heads: needs a divisor of hidden_size={hidden}, got {heads}")
+    head_dim = head_dim or hidden // heads
+    window = (getattr(config, "sliding_window", None) or None) if family.windowed else None
+    layers, ropes = _layers(config, head_dim, window, options.pop("rotated", None), options.pop("layers", None), longest)
+    if any(rope.rotary_dim != head_dim for rope in ropes) and not family.partial_rotary:
+        raise BeyondDecoderError(
+            f"partial_rotary_factor: needs 1 in {family.architecture}, got {ropes[0].rotary_dim / head_dim:g}"
+        )
+    read: dict[str, Any] = {
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "scale": head_dim**-0.5,
+        "norm_eps": getattr(config, "rms_norm_eps", None),
+        "activation": getattr(config, "hidden_act", None),
+        **options,
+    }
+    without_experts = read.pop("dense_layers", ()) if "experts" in read else range(len(layers))
+    layers = tuple(
+        layer if layer.mlp is None or index in without_experts else replace(layer, mlp="experts")
+        for index, layer in enumerate(layers)
+    )
+    read["activation"] = _checked_activation(config, read, any(layer.mlp == "experts" for layer in layers))
+    return DecoderConfig(
+        model_type=kind,
+        vocab_size=config.vocab_size,
+        hidden_size=hidden,
+        num_heads=heads,
+        head_dim=head_dim,
+        layers=layers,
+        ropes=ropes,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        names=family.names,
+        **read,
+    )
+
+
+def _checked_activation(config: Any, read: Mapping[str, Any], routed: bool) -> Activation:
+    """Return the activation of the MLPs in our terms. routed: True if a layer has experts.
+
+    :raises BeyondDecoderError: one that the decoder does not compute everywhere.
+    :raises ModelError: an impossible epsilon of the norms.
+    """
+    named, eps = read["activation"], read["norm_eps"]
+    field = _field_of(config, _ACTIVATION_FIELDS, named)
+    if named not in ACTIVATION_NAMES:
+        raise BeyondDecoderError(f"{field}: needs one of {', '.join(ACTIVATION_NAMES)}, got {named}")
+    if not isinstance(eps, (int, float)) or not math.isfinite(eps) or eps <= 0:
+        raise ModelError(f"{_field_of(config, _EPSILON_FIELDS, eps)}: needs a number above 0, got {eps!r}")
+    activation = ACTIVATION_NAMES[named]
+    if routed and activation != read["experts"].activation:
+        raise BeyondDecoderError(f"{field}: needs {read['experts'].activation} for experts, got {named}")
+    _check_convolution(config, read.get("state"))
+    return activation
+
+
+def _field_of(config: Any, names: Sequence[str], value: object) -> str:
+    """Return the first of these fields that has a value, or the last of them, which most families have."""
+    return next((name for name in names if getattr(config, name, None) == value), names[-1])
+
+
+_ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_activation", "activation_function", "hidden_act")
+_EPSILON_FIELDS = ("norm_epsilon", "layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+
+
+def _check_convolution(config: Any, state: StateConfig | None) -> None:
+    """Check the activation behind the convolution of layers with a state, for which transformers reads a field of the MLPs.
+
+    :raises BeyondDecoderError: another one than silu.
+    """
+    if state is None or not state.spec.conv_channels or state.spec.activation != "silu":
+        return
+    field = "mamba_hidden_act" if hasattr(config, "mamba_hidden_act") else "hidden_act"
+    named = getattr(config, field)
+    if ACTIVATION_NAMES.get(named) != "silu":
+        raise BeyondDecoderError(f"{field}: needs silu, behind the convolution of layers with a state as well, got {named}")
+
+
+def _layers(
+    config: Any,
+    head_dim: int,
+    window: int | None,
+    rotated: Sequence[bool] | None,
+    parts: Sequence[LayerConfig] | None,
+    longest: int | None,
+) -> tuple[tuple[LayerConfig, ...], tuple[RopeConfig, ...]]:
+    """Each layer with its window and rotary embedding, and the different ones of the latter.
+
+    rotated: None: all layers of attention are. parts: what the layers are made of, where they are not all alike.
+    """
+    count = config.num_hidden_layers
+    if parts is None:
+        kinds, parts = getattr(config, "layer_types", None) or [_SLIDING] * count, [LayerConfig()] * count
+    else:
+        kinds = [_SLIDING if window is not None and layer.attention else "full_attention" for layer in parts]
+        rotated = [layer.attention and turns for layer, turns in zip(parts, rotated or [True] * len(parts), strict=True)]
+    if len(kinds) != count:
+        raise ModelError(f"layer_types: needs one for each of the {count} layers, got {len(kinds)}")
+    unknown = sorted(set(kinds) - {_SLIDING, "full_attention"})
+    if unknown:
+        raise BeyondDecoderError(f"layer_types: needs {_SLIDING} or full_attention, got {', '.join(map(str, unknown))}")
+    rotated = [True] * count if rotated is None else rotated
+    turning = dict.fromkeys(kind for kind, turns in zip(kinds, rotated, strict=True) if turns)
+    by_kind = set(kinds) <= set(config.rope_parameters or ()) if turning else False
+    found = {kind: read_rope(config, head_dim, kind if by_kind else None, longest) for kind in turning}
+    ropes = tuple(dict.fromkeys(found.values()))
+    layers = [
+        replace(layer, sliding_window=window if kind == _SLIDING else None, rope=ropes.index(found[kind]) if turns else None)
+        for layer, kind, turns in zip(parts, kinds, rotated, strict=True)
+    ]
+    return tuple(layers), ropes
+
+
+_SLIDING = "sliding_attention"

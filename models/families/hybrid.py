@@ -1,0 +1,261 @@
+"""Families that mix attention with layers that keep a state: what their configurations say of the latter, in our terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.spec import DTYPES
+from headway.core.contract.state import CONV, GATED_DELTA, KDA, StateSpec
+from headway.core.system.text import shown
+from headway.kernels.experts.config import ExpertsConfig
+from headway.models.config import BeyondDecoderError, LayerConfig, StateConfig
+from headway.models.families.dense import OLMO2_NAMES, olmo2, qwen3
+from headway.models.families.experts import QWEN2_MOE_NAMES, qwen_expert_sizes, qwen_experts, sigmoid_experts
+from headway.models.families.latent import latent_attention
+from headway.models.families.names import ExpertNames, StateNames, TensorNames
+
+Known = TypeVar("Known")
+
+STATE = LayerConfig(attention=False, state=True)
+"""A layer with a state in place of attention."""
+LINEAR_OR_FULL = {"linear_attention": STATE, "full_attention": LayerConfig()}
+"""Most families' kinds of layers."""
+
+_DELTA = StateNames(
+    conv=("linear_attn.conv1d",),
+    A_log="linear_attn.A_log",
+    dt_bias="linear_attn.dt_bias",
+    out_norm="linear_attn.norm",
+    out="linear_attn.out_proj",
+)
+_QWEN3_NEXT_INPUTS = (("linear_attn.in_proj_qkvz", ("q", "k", "v", "z")), ("linear_attn.in_proj_ba", ("b", "a")))
+_QWEN3_5_INPUTS = (
+    ("linear_attn.in_proj_qkv", ("q", "k", "v")),
+    *((f"linear_attn.in_proj_{section}", (section,)) for section in ("z", "b", "a")),
+)
+QWEN3_NEXT_NAMES = TensorNames(
+    experts=QWEN2_MOE_NAMES.experts,
+    state=replace(_DELTA, inputs=_QWEN3_NEXT_INPUTS, by_key_head=True),
+    ignored=QWEN2_MOE_NAMES.ignored,
+    ignored_modules=("mtp.",),
+)
+QWEN3_5_NAMES = replace(
+    QWEN3_NEXT_NAMES,
+    state=replace(_DELTA, inputs=_QWEN3_5_INPUTS),
+    ignored_modules=("mtp.", "model.visual."),
+    aliases=(("model.", "model.language_model."),),
+)
+_OLMO_HYBRID_STATE = StateNames(
+    norm="attention_layer_norm",
+    inputs=(
+        *((f"linear_attn.{section}_proj", (section,)) for section in ("q", "k", "v", "a", "b")),
+        ("linear_attn.g_proj", ("z",)),
+    ),
+    conv=("linear_attn.q_conv1d", "linear_attn.k_conv1d", "linear_attn.v_conv1d"),
+    A_log="linear_attn.A_log",
+    dt_bias="linear_attn.dt_bias",
+    out_norm="linear_attn.o_norm",
+    out="linear_attn.o_proj",
+)
+OLMO_HYBRID_NAMES = replace(
+    OLMO2_NAMES,
+    state=_OLMO_HYBRID_STATE,
+    aliases=(("post_attention_layernorm", "feedforward_layer_norm"),),  # as transformers writes it
+)
+LFM2_NAMES = TensorNames(
+    norm="model.embedding_norm",
+    attention_norm="operator_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="self_attn.out_proj",
+    mlp_norm="ffn_norm",
+    up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    experts=ExpertNames(
+        router="feed_forward.gate",
+        correction_bias="feed_forward.expert_bias",
+        gate="feed_forward.experts.{}.w1",
+        up="feed_forward.experts.{}.w3",
+        down="feed_forward.experts.{}.w2",
+    ),
+    state=StateNames(norm="operator_norm", inputs=(("conv.in_proj", ("B", "C", "x")),), conv=("conv.conv",), out="conv.out_proj"),
+)
+KIMI_NAMES = TensorNames(
+    experts=ExpertNames(
+        router="block_sparse_moe.gate",
+        correction_bias="block_sparse_moe.gate.e_score_correction_bias",
+        gate="block_sparse_moe.experts.{}.w1",
+        up="block_sparse_moe.experts.{}.w3",
+        down="block_sparse_moe.experts.{}.w2",
+        shared="block_sparse_moe.shared_experts",
+    ),
+    state=StateNames(
+        inputs=(
+            *((f"self_attn.{section}_proj", (section,)) for section in ("q", "k", "v", "b")),
+            ("self_attn.f_a_proj", ("f",)),
+            ("self_attn.g_a_proj", ("g",)),
+        ),
+        conv=("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d"),
+        A_log="self_attn.A_log",
+        dt_bias="self_attn.dt_bias",
+        out_norm="self_attn.o_norm",
+        out="self_attn.o_proj",
+        low_rank=("self_attn.f_b_proj", "self_attn.g_b_proj"),
+    ),
+    aliases=(("mlp.", "block_sparse_moe."),),  # as transformers writes dense layers
+)
+
+
+def qwen3_5(config: Any) -> dict[str, Any]:
+    """Three gated delta layers for one of attention, whose output is gated."""
+    return {
+        **qwen3(config),
+        "norm": "rms_plus_one",
+        "output_gate": True,
+        "state": gated_delta(config),
+        "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
+    }
+
+
+def qwen3_next(config: Any) -> dict[str, Any]:
+    """The same with experts, a gated shared one among them."""
+    return {**qwen3_5(config), **qwen_experts(config)}
+
+
+def qwen3_5_moe(config: Any) -> dict[str, Any]:
+    """Experts in every layer, whose weights are always divided by their sum."""
+    return {**qwen3_5(config), "experts": qwen_expert_sizes(config, renormalize=True)}
+
+
+def olmo_hybrid(config: Any) -> dict[str, Any]:
+    """Gated delta layers, normed before each part, beside OLMo 2's attention, normed after."""
+    rotated = (config.rope_parameters or {}).get("rope_theta") is not None
+    state = gated_delta(config, beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0)
+    normed_before = replace(OLMO_HYBRID_NAMES, mlp_norm="feedforward_layer_norm", mlp_post_norm=None)
+    known = {**LINEAR_OR_FULL, "linear_attention": replace(STATE, names=normed_before)}
+    return {
+        **olmo2(config),
+        "rotated": [rotated] * config.num_hidden_layers,
+        "state": replace(state, norm_eps=1e-5),
+        "layers": parts_of(config.layer_types, known),
+    }
+
+
+def lfm2(config: Any) -> dict[str, Any]:
+    """Short convolutions beside attention (LFM2)."""
+    inner = config.intermediate_size
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+        inner = 2 * inner // 3 if factor is None else int(factor * (2 * inner // 3))
+        inner = inner if factor is None else multiple * -(-inner // multiple)
+    channels, bias = config.hidden_size, bool(config.conv_bias)
+    spec = StateSpec(CONV, 0, 0, 0, 0, channels, size_of(config, "conv_L_cache", least=2), activation="none")
+    return {
+        "intermediate_size": inner,
+        "norm_eps": config.norm_eps,
+        "activation": "silu",
+        "qk_norm": "head",
+        "state": StateConfig(spec, gate="none", conv_bias=bias, in_bias=bias, out_bias=bias),
+        "layers": parts_of(config.layer_types, {"conv": STATE, "full_attention": LayerConfig()}),
+    }
+
+
+def lfm2_moe(config: Any) -> dict[str, Any]:
+    """The same with experts behind the first layers."""
+    experts = ExpertsConfig(
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+        correction_bias=bool(config.use_expert_bias),
+    )
+    return {**lfm2(config), "experts": experts, "dense_layers": range(config.num_dense_layers)}
+
+
+def kimi_linear(config: Any) -> dict[str, Any]:
+    """Kimi delta attention beside latent attention without positions; DeepSeek's experts."""
+    heads, dim = size_of(config, "linear_num_heads"), size_of(config, "linear_head_dim")
+    spec = StateSpec(
+        kind=KDA,
+        num_heads=heads,
+        num_key_heads=heads,
+        key_dim=dim,
+        value_dim=dim,
+        conv_channels=3 * heads * dim,
+        conv_width=size_of(config, "linear_conv_kernel_dim", least=2),
+        state_dtype=state_dtype(config),
+        scale=dim**-0.5,
+        qk_norm=True,
+    )
+    kinds = parts_of(config.mlp_layer_types, {"dense": True, "sparse": False}, "mlp_layer_types")
+    return {
+        **latent_attention(config),
+        "experts": sigmoid_experts(config),
+        "dense_layers": {index for index, dense in enumerate(kinds) if dense},
+        "rotated": [False] * config.num_hidden_layers,
+        "state": StateConfig(spec, gate="sigmoid", norm_size=dim),
+        "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
+    }
+
+
+def gated_delta(config: Any, beta_scale: float = 1.0) -> StateConfig:
+    """The gated delta layers of Qwen3-Next and its kin."""
+    heads, key_heads = size_of(config, "linear_num_value_heads"), size_of(config, "linear_num_key_heads")
+    if heads % key_heads:
+        raise ModelError(f"linear_num_value_heads: needs a multiple of linear_num_key_heads={key_heads}, got {heads}")
+    key_dim, value_dim = size_of(config, "linear_key_head_dim"), size_of(config, "linear_value_head_dim")
+    spec = StateSpec(
+        kind=GATED_DELTA,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv_channels=2 * key_heads * key_dim + heads * value_dim,
+        conv_width=size_of(config, "linear_conv_kernel_dim", least=2),
+        state_dtype=state_dtype(config),
+        scale=key_dim**-0.5,
+        qk_norm=True,
+        beta_scale=beta_scale,
+    )
+    return StateConfig(spec, norm_size=value_dim)
+
+
+def parts_of(kinds: Sequence[object] | None, known: Mapping[str, Known], key: str = "layer_types") -> list[Known]:
+    """What each layer is made of, by its kind.
+
+    :raises BeyondDecoderError: no list, or a kind of layer that the decoder does not compute, with the first layer of it.
+    """
+    if kinds is None:
+        raise BeyondDecoderError(f"{key}: needs {' or '.join(known)} for each layer, got none")
+    for index, kind in enumerate(kinds):
+        if kind not in known:
+            raise BeyondDecoderError(f"{key}: needs {' or '.join(known)}, got {shown(kind)} in layer {index}")
+    return [known[str(kind)] for kind in kinds]
+
+
+def state_dtype(config: Any) -> torch.dtype:
+    """The element type of recurrent states: float32 unless the configuration names another; its `auto` is float32 too."""
+    for key in ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+        named = getattr(config, key, None)
+        if named in (None, "auto"):
+            continue
+        name = str(named).removeprefix("torch.")
+        if name not in DTYPES:
+            raise ModelError(f"{key}: needs auto or {' or '.join(DTYPES)}, got {shown(named)}")
+        return DTYPES[name]
+    return torch.float32
+
+
+def size_of(config: Any, key: str, least: int = 1) -> int:
+    """:raises ModelError: a size that is no whole number."""
+    value = getattr(config, key, None)
+    if type(value) is not int or value < least:
+        raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
+    return value

@@ -1,0 +1,130 @@
+"""Rotary embeddings as a configuration tells them: frequencies, scaling included, and the factor of cos and sin."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from headway.core.contract.errors import ModelError
+from headway.core.system.text import shown
+from headway.models.config import BeyondDecoderError, RopeConfig
+
+log = logging.getLogger("headway")
+
+
+def read_rope(config: Any, head_dim: int, layer_type: str | None = None, longest: int | None = None) -> RopeConfig:
+    """The rotary embedding of a transformers configuration; rare scaled types are computed by transformers.
+
+    layer_type: of the layers that it is for, where `rope_parameters` has an entry for each type. longest: tokens of the longest
+    sequence, by which `longrope` takes its short or long factors for all positions; None means max_position_embeddings.
+
+    :raises ModelError: an impossible base.
+    :raises BeyondDecoderError: a type that changes with the length of the sequence.
+    """
+    parameters = config.rope_parameters or {}
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    theta = _above_zero(parameters, "rope_theta", 1.0)
+    kind = parameters.get("rope_type", "default")
+    partial = parameters.get("partial_rotary_factor")
+    rotary_dim = int(head_dim * (1.0 if partial is None else min(_above_zero(parameters, "partial_rotary_factor"), 2.0)))
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"partial_rotary_factor: needs an even part of head_dim={head_dim}, got {partial}")
+    factor = 1.0
+    if kind in ("default", "linear", "llama3"):
+        inv_freq = 1.0 / theta ** (torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+        if kind == "linear":
+            inv_freq = inv_freq / _above_zero(parameters, "factor")
+        if kind == "llama3":
+            inv_freq = _llama3(inv_freq, parameters)
+    elif kind in ("yarn", "longrope"):
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        _above_zero(parameters, "factor", 1.0)
+        if kind == "longrope":
+            original_length(config)
+        compute: Callable[..., tuple[torch.Tensor, float]] = ROPE_INIT_FUNCTIONS[kind]
+        nested = {} if layer_type is None else {"layer_type": layer_type}
+        inv_freq, factor = compute(config, torch.device("cpu"), seq_len=longest or config.max_position_embeddings, **nested)
+    else:  # `dynamic` changes with the length of the sequence
+        raise BeyondDecoderError(f"rope_type: needs default, linear, llama3, yarn or longrope, got {kind}")
+    still = (head_dim - rotary_dim) // 2
+    return RopeConfig((*inv_freq.tolist(), *[0.0] * still), (*[factor] * (rotary_dim // 2), *[1.0] * still), rotary_dim)
+
+
+def original_length(config: Any) -> int | None:
+    """Tokens up to which `longrope` (Phi-3, Phi-4) takes its short factors; None if no layer has RoPE of this type.
+
+    A cache holds keys that were rotated by one set of factors, so one set serves all sequences, whatever their length: the short
+    factors if no sequence may be longer than this, else the long ones (as vLLM does).
+
+    :raises ModelError: the configuration does not say.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    listed = [parameters, *(each for each in parameters.values() if isinstance(each, Mapping))]
+    found = [_above_zero(each, "original_max_position_embeddings") for each in listed if each.get("rope_type") == "longrope"]
+    return int(min(found)) if found else None
+
+
+def takes_long_factors(config: Any, max_model_len: int | None) -> bool:
+    """Return whether RoPE of type `longrope` takes its long factors; the log names the factors, and how to get the others."""
+    original = original_length(config)
+    if original is None:
+        return False
+    longest: int = max_model_len or config.max_position_embeddings
+    long = longest > original
+    text = "model: RoPE of type longrope takes its %s factors for sequences of every length, as max_model_len=%d is %s the %d "
+    text += "tokens of the original training; %s takes the others"
+    log.info(
+        text,
+        *("long", longest, "above", original, f"max_model_len={original}")
+        if long
+        else ("short", longest, "within", original, "a larger one"),
+    )
+    return long
+
+
+def _above_zero(parameters: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number of them.
+
+    :raises ModelError: it is missing, or one with which positions cannot be told apart.
+    """
+    value = parameters.get(name, default)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 2.0**-64 <= value <= 2.0**64:
+        return float(value)
+    need = "a number above 0" if not isinstance(value, float | int) or not value > 1 else "a number of at most 2**64"
+    raise ModelError(f"{name}: needs {need} in the RoPE parameters, got {shown(value)}")
+
+
+def _llama3(inv_freq: torch.Tensor, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = (_above_zero(parameters, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = _above_zero(parameters, "original_max_position_embeddings")
+    if not high > low:
+        raise ModelError(f"high_freq_factor: needs a number above low_freq_factor={low:g} in the RoPE parameters, got {high:g}")
+    wavelen = 2 * math.pi / inv_freq
+    stretched = torch.where(wavelen > context / low, inv_freq / factor, inv_freq)
+    smooth = (context / wavelen - low) / (high - low)
+    between = (wavelen >= context / high) & (wavelen <= context / low)
+    return torch.where(between, (1 - smooth) * stretched / factor + smooth * stretched, stretched)
+
+
+def rope_tables(ropes: tuple[RopeConfig, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Frequencies and factors of all of them, each float32 [ropes, head_dim / 2]."""
+    rows = [[rope.inv_freq for rope in ropes], [rope.factors for rope in ropes]]
+    inv_freq, factors = torch.tensor(rows, dtype=torch.float32, device=device).reshape(2, len(ropes), -1 if ropes else 0)
+    return inv_freq, factors
+
+
+def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
+    """The order of a head's elements in which a rotation of halves of the head rotates halves of its first `rotary_dim` ones.
+
+    Queries and keys that are both put in one order have the same products, so that a head that is rotated in part runs on the
+    kernels of a whole one: what is not rotated lies behind each half, where the frequency is 0.
+    """
+    half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    first, second = range(half), range(half, rotary_dim)
+    return [*first, *range(rotary_dim, rotary_dim + still), *second, *range(rotary_dim + still, head_dim)]

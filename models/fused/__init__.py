@@ -1,1 +1,0 @@
-"""The decoder's small operations and its products of few rows as Triton kernels, for GPUs."""

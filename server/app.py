@@ -1,0 +1,247 @@
+"""The application: which path does what. FastAPI, and raw ASGI where tokens go out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from openai.types import Model
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.async_llm import AsyncLLM
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.data.request_limits import CheckedRequest
+from headway.core.sampling.params import SamplingParams
+from headway.hosting.host import EngineDeadError
+from headway.requests.tool_use import ToolUse
+from headway.server.anthropic.routes import MessagesRoutes
+from headway.server.errors import ApiError, api_error
+from headway.server.limits.middleware import guard
+from headway.server.openai.batches.lines import LineAnswers
+from headway.server.openai.batches.routes import BatchRoutes
+from headway.server.openai.beams import reply_of
+from headway.server.openai.chat import BatchChatAnswer
+from headway.server.openai.chats import Chats
+from headway.server.openai.completions import CompletionAnswer
+from headway.server.openai.generate_routes import GenerateRoutes
+from headway.server.openai.params import completion_params, prompts_of
+from headway.server.openai.reply import Reply
+from headway.server.openai.requests import BatchChatRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from headway.server.openai.responses.routes import ResponsesRoutes
+from headway.server.operators.adapter_routes import AdapterRoutes, models_of
+from headway.server.operators.metrics import CONTENT_TYPE
+from headway.server.operators.operator_routes import OperatorRoutes
+from headway.server.operators.profile_routes import ProfileRoutes
+from headway.server.options import ServerOptions
+from headway.server.page.routes import ASSETS, PageRoutes
+from headway.server.request_ids import request_name
+from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint, path_error
+from headway.server.service import Service
+from headway.version import __version__
+
+OPEN_PATHS: Final = frozenset(("/health", "/ping", "/metrics", *ASSETS))
+"""Paths that need no API key: probes and scrapers carry none, and the page's files are no secret; its data need the key."""
+
+
+def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
+    """Make an ASGI application that serves a model and does not shut down the engine. `app.state.service` is its Service."""
+    service = Service(llm, options or ServerOptions())
+    app = FastAPI(title="Headway", version=__version__)
+    app.state.service = service
+    chats = Chats(service)
+    routes = Routes(service, chats)
+    messages, responses = MessagesRoutes(service, chats), ResponsesRoutes(service, chats)
+    native = GenerateRoutes(service, routes.direct)
+    direct = {**routes.direct, **messages.direct, **responses.direct}
+    answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
+    batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
+    app.state.batches, app.state.line_answers = batches, answers
+    operated = OperatorRoutes(service), AdapterRoutes(service), PageRoutes(service), ProfileRoutes(service)
+    app.state.routes = routes, native, messages, responses, batches, *operated
+    for each in app.state.routes:
+        each.add_to(app)
+    app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
+    app.state.refused = service.metrics.refused
+    guard(app, service.options, OPEN_PATHS, app.state.refused)
+    return app
+
+
+def batch_concurrency(options: ServerOptions, most: int) -> int:
+    """Lines of a batch that are answered at a time, so that others find room beside them. most: sequences of a step."""
+    return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
+
+
+class Routes:
+    """The API's routes."""
+
+    def __init__(self, service: Service, chats: Chats) -> None:
+        self._service, self._llm, self._chats = service, service.llm, chats
+        self._started = int(time.time())
+
+    @property
+    def direct(self) -> dict[str, Endpoint]:
+        """The paths whose first token a client waits for; see `DirectMiddleware`."""
+        return {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes and the error handlers to an application."""
+        add_posts(
+            app,
+            ("/v1/chat/completions", self.chat, ChatRequest),
+            ("/v1/chat/completions/batch", self.chat_batch, BatchChatRequest),
+            ("/v1/completions", self.completions, CompletionRequest),
+            ("/tokenize", self.tokenize, TokenizeRequest),
+            ("/detokenize", self.detokenize, DetokenizeRequest),
+        )
+        for path, told in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
+        app.add_exception_handler(HTTPException, self.refuse)
+        app.add_exception_handler(RequestValidationError, self.refuse)
+        app.add_exception_handler(Exception, self.refuse)
+        for error in (ApiError, EngineDeadError, ConfigError, ValueError):  # pydantic's is a ValueError
+            app.add_exception_handler(error, self.refuse)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._service.check_room()  # before the work of reading it
+        body = await self._service.read(request, ChatRequest)
+        answer = self._chats.answer(body, request_name(request, body.request_id))
+        return reply_of(body)(self._service, answer, partial(self._chats.prepare, body, answer), body.unknown())
+
+    async def chat_batch(self, request: Request) -> Response:
+        """Answer several conversations at once, as vLLM does: one choice for each."""
+        self._service.check_room()
+        body = await self._service.read(request, BatchChatRequest)
+        name, model = request_name(request, body.request_id), body.model or self._service.names[0]
+        answer = BatchChatAnswer(body, model, self._service.token_bytes, name)
+        return Reply(self._service, answer, partial(self._chats.prepare_all, body, answer), body.unknown())
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        self._service.check_room()  # before the work of reading it
+        body = await self._service.read(request, CompletionRequest)
+        name = request_name(request, body.request_id)
+        answer = CompletionAnswer(body, body.model or self._service.names[0], self._decode, name)
+        return reply_of(body)(self._service, answer, partial(self._prepare_completions, body), body.unknown())
+
+    async def tokenize(self, request: Request) -> Response:
+        """The tokens of a text, or of a conversation in the model's template."""
+        body = await self._service.read(request, TokenizeRequest)
+        tokenizer = self._tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: needs either a prompt or messages", "prompt")
+        if body.messages is not None:
+            prompt: Any = await self._chats.prompt(body, ToolUse.of(body.tools))
+            tokens = prompt["prompt_token_ids"]
+        elif body.split_special_tokens:
+            prompt = await self._llm.text_prompt(body.prompt or "", add_special_tokens=body.add_special_tokens)
+            tokens = prompt["prompt_token_ids"]
+        else:
+            encode = partial(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
+            tokens = list((await self._llm.in_thread(encode))["input_ids"])
+        texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if body.return_token_strs else {}
+        return _json({"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await self._service.read(request, DetokenizeRequest)
+        if body.tokens:
+            self._llm.facts.limits.check_ids(body.tokens, "tokens")
+        decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
+        return _json({"prompt": await self._llm.in_thread(decode)})
+
+    async def models(self) -> Response:
+        """List the names of the model, and its adapters."""
+        service = self._service
+        adapters = models_of([*service.adapters.values()], service.names[0], self._model)
+        return _json({"object": "list", "data": [*map(self._model, service.names), *adapters]})
+
+    async def model(self, name: str) -> Response:
+        """Describe the model, by one of its names, or an adapter."""
+        adapter = self._service.adapter_of(name)
+        found = [self._model(name)] if adapter is None else models_of([adapter], self._service.names[0], self._model)
+        return _json(found[0])
+
+    async def health(self) -> Response:
+        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        await self._llm.check_health(self._service.options.step_timeout)
+        return Response()
+
+    async def version(self) -> Response:
+        """Headway's version."""
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """The figures, for Prometheus."""
+        snapshot = await self._llm.stats()
+        return Response(self._service.metrics.page(snapshot, self._service.num_unsubmitted), media_type=CONTENT_TYPE)
+
+    async def _prepare_completions(self, body: CompletionRequest) -> Sequence[CheckedRequest]:
+        params = completion_params(body, self._service.params_maker)
+        prompts = prompts_of(body)
+        if body.suffix:
+            return await self._prepare_infills(body, params, prompts, body.suffix)
+        if body.split_special_tokens:
+            prompts = [await self._llm.text_prompt(each) if isinstance(each, str) else each for each in prompts]
+        return await self._check(body, prompts, params)
+
+    async def _prepare_infills(
+        self, body: CompletionRequest, params: SamplingParams, prompts: Sequence[Any], suffix: str
+    ) -> Sequence[CheckedRequest]:
+        """Prepare the completions of prompts that are followed by a suffix.
+
+        :raises ApiError: a prompt of token ids.
+        """
+        if not all(isinstance(each, str) for each in prompts):
+            raise ApiError(400, "prompt: needs texts beside suffix, got token ids", "prompt")
+        split = bool(body.split_special_tokens)
+        made = [await self._llm.infill_prompt(each, suffix, split_special_tokens=split) for each in prompts]
+        if not body.ignore_eos:
+            ends = self._llm.host.validator.infill.stop_token_ids
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), *ends])
+        return await self._check(body, made, params)
+
+    async def _check(self, body: CompletionRequest, prompts: Sequence[Any], params: SamplingParams) -> list[CheckedRequest]:
+        adapter = self._service.adapter_of(body.model)
+        return await self._llm.check(prompts, params, priority=body.priority, lora_request=adapter)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        chats = self._service.chat_format
+        parsers = {"tool_call_parser": chats.calls.name, "reasoning_parser": chats.reasoning and chats.reasoning.name}
+        limits = {"root": self._llm.model.name, "max_model_len": self._llm.facts.limits.max_model_len}
+        return {**model.model_dump(), **limits, **(parsers if chats.template else {})}
+
+    def _tokenizer(self) -> Any:
+        tokenizer = self._llm.get_tokenizer()
+        if tokenizer is None:
+            raise ApiError(400, f"{self._llm.model.name} was loaded without a tokenizer")
+        return tokenizer
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self._llm.get_tokenizer()
+        return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Answer a request that has failed before its admission."""
+        told = api_error(path_error(request, error))
+        self._service.metrics.refused[str(told.status)] += 1
+        return told.response(request.scope["path"])
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

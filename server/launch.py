@@ -1,0 +1,229 @@
+"""A server that listens: uvicorn with our limits, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from headway.async_llm import AsyncLLM
+from headway.machine.threads import SWITCH_INTERVAL
+from headway.pooling.async_pooling import AsyncPooling
+from headway.server.app import create_app
+from headway.server.limits.protocol import limited_protocol
+from headway.server.openai.batches.routes import BatchRoutes
+from headway.server.options import ServerOptions, bound_socket, is_local
+from headway.server.pooling.app import create_pooling_app
+from headway.server.service import Service, chat_format_of
+
+log = logging.getLogger("headway")
+
+_LISTENERS: Final = 8
+"""Descriptors of the socket that listens. libuv accepts one connection from each in a round of the event loop, so that of a crowd
+the last, and the probe behind it, would wait for as many rounds as there are connections."""
+_SEND_BUFFER: Final = 128 * 1024
+"""Bytes of an answer that the system takes in before the client has read any; Linux doubles the number. Its own choice grows to
+megabytes, in which a whole stream that nobody reads would disappear before `write_timeout` begins."""
+_SPARE_FILES: Final = 128
+"""File descriptors kept free for files that are opened while the server runs: kernels, traces. At most half of all."""
+
+
+class Server(uvicorn.Server):
+    """Serves a model. SIGTERM and SIGINT give running requests time to end, and refuse new ones."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM | AsyncPooling,
+        options: ServerOptions,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        log_requests: bool = False,
+        started_at: Callable[[str], None] | None = None,
+    ) -> None:
+        """started_at: called with the URL once the server listens."""
+        self._llm = llm
+        app = create_app(llm, options) if isinstance(llm, AsyncLLM) else create_pooling_app(llm, options)
+        self._batches: BatchRoutes = app.state.batches
+        self._service: Service | None = app.state.service if isinstance(llm, AsyncLLM) else None
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            loop="uvloop" if sys.platform != "win32" else "asyncio",
+            http=limited_protocol(options, most_connections(), app.state.refused),
+            ws="none",
+            lifespan="off",
+            log_config=None,  # the process's own, in which uvicorn's lines look like all others
+            log_level="warning",
+            access_log=log_requests,
+            backlog=4096,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(round(options.shutdown_timeout), 1) + 2,
+            server_header=False,
+        )
+        if log_requests:
+            access = logging.getLogger("uvicorn.access")
+            access.propagate = True  # another server of this process may have silenced it
+            access.setLevel(logging.INFO)
+        super().__init__(config)
+        self._shutdown_timeout = options.shutdown_timeout
+        self._started_at = started_at
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop at a signal. A second SIGTERM ends the process at once, and with it the engine's."""
+        if self.should_exit and sig == signal.SIGTERM:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and report the URL."""
+        sockets = [bound_socket(self.config.host, self.config.port)] if sockets is None else sockets
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections have it from the listener
+        sockets += [sockets[0].dup() for _ in range(_LISTENERS - 1)]
+        await super().startup(sockets)
+        self._batches.start()
+        if self._started_at is not None:
+            host = str(self.config.host)
+            self._started_at(f"http://{f'[{host}]' if ':' in host else host}:{self.port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server is to end: it was told to, or a fault has ended the engine and nobody starts it again."""
+        return await super().on_tick(counter) or self.has_lost_engine
+
+    @property
+    def has_lost_engine(self) -> bool:
+        """Whether a fault has ended the engine for good."""
+        return self._llm.has_lost_engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let requests end for `shutdown_timeout` seconds, then end them."""
+        if self.server_state.tasks:
+            seconds = self._shutdown_timeout
+            log.warning("told to stop; requests that have up to %g s to end: %d", seconds, len(self.server_state.tasks))
+        if self._service is not None:
+            self._service.stop()
+        await self._batches.close()
+        ending = asyncio.get_running_loop().call_later(self._shutdown_timeout, self._end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            self._llm.shutdown()
+            if self._service is not None and self._service.tracing is not None:
+                await asyncio.to_thread(self._service.tracing.close)
+
+    def _end_requests(self) -> None:
+        """End the requests that the server has waited for long enough."""
+        if self.server_state.tasks:
+            count, seconds = len(self.server_state.tasks), self._shutdown_timeout
+            log.warning("requests that have not ended within %g s (--shutdown-timeout) and are ended: %d", seconds, count)
+        self._llm.shutdown()
+
+    @property
+    def port(self) -> int:
+        """The port of the started server; for port 0, the one that the system has chosen."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
+
+def serve(
+    llm: AsyncLLM | AsyncPooling,
+    options: ServerOptions,
+    host: str = "127.0.0.1",
+    sock: socket.socket | None = None,
+    log_requests: bool = False,
+    started_at: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until a signal, which also shuts down the engine. sock: bound to the host; None: bind port 8000 of the host.
+
+    :raises EngineDeadError: a fault has ended the engine, and with it the server.
+    """
+    sock = sock or bound_socket(host, 8000)
+    raise_file_limit()
+    if most_connections() < options.max_connections:
+        log.warning(
+            "max_connections=%d, but the system lets this process have %d more files open: connections beyond are cut off "
+            "without an answer; raise the limit (ulimit -n)",
+            options.max_connections,
+            most_connections(),
+        )
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    if options.api_key is None and not is_local(host):
+        log.warning(
+            "listening on %s without an API key: everybody who reaches this machine may use the model; see --api-key", host
+        )
+    Server(llm, options, host, 0, log_requests, started_at).run([sock])
+    if llm.failure is not None:
+        raise llm.failure
+
+
+def ready_lines(url: str, llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> list[str]:
+    """Return what to show once a server listens on `url`: links, and a first call for a shell on this machine.
+
+    There are only links that a browser here may open: none if the server answers to other host names, and no API docs with a key,
+    which a browser does not send.
+    """
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+    lines = [f"listening on {url} (Ctrl-C stops it)"]
+    if options.allowed_hosts and host.strip("[]") not in options.allowed_hosts:
+        return lines
+    here = f"http://{host}:{port}"
+    if isinstance(llm, AsyncLLM):
+        lines.append(f"web page: {here}/")
+    if options.api_key is None:
+        lines.append(f"API docs: {here}/docs")
+    path, fields = _first_call(llm, options)
+    body = json.dumps({"model": options.served_model_names[0], **fields} if options.served_model_names else fields)
+    key = "" if options.api_key is None else ' -H "Authorization: Bearer $HEADWAY_API_KEY"'
+    lines.append("example, with the API key in HEADWAY_API_KEY:" if key else "example:")
+    return [*lines, f"  curl {here}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"]
+
+
+def _first_call(llm: AsyncLLM | AsyncPooling, options: ServerOptions) -> tuple[str, dict[str, object]]:
+    """Return a path that the model answers, and a body for it."""
+    question, answer = "What is the capital of France?", "Paris is the capital of France."
+    if isinstance(llm, AsyncLLM):
+        if chat_format_of(llm, options).template:
+            return "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]}
+        return "/v1/completions", {"prompt": "The capital of France is"}
+    if llm.model.task == "embed":
+        return "/v1/embeddings", {"input": question}
+    if llm.model.task == "score" and llm.model.network.size == 1:
+        return "/score", {"text_1": question, "text_2": answer}
+    return "/classify" if llm.model.task == "score" else "/pooling", {"input": answer}
+
+
+def most_connections() -> int:
+    """Number of connections that file descriptors are left for."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return sys.maxsize
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no Linux
+        used = 0
+    free = allowed - used
+    return sys.maxsize if allowed == resource.RLIM_INFINITY else max(free - min(_SPARE_FILES, free // 2), 1)
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many open files, and so connections, as the system allows."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,1 @@
+"""Limits of the server: admission, connections, sizes, keys."""

@@ -1,0 +1,387 @@
+"""Limits on connections that cost a server much and give it nothing: too many, too slow, or never reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import orjson
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from headway.server.errors import ApiError
+from headway.server.limits.client_probe import ClientProbe
+from headway.server.limits.middleware import PROBES
+from headway.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
+_AT_ONCE: Final = 8
+"""Requests that begin in one round of the event loop: 2 ms of work, about as many as it accepts connections in a round."""
+
+
+class PacedStarts:
+    """Begins requests, a few in each round of the event loop.
+
+    The requests of a crowd would otherwise all begin before the next connection is accepted and the next probe answered, which
+    takes seconds.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._begun = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that will call `_next`; None: no further round is needed."""
+
+    def begin(self, request: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Begin a request, in this round or a later one."""
+        if self._begun < _AT_ONCE and not self._waiting:
+            self._begun += 1
+            request()
+        else:
+            self._waiting.append(request)
+        if self._loop is None:
+            self._loop = loop
+            loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        """Begin the requests of a new round."""
+        self._begun = 0
+        while self._waiting and self._begun < _AT_ONCE:
+            self._begun += 1
+            self._waiting.popleft()()
+        loop, self._loop = self._loop, None
+        if self._begun and loop is not None:
+            self._loop = loop
+            loop.call_soon(self._next)
+
+
+_MOST_HEAD: Final = 64 * 1024
+"""Most bytes of a path and of all headers and trailers, as the parser tells them: the same whatever the packets they came in."""
+_MOST_UNPARSED: Final = 2 * _MOST_HEAD
+"""Most bytes that the parser takes in without telling of any, such as a header without an end."""
+_BODY_HEADERS: Final = frozenset((b"content-length", b"transfer-encoding"))
+"""Headers that say where a body ends."""
+_MOST_PIPELINED: Final = 64
+"""Most requests of a connection that wait for the answers before theirs."""
+_READ_GRACE: Final = 0.02
+"""Seconds in which the event loop reads bytes that have arrived."""
+LINGER: Final = 1.0
+"""Seconds that a refused client has to send its request, to read the answer and to close. A connection closed with unread bytes
+is reset, and the client may lose the answer."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits: on the number of connections, and on the times of heads, bodies and reading of answers."""
+
+    options: ClassVar[ServerOptions]
+    most_open: ClassVar[int]
+    """Connections that there are file descriptors for."""
+    refused: ClassVar[Counter[str]]
+    """Status -> number of errors by which connections were answered."""
+    starts: ClassVar[PacedStarts]
+
+    _read_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _head = 0
+    """Bytes of the path, headers and trailers of the request that is being read."""
+    _unparsed = 0
+    """Bytes since the parser last told of anything."""
+    _surplus = _refused = False
+    _owes_body = False
+    """Whether the parser leaves the body of the request that is being read to the protocol that it asks for."""
+    _told_again = False
+    """Whether a parser is being told what is known of a request already."""
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered, or was last; `cycle` is the one that came last."""
+    _probe: ClientProbe | None = None
+    """What watches a client that has closed its sending side."""
+    _last_words: ApiError | None = None
+    """What a refused client is told once the requests before have their answers."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Count the connection, and expect its first request."""
+        super().connection_made(transport)
+        count = len(self.connections)
+        if count > self.most_open:
+            transport.abort()
+        elif count > self.options.max_connections:
+            self._surplus = True
+            self._expect(LINGER, self._refuse_surplus)
+        else:
+            self._expect(self.options.read_timeout, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the timers, and end every request of the connection."""
+        self._cancel_read_timer()
+        self._cancel_write_timer()
+        self._unset_keepalive_if_required()
+        if self._probe is not None:
+            self._probe.stop()
+        self.pipeline.clear()
+        if self._answering is not None:  # uvicorn ends the request that came last
+            _end(self._answering)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has arrived. In place of uvicorn's: bytes that are no HTTP wait for their turn to be refused."""
+        self._unset_keepalive_if_required()
+        self._unparsed += len(data)
+        while data and not self._refused:
+            try:
+                self.parser.feed_data(data)
+                break
+            except HttpParserUpgrade as found:  # to a protocol that this server does not speak: HTTP goes on
+                data = data[found.args[0] :]
+                if self._owes_body:
+                    self._read_owed_body()
+            except HttpParserError:
+                self._refuse(ApiError(400, "the bytes that were sent are no HTTP request"))
+        if self._refused:
+            return
+        if self._unparsed > _MOST_UNPARSED:
+            self._refuse(_too_long(431, "the headers"))
+        elif self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect(self.options.read_timeout, self._give_up)  # empty lines, or the body of what has been answered
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on with the answers to whole requests, though the client sends no more; False: there are none, close.
+
+        A request whose body breaks off is refused.
+        """
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_complete:
+            self._refuse(ApiError(400, "the body: needs as many bytes as its head says, got fewer"))
+        if not self._answers:
+            return False
+        self._cancel_read_timer()
+        answering = self._answering
+        assert answering is not None, "_answers"
+        if not self._refused:
+            cycle.keep_alive = False
+        self._probe = ClientProbe(self.transport, self.loop, answering.response_started, self.transport.abort)
+        answering.transport.write = self._probe.write  # type: ignore[method-assign, assignment]
+        return True
+
+    def on_message_begin(self) -> None:
+        """Expect the rest of a head."""
+        if self._told_again:
+            return
+        self._head = self._unparsed = 0
+        super().on_message_begin()
+        if self._read_timer is None:
+            self._expect(self.options.read_timeout, self._give_up)
+
+    def on_url(self, url: bytes) -> None:
+        """Take in a part of a path, and bound its size."""
+        if not self._told_again and self._takes_head(len(url), 414, "the path"):
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take in a header or a trailer, and bound their size."""
+        if not self._told_again and self._takes_head(len(name) + len(value) + len(": \r\n"), 431, "the headers"):
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Pass a request on; its body is timed where it is read."""
+        if self._told_again:
+            return
+        if self._surplus:
+            self._refuse_surplus()
+        elif len(self.pipeline) >= _MOST_PIPELINED:
+            self._refuse(
+                ApiError(429, f"more than {_MOST_PIPELINED} requests of one connection wait for their turn", retry_after=1)
+            )
+        if self._refused:
+            return
+        self._cancel_read_timer()
+        self._owes_body = self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers)
+        super().on_headers_complete()
+        self.cycle.transport = _Closing(self.transport, partial(self._close_after, self.cycle))  # type: ignore[assignment]
+
+    def on_body(self, body: bytes) -> None:
+        """Pass a part of a body on."""
+        self._unparsed = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Pass the end of a body on."""
+        if not self._refused and not self._owes_body:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Begin the next request, or tell a refused client so, now that the requests before have their answers."""
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if is_last and self._last_words is not None and not self.transport.is_closing():
+            self._write_last(self._last_words)
+        elif is_last and self._probe is not None:
+            self.transport.close()
+
+    def _close_after(self, cycle: RequestResponseCycle) -> None:
+        """Close the connection behind an answer: at once, or where the client still sends, once it has had time to hear why."""
+        if not cycle.more_body or self.transport.is_closing() or self._refused:
+            self.transport.close()
+            return
+        self._refused = True
+        self.transport.write_eof()
+        self._expect(LINGER, self.transport.abort)
+
+    def _read_owed_body(self) -> None:
+        """Read on with a new parser, which is told of the body alone.
+
+        Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
+        server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
+        """
+        self._owes_body, self._told_again = False, True
+        known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)
+        self.parser = HttpRequestParser(self)
+        if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn does
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n" + known + b"\r\n")
+        self._told_again = False
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        begin = partial(super()._start_asgi_task, cycle, _until_cancelled(cycle, app))
+        if cycle.scope["path"] in PROBES:  # which takes a server that answers slowly for a dead one
+            begin()
+        else:
+            self.starts.begin(begin, self.loop)
+
+    def pause_writing(self) -> None:
+        """Expect the client to read."""
+        super().pause_writing()
+        self._cancel_write_timer()
+        self._write_timer = self.loop.call_later(self.options.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on writing."""
+        self._cancel_write_timer()
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """End with the server: complete requests go on, one that is still being sent is refused, and an answer that was
+        given has a moment to be read."""
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            self._refuse(ApiError(503, "the server is shutting down", retry_after=1))
+            return
+        super().shutdown()
+        if self.transport.is_closing():
+            self._expect(LINGER, self.transport.abort)
+
+    def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self._cancel_read_timer()
+        self._read_timer = self.loop.call_later(seconds, self._wait_for_reading, otherwise)
+
+    def _give_up(self) -> None:
+        """End a connection on which nothing has come in time; a request that is being answered still gets its answer."""
+        if self._answers:
+            self._refuse(ApiError(408, f"the request behind this one has taken longer than {self.options.read_timeout:g} s"))
+        else:
+            self.transport.abort()
+
+    @property
+    def _answers(self) -> bool:
+        """Whether a request is being answered."""
+        found = self._answering
+        return found is not None and not (found.response_complete or found.disconnected)
+
+    def _wait_for_reading(self, otherwise: Callable[[], None]) -> None:
+        """Wait a little longer after a timeout: bytes may be unread because the server was busy, not the client slow."""
+        self._read_timer = self.loop.call_later(_READ_GRACE, otherwise)
+
+    def _cancel_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _refuse_surplus(self) -> None:
+        self._refuse(ApiError(503, f"there are {self.options.max_connections} connections already", retry_after=1))
+
+    def _takes_head(self, size: int, status: int, what: str) -> bool:
+        """Count bytes of a head; False: the client is refused, with this status."""
+        self._unparsed = 0
+        self._head += size
+        if self._head > _MOST_HEAD:
+            self._refuse(_too_long(status, what))
+        return not self._refused
+
+    def _refuse(self, error: ApiError) -> None:
+        """Read no more requests, and answer with an error what never becomes one, after the answers to those before it."""
+        if self._refused or self.transport.is_closing():
+            return
+        self._refused = True
+        broken = self.cycle
+        if broken is not None and broken.more_body and not broken.response_started:  # its body breaks off: the error answers it
+            _end(broken)
+            if self.pipeline and self.pipeline[0][0] is broken:
+                self.pipeline.popleft()
+        if self._answers:
+            self._last_words = error
+            self._cancel_read_timer()  # what it waits for is not read any more
+        else:
+            self._write_last(error)
+
+    def _write_last(self, error: ApiError) -> None:
+        """Write an answer after which the connection is closed, once the client has had time to read."""
+        self.refused[str(error.status)] += 1
+        body = orjson.dumps(error.body)
+        retry = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
+        head = f"HTTP/1.1 {error.status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{retry}"
+        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        if self._probe is not None:  # which does not close after this any more
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self._expect(LINGER, self.transport.abort)
+
+
+class _Closing:
+    """A connection as an answer sees it, whose end is the protocol's to choose."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close, self.write = transport, close, transport.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+def _too_long(status: int, what: str) -> ApiError:
+    return ApiError(status, f"{what}: needs at most {_MOST_HEAD} bytes of path and headers")
+
+
+def _until_cancelled(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3Application:
+    """The application, whose request ends without a word where the server is told to end at once: uvicorn logs a traceback."""
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            _end(cycle)
+
+    return serve
+
+
+def _end(cycle: RequestResponseCycle) -> None:
+    """Let a request find its client gone: what reads its body and what waits for its end wake, and what it writes is dropped."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def limited_protocol(options: ServerOptions, most_open: int, refused: Counter[str]) -> type[LimitedProtocol]:
+    """Make the protocol of a server with these options. most_open: connections that there are file descriptors for. refused:
+    counts the errors by which connections were answered, by status."""
+    own = {"options": options, "most_open": most_open, "refused": refused, "starts": PacedStarts()}
+    return type("LimitedProtocol", (LimitedProtocol,), own)

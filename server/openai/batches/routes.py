@@ -1,0 +1,211 @@
+"""/v1/files and /v1/batches, as OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import orjson
+from fastapi import FastAPI, Query
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from headway.core.system.text import harmless
+from headway.server.errors import ApiError
+from headway.server.openai.batches.lines import LineAnswers
+from headway.server.openai.batches.store import BatchStore, FileStore, open_stores, page_of
+from headway.server.openai.batches.worker import BatchWorker
+from headway.server.options import ServerOptions
+from headway.server.routing import add_posts, endpoint, read_body
+from headway.server.unknown_fields import Fields
+
+T = TypeVar("T")
+_Limit = Annotated[int, Query(ge=1, le=10_000)]
+_MOST_FIELDS: Final = 8
+_FORM_BYTES: Final = 64 * 1024
+"""Bytes of a form beside its file."""
+
+
+class BatchRequest(Fields):
+    """The body of /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"] = "24h"
+    """A batch here runs until it is done."""
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
+class BatchRoutes:
+    """Files and batches of one server; 404 unless a folder for them is named."""
+
+    def __init__(self, options: ServerOptions, answers: LineAnswers, concurrency: int) -> None:
+        """concurrency: lines of a batch that are answered at a time.
+
+        :raises ConfigError: the folder cannot be used.
+        """
+        self._options, self._answers = options, answers
+        self._stores: tuple[FileStore, BatchStore] | None = None
+        self._worker: BatchWorker | None = None
+        if options.files_dir is not None:
+            self._stores = open_stores(options.files_dir)
+            self._worker = BatchWorker(*self._stores, answers, options.max_body_bytes, concurrency)
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        add_posts(app, ("/v1/batches", self.create, BatchRequest))
+        for method, path, answer in (
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files", self.files),
+            ("GET", "/v1/files/{file_id}", self.file),
+            ("GET", "/v1/files/{file_id}/content", self.content),
+            ("DELETE", "/v1/files/{file_id}", self.delete),
+            ("GET", "/v1/batches", self.batches),
+            ("GET", "/v1/batches/{batch_id}", self.batch),
+            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
+        ):
+            app.add_api_route(path, endpoint(answer), methods=[method])
+
+    def start(self) -> None:
+        """Go on with the batches that an earlier server has left."""
+        if self._worker is not None:
+            self._worker.resume()
+
+    async def close(self) -> None:
+        """Leave the batches for the next start of a server."""
+        if self._worker is not None:
+            await self._worker.close()
+
+    async def upload(self, request: Request) -> Response:
+        """Store a file."""
+        files = self._files
+        bounded = Request(request.scope, _bounded(request.receive, self._options))
+        try:
+            async with bounded.form(max_files=1, max_fields=_MOST_FIELDS) as form:
+                file, purpose = form.get("file"), form.get("purpose")
+                if not isinstance(file, UploadFile):
+                    raise ApiError(400, "file: needs a file in a form (multipart/form-data), got none", "file")
+                if purpose != "batch":
+                    raise ApiError(400, f"purpose: needs batch, got {str(purpose)[:60]!r}", "purpose")
+                return _json(await _on_disk(partial(files.add, file.file, harmless((file.filename or "file")[:255]), purpose)))
+        except ClientDisconnect:
+            raise ApiError(499, "the client has gone") from None
+        except OSError as error:  # the form's parts wait in files of their own
+            raise _full(error) from error
+        except UnicodeError as error:
+            raise ApiError(400, f"the form: needs text in a charset that there is, got {error}") from None
+
+    async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
+        """List the files, the newest first."""
+        found = await _on_disk(self._files.all)
+        return _json(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
+
+    async def file(self, file_id: str) -> Response:
+        """Describe a file."""
+        return _json(self._files.get(file_id))
+
+    async def content(self, file_id: str) -> Response:
+        """Tell a file's content."""
+        self._files.get(file_id)
+        path = self._files.content(file_id)
+        if not path.is_file():
+            raise ApiError(404, f"the content of {file_id} is not there any more")
+        return FileResponse(path, media_type="application/jsonl")
+
+    async def delete(self, file_id: str) -> Response:
+        """Remove a file."""
+        self._files.get(file_id)
+        reader = self._batch_worker.uses(file_id)
+        if reader is not None:
+            raise ApiError(409, f"the batch {reader} reads this file; cancel the batch first")
+        await _on_disk(partial(self._files.remove, file_id))
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch."""
+        batches = self._batches
+        body = await read_body(request, BatchRequest, self._options)
+        body.unknown()
+        if body.endpoint not in self._answers.urls:
+            need = " or ".join(self._answers.urls)
+            raise ApiError(400, f"endpoint: needs {need}, got {body.endpoint[:60]!r}", "endpoint")
+        self._files.get(body.input_file_id, "input_file_id")
+        make = partial(batches.new, body.endpoint, body.input_file_id, body.completion_window, body.metadata)
+        record = await _on_disk(make)
+        self._batch_worker.start(record)
+        return _json(record)
+
+    async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
+        """List the batches, the newest first."""
+        page = page_of(await _on_disk(self._batches.all), after, limit)
+        return _json({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
+
+    async def batch(self, batch_id: str) -> Response:
+        """Tell how far a batch has come."""
+        return _json(self._batch_worker.now(batch_id))
+
+    async def cancel(self, batch_id: str) -> Response:
+        """End a batch; its answers so far become its files."""
+        return _json(self._batch_worker.cancel(batch_id))
+
+    @property
+    def _files(self) -> FileStore:
+        return self._opened[0]
+
+    @property
+    def _batches(self) -> BatchStore:
+        return self._opened[1]
+
+    @property
+    def _batch_worker(self) -> BatchWorker:
+        assert self._opened, "raises where there is none"
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def _opened(self) -> tuple[FileStore, BatchStore]:
+        if self._stores is None:
+            raise ApiError(404, "this server keeps no files; start it with --files-dir FOLDER")
+        return self._stores
+
+
+def _bounded(receive: Callable[[], Awaitable[Any]], options: ServerOptions) -> Callable[[], Awaitable[Any]]:
+    """What brings a body: at most `max_file_bytes`, each part within `read_timeout`."""
+    size, most = 0, options.max_file_bytes
+
+    async def bounded() -> Any:
+        nonlocal size
+        try:
+            async with asyncio.timeout(options.read_timeout):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(408, f"a part of the body has taken longer than {options.read_timeout:g} s") from None
+        size += len(message.get("body", b""))
+        if size > most + _FORM_BYTES:
+            raise ApiError(413, f"the file: needs at most {most} bytes (max_file_bytes)", code="body_too_large")
+        return message
+
+    return bounded
+
+
+async def _on_disk(work: Callable[[], T]) -> T:
+    """Do work with files in a thread.
+
+    :raises ApiError: the disk is full, or cannot be written to.
+    """
+    try:
+        return await asyncio.to_thread(work)
+    except OSError as error:
+        raise _full(error) from error
+
+
+def _full(error: OSError) -> ApiError:
+    return ApiError(507, f"the file cannot be stored: {error.strerror or error}", code="storage_failed")
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

@@ -1,0 +1,217 @@
+"""The answer of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+
+from headway.core.contract.chat_parsers import ChatPiece
+from headway.outputs import CompletionOutput, RequestOutput
+from headway.requests.chats import ChatReader, ChatText
+from headway.requests.token_bytes import TextBytes, TokenBytes
+from headway.server.errors import ApiError
+from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
+from headway.server.openai.requests import BatchChatRequest, ChatRequest
+
+log = logging.getLogger("headway")
+
+
+class ChatAnswer(ChunkedAnswer):
+    """Writes the answer to a ChatRequest."""
+
+    prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    around: ClassVar[tuple[str, str]] = ('"delta":{"content":', '},"logprobs":null')
+
+    def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
+        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
+        super().__init__(body, model, bool(body.logprobs), name)
+        self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
+        self._token_bytes, self.hides_special = token_bytes, True
+        """The bytes of tokens, and whether the texts leave special tokens out."""
+        self._text_bytes: dict[int, TextBytes] = {}
+        """Index of a choice -> the bytes of its text."""
+        self._includes_reasoning = body.include_reasoning
+        last = body.messages[-1] if body.echo and body.messages else {}
+        content = last.get("content") if last.get("role") == "assistant" or not body.add_generation_prompt else ""
+        self._echo = content if isinstance(content, str) else ""
+        self._make_reader: Callable[[], ChatReader | None] = lambda: None
+        self._readers: dict[int, ChatReader | None] = {}
+        """Index of a choice -> what reads its text; None: the text is the content."""
+
+    def read_with(self, make_reader: Callable[[], ChatReader | None]) -> None:
+        """Read each choice with a reader of its own."""
+        self._make_reader = make_reader
+
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """Write the role, and the last message where the request wants an echo."""
+        choice = {"index": index, "delta": {"role": "assistant", "content": self._echo}, "logprobs": None, "finish_reason": None}
+        if self.body.return_token_ids:
+            choice["prompt_token_ids"] = output().prompt_token_ids
+        return self.chunk([choice])
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`. A text that holds more than content is written in one event for each part."""
+        reader = self._reader(index)
+        if reader is None:
+            return super().piece(index, new, used)
+        pieces = self._read(reader, new)
+        if self._plain and new.finish_reason is None and all(piece.kind == "content" for piece in pieces):
+            text = "".join(piece.text for piece in pieces)
+            return super().piece(index, CompletionOutput(index, text, new.token_ids), used) if text else b""
+        deltas = [_delta(piece) for piece in pieces]
+        if new.finish_reason is not None or not (deltas or self._plain):
+            deltas.append({})  # which carries what belongs to the tokens, not to a part of their text
+        counted = None if used is None else usage([used])
+        parts = [
+            self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], counted)
+            for delta in deltas[:-1]
+        ]
+        last = {**self._choice(index, new, self._finish_reason(new, reader)), "delta": deltas[-1]} if deltas else None
+        return b"".join(parts) + (b"" if last is None else self.chunk([last], counted))
+
+    def read(self, index: int, new: CompletionOutput) -> tuple[list[ChatPiece], str | None]:
+        """The pieces that a completion's new text brings, and why it has ended; None: it goes on."""
+        reader = self._reader(index)
+        pieces = [ChatPiece("content", new.text)] * bool(new.text) if reader is None else self._read(reader, new)
+        return pieces, self._finish_reason(new, reader)
+
+    def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
+        """See `Answer`."""
+        return {
+            **self._choice(index, new, new.finish_reason),
+            "delta": {"content": new.text} if new.text or new.token_ids else {},
+        }
+
+    def _choice(self, index: int, new: CompletionOutput, reason: str | None) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {},
+            "logprobs": self._logprobs_of(new),
+            "finish_reason": reason,
+            **extras(self.body, new),
+        }
+
+    def _reader(self, index: int) -> ChatReader | None:
+        if index not in self._readers:
+            self._readers[index] = self._make_reader()
+        return self._readers[index]
+
+    def _read(self, reader: ChatReader, new: CompletionOutput) -> list[ChatPiece]:
+        """The pieces that a completion's new text brings, to the end of one that has ended."""
+        pieces = reader.feed(new.text)
+        if new.finish_reason is not None:
+            pieces += reader.end()
+            if reader.is_malformed:
+                log.warning("%s: what looks like a call of a tool is none, and stays in the content", self.id)
+            if reader.num_dropped:
+                log.info("%s: %d more calls than the one that the request allows are left out", self.id, reader.num_dropped)
+        return [piece for piece in pieces if self._includes_reasoning or piece.kind != "reasoning"]
+
+    @staticmethod
+    def _finish_reason(new: CompletionOutput, reader: ChatReader | None) -> str | None:
+        calls = reader is not None and reader.has_calls and new.finish_reason == "stop"
+        return "tool_calls" if calls else new.finish_reason
+
+    def _logprobs_of(self, new: CompletionOutput) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        text = self._text_bytes.get(new.index)
+        if text is None:
+            text = self._text_bytes[new.index] = TextBytes(self._token_bytes, self.hides_special)
+        return chat_logprobs(new.logprobs or [], self._most, self.body.return_tokens_as_token_ids, text)
+
+    def _message(self, new: CompletionOutput, reader: ChatReader | None) -> ChatCompletionMessage:
+        found = ChatText()
+        found.add([ChatPiece("content", new.text)] if reader is None else self._read(reader, new))
+        fields: dict[str, Any] = dict.fromkeys(("reasoning", "reasoning_content"), found.reasoning or None)
+        if found.calls:
+            fields["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in found.calls
+            ]
+        content = self._echo + found.content
+        none = not content and (found.calls or found.reasoning)
+        return ChatCompletionMessage(role="assistant", content=None if none else content, refusal=None, **fields)
+
+    def choices(self, output: RequestOutput, **more: Any) -> list[Choice]:
+        """Return the choices of a finished output. more: fields of each, in place of its own."""
+        choices = []
+        for new in output.outputs:
+            listed, reader = self._logprobs_of(new), self._reader(new.index)
+            fields = {
+                "index": new.index,
+                "message": self._message(new, reader),
+                "logprobs": None if listed is None else ChoiceLogprobs.model_validate(listed),
+                "finish_reason": self._finish_reason(new, reader),
+            }
+            choices.append(Choice(**{**fields, **extras(self.body, new), **more}))
+        return choices
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        (output,) = outputs
+        return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
+
+
+class BatchChatAnswer(Answer):
+    """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
+
+    prefix = ChatAnswer.prefix
+
+    def __init__(self, body: BatchChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
+        """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
+        super().__init__(body, model, name)
+        self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        pairs = zip(self.chats, outputs, strict=True)
+        choices = [
+            choice
+            for number, (chat, output) in enumerate(pairs)
+            for choice in chat.choices(output, index=number, **prompt_extras(self.body, output))
+        ]
+        return _completion(self, choices, outputs)
+
+
+def _completion(answer: Answer, choices: list[Choice], outputs: Sequence[RequestOutput], **more: Any) -> bytes:
+    """Write the choices of outputs as a whole answer. more: its further fields."""
+    made = ChatCompletion(
+        id=answer.id,
+        object="chat.completion",
+        created=answer.created,
+        model=answer.model,
+        choices=choices,
+        usage=usage([(output, num_written(output)) for output in outputs]),
+        **more,
+    )
+    return made.model_dump_json(exclude_unset=True).encode()
+
+
+def _delta(piece: ChatPiece) -> dict[str, Any]:
+    """A piece as a delta of OpenAI's; reasoning has both its names."""
+    if piece.kind == "content":
+        return {"content": piece.text}
+    if piece.kind == "reasoning":
+        return {"reasoning": piece.text, "reasoning_content": piece.text}
+    if piece.kind == "call":
+        begun = {"index": piece.call, "id": piece.id, "type": "function", "function": {"name": piece.text, "arguments": ""}}
+        return {"tool_calls": [begun]}
+    return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}

@@ -1,0 +1,1 @@
+"""Paths for operators: adapters, engine control, profiles, metrics, traces."""

@@ -1,0 +1,211 @@
+"""The figures of /metrics, in Prometheus' text format, under the names that the dashboards of vLLM and llm-d read."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+
+from headway.compat.vllm.metrics import COUNTERS
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats
+from headway.outputs import RequestMetrics
+
+
+class Histogram:
+    """Counts of values by upper bound, for one thread.
+
+    Adding a value costs a fraction of a microsecond, where prometheus_client's costs several: every token of every stream is one.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: rising; a value above all of them counts under infinity."""
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Add a value."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds of the buckets, in Prometheus' notation, each with the number of values up to the bound."""
+        total, listed = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            listed.append(("+Inf" if bound == float("inf") else repr(float(bound)), float(total)))
+        return listed
+
+    @property
+    def sum(self) -> float:
+        """Sum of all values."""
+        return self._sum
+
+
+PROCESS: Final = ProcessCollector(registry=None)
+"""`process_*`: processor time, memory, open files and the start of the server's own process; on Linux."""
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of `Metrics.page`."""
+
+_FIRST: Final = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TOKEN: Final = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+REQUEST_SECONDS: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_COUNT: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+_HISTOGRAMS: Final = {
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", _FIRST),
+    "inter_token_latency_seconds": ("Seconds from a token to the next.", _TOKEN),
+    "request_time_per_output_token_seconds": ("Seconds per token after the first, of each request.", _TOKEN),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its end.", REQUEST_SECONDS),
+    "request_queue_time_seconds": ("Seconds from a request's arrival to its first step.", REQUEST_SECONDS),
+    "request_prefill_time_seconds": ("Seconds from a request's first step to its first token.", REQUEST_SECONDS),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_SECONDS),
+    "request_inference_time_seconds": ("Seconds from a request's first step to its last token.", REQUEST_SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _COUNT),
+    "request_generation_tokens": ("Tokens of a request's completions.", _COUNT),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest completion.", _COUNT),
+    "request_params_max_tokens": ("Tokens that a request asks for at most, where it says so.", _COUNT),
+    "request_params_n": ("Completions that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
+}
+_REASONS: Final = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """Counts and times of the server's requests, kept on its event loop."""
+
+    def __init__(self, model_name: str, block_size: int) -> None:
+        """model_name: label of every figure. block_size: tokens of a block of the cache."""
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._block_size = block_size
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._reasons: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
+        self.refused: Counter[str] = Counter()
+        """Status -> requests that were answered by an error of that status."""
+        self.first_token = self._histograms["time_to_first_token_seconds"].observe
+        self.next_tokens = self._histograms["inter_token_latency_seconds"].observe
+        """Called with (seconds per token, number of tokens)."""
+
+    def finished(
+        self, times: RequestMetrics, prompt_tokens: int, output_tokens: int, reasons: list[str], longest: int, most: int | None
+    ) -> None:
+        """Add a request that has ended. reasons: finish_reason of each of its completions. longest: tokens of the longest. most:
+        its max_tokens, where it says so."""
+        self._reasons.update(reasons)
+        found = self._histograms
+        found["request_prompt_tokens"].observe(prompt_tokens)
+        found["request_generation_tokens"].observe(output_tokens)
+        found["request_max_num_generation_tokens"].observe(longest)
+        if most is not None:
+            found["request_params_max_tokens"].observe(most)
+        found["request_params_n"].observe(len(reasons))
+        arrival, begun, first, end = times.arrival_time, times.scheduled_time, times.first_token_time, times.finished_time
+        if end is None or first is None:
+            return
+        found["e2e_request_latency_seconds"].observe(end - arrival)
+        found["request_decode_time_seconds"].observe(end - first)
+        tokens = output_tokens // len(reasons)
+        if tokens > 1:
+            found["request_time_per_output_token_seconds"].observe((end - first) / (tokens - 1))
+        if begun is not None:
+            found["request_queue_time_seconds"].observe(max(begun - arrival, 0.0))
+            found["request_prefill_time_seconds"].observe(first - begun)
+            found["request_inference_time_seconds"].observe(end - begun)
+
+    def page(self, engine: EngineSnapshot, queued: int) -> bytes:
+        """Write all figures. queued: requests that the engine has not been handed yet."""
+        families = [*self._engine(engine, queued), *self._requests()]
+        return generate_latest(Families([*families, *PROCESS.collect()]))
+
+    def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+
+        def gauge(name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
+            family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=names)
+            family.add_metric(values, value)
+            return family
+
+        yield gauge("num_requests_running", "Sequences that steps serve.", now.num_running)
+        yield gauge("num_requests_waiting", "Requests and sequences that wait.", now.num_waiting + queued)
+        used = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
+        yield gauge("kv_cache_usage_perc", "Share of the cache's blocks that sequences hold; 1 is all.", used)
+        yield gauge("gpu_cache_usage_perc", "The same, by its name in older dashboards.", used)
+        states = "States that are kept for equal prefixes, of a model whose layers keep states."
+        yield gauge("num_kept_states", states, now.num_kept_states, "headway")
+        yield gauge("kept_state_bytes", "Bytes of these states.", now.kept_state_bytes, "headway")
+        yield gauge("num_offloaded_states", "States in the host's memory.", now.num_offloaded_states, "headway")
+        info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=[*names, "block_size", "num_gpu_blocks"])
+        info.add_metric([*values, str(self._block_size), str(now.num_blocks)], 1)
+        yield info
+        for name, (text, field) in COUNTERS.items():
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            family.add_metric(values, getattr(now.totals, field))
+            yield family
+        yield self._step_tokens(now.totals)
+        yield from self._steps(now.totals)
+
+    def _step_tokens(self, totals: EngineStats) -> Metric:
+        """Tokens of steps, in the engine's own buckets: it counts each step by the next power of two alone."""
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=list(self._labels))
+        buckets, total = [], 0
+        for bits in range(1, max(totals.steps_by_tokens, default=1) + 1):
+            total += totals.steps_by_tokens[bits]
+            buckets.append((repr(float(2**bits - 1)), float(total)))
+        buckets.append(("+Inf", float(total)))
+        family.add_metric(list(self._labels.values()), buckets, totals.num_prefill_tokens + totals.num_decode_tokens)
+        return family
+
+    def _steps(self, totals: EngineStats) -> Iterator[Metric]:
+        values = list(self._labels.values())
+        text = "Steps in which a backend served a phase."
+        steps = CounterMetricFamily("headway:steps", text, labels=[*self._labels, "phase", "backend"])
+        for (phase, backend), count in sorted(totals.steps_by_phase.items()):
+            steps.add_metric([*values, phase, backend], count)
+        yield steps
+        for name, text, counts in (
+            ("steps_without_graph", "Steps that were launched kernel by kernel, by reason.", totals.steps_without_graph),
+            ("steps_in_pieces", "Steps that were graphs with attention between them, by reason.", totals.steps_in_pieces),
+            ("rows_gathered", "Rows of logits that all ranks put together, by what asked for it.", totals.rows_gathered_for),
+            ("compilations", "Kernels that were compiled while requests waited, by name.", totals.compilations),
+        ):
+            family = CounterMetricFamily(f"headway:{name}", text, labels=[*self._labels, "reason"])
+            for reason, count in sorted(counts.items()):
+                family.add_metric([*values, reason], count)
+            yield family
+
+    def _requests(self) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        for name, found in self._histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=names)
+            family.add_metric(values, found.buckets, found.sum)
+            yield family
+            if name == "inter_token_latency_seconds":  # its name in older dashboards
+                family = HistogramMetricFamily("vllm:time_per_output_token_seconds", "The same.", labels=names)
+                family.add_metric(values, found.buckets, found.sum)
+                yield family
+        success = CounterMetricFamily("vllm:request_success", "Completions that ended.", labels=[*names, "finished_reason"])
+        for reason, count in self._reasons.items():
+            success.add_metric([*values, reason], count)
+        yield success
+        refused = CounterMetricFamily("headway:requests_refused", "Requests answered by an error.", labels=[*names, "status"])
+        for status, count in self.refused.items():
+            refused.add_metric([*values, status], count)
+        yield refused
+
+
+class Families:
+    """The one method of a registry that generate_latest calls."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """Return all families."""
+        return self._families

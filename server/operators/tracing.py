@@ -1,0 +1,93 @@
+"""A span for each request, by OpenTelemetry, under the names that vLLM's have."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from headway.core.sampling.params import SamplingParams
+from headway.outputs import RequestOutput
+from headway.server.operators.exporters import find_exporter
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
+
+
+class Tracing:
+    """Makes the spans of a server's requests. They are sent by a thread of the library's."""
+
+    def __init__(self, provider: TracerProvider, model: str) -> None:
+        """model: the name that the server answers by."""
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider, self._model = provider, model
+        self._tracer = provider.get_tracer("headway.server")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @classmethod
+    def to(cls, exporter: SpanExporter, model: str) -> Tracing:
+        """Make one that sends spans by an exporter."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "headway")})
+        provider = TracerProvider(resource=resource)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        return cls(provider, model)
+
+    def finished(
+        self, output: RequestOutput, written: int, params: SamplingParams, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        """Add the span of a prompt that has ended. written: tokens of its completions. headers: of its request, whose trace it
+        belongs to where they name one."""
+        from opentelemetry.trace import SpanKind
+
+        named = {name.decode(): value.decode("latin-1") for name, value in headers if name in _HEADERS}
+        times, clock = output.metrics, time.time() - time.perf_counter()
+        end = times.finished_time or time.perf_counter()
+        span = self._tracer.start_span(
+            "llm_request",
+            context=self._propagator.extract(named) if named else None,
+            kind=SpanKind.SERVER,
+            attributes=self._attributes(output, written, params, end),
+            start_time=int((clock + times.arrival_time) * 1e9),
+        )
+        span.end(int((clock + end) * 1e9))
+
+    def _attributes(self, output: RequestOutput, written: int, params: SamplingParams, end: float) -> Mapping[str, Any]:
+        times = output.metrics
+        arrival, begun, first = times.arrival_time, times.scheduled_time, times.first_token_time
+        found = {
+            "gen_ai.response.model": self._model,
+            "gen_ai.request.id": output.request_id,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.n": params.n,
+            "gen_ai.usage.num_sequences": len(output.outputs),
+            "gen_ai.usage.prompt_tokens": len(output.prompt_token_ids),
+            "gen_ai.usage.completion_tokens": written,
+            "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in output.outputs],
+            "gen_ai.latency.e2e": end - arrival,
+            "gen_ai.latency.time_in_queue": None if begun is None else begun - arrival,
+            "gen_ai.latency.time_to_first_token": None if first is None else first - arrival,
+            "gen_ai.latency.time_in_model_prefill": None if first is None or begun is None else first - begun,
+            "gen_ai.latency.time_in_model_decode": None if first is None else end - first,
+            "gen_ai.latency.time_in_model_inference": None if begun is None else end - begun,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def tracing_to(endpoint: str, model: str) -> Tracing:
+    """Make spans that are sent to an OTLP endpoint; raises as `find_exporter`. model: the name that the server answers by."""
+    return Tracing.to(find_exporter(endpoint)(), model)

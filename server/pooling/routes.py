@@ -1,0 +1,292 @@
+"""The routes of a model that is pooled: /v1/embeddings as OpenAI's, /rerank and /score as vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+from uuid import uuid4
+
+import numpy
+import orjson
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from openai.types import Model
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headway.core.contract.errors import BackendError, ConfigError
+from headway.hosting.host import EngineDeadError
+from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
+from headway.pooling.async_pooling import AsyncPooling
+from headway.requests.chat_template import chat_prompt
+from headway.server.errors import ApiError, api_error
+from headway.server.limits.admission import Admission
+from headway.server.openai.params import template_kwargs
+from headway.server.options import ServerOptions
+from headway.server.pooling.metrics import PoolingMetrics
+from headway.server.pooling.requests import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PooledRequest,
+    PoolRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from headway.server.request_ids import request_name
+from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
+from headway.version import __version__
+
+GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
+"""Paths that a server of a model which generates text has."""
+
+
+class PoolingRoutes:
+    """The routes of one model, whichever of them it can answer."""
+
+    def __init__(self, pooling: AsyncPooling, options: ServerOptions) -> None:
+        self._pooling = pooling
+        self.service = Admission([*options.served_model_names] or [pooling.model.name], options)
+        self._metrics = PoolingMetrics(self.service.names[0])
+        self._started = int(time.time())
+
+    @property
+    def posts(self) -> dict[str, Endpoint]:
+        """Path -> what answers its requests."""
+        reranks = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)
+        scores = dict.fromkeys(("/score", "/v1/score"), self.score)
+        others = {"/classify": self.classify, "/pooling": self.pool, "/invocations": self.invocations}
+        return {"/v1/embeddings": self.embeddings, **reranks, **scores, **others}
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Status -> number of errors that were answered."""
+        return self._metrics.refused
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes and the error handlers to an application."""
+        posts: list[tuple[str, Endpoint, type[PooledRequest]]] = [
+            ("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
+            ("/classify", self.classify, ClassifyRequest),
+            ("/pooling", self.pool, PoolRequest),
+            ("/invocations", self.invocations, PooledRequest),
+        ]
+        for path, answer, kind in posts:
+            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+        for path in GENERATING:
+            app.add_api_route(path, endpoint(self.generates_not), methods=["POST"])
+        for path, told in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, endpoint(told), methods=["GET"])
+        add_probes(app, self.health)
+        for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
+            app.add_exception_handler(error, self.refuse)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embed texts."""
+        body = await self._body(request, EmbeddingRequest)
+        make = self._making(self._pooling.jobs.embed, body, body.dimensions, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(output.outputs.embedding, body.encoding_format)}
+            for index, output in enumerate(outputs)
+        ]
+        return self._answer("embd", {"object": "list", "data": data}, body, tokens)
+
+    async def classify(self, request: Request) -> Response:
+        """Classify texts: each with its likeliest label and the probabilities of all."""
+        body = await self._body(request, ClassifyRequest)
+        outputs, tokens = await self._run(self._making(self._pooling.jobs.classify, body, body.truncate_prompt_tokens))
+        names, data = self._pooling.model.labels, []
+        for index, output in enumerate(outputs):
+            probs = output.outputs.probs
+            best = max(range(len(probs)), key=probs.__getitem__)
+            label = names[best] if best < len(names) else f"LABEL_{best}"
+            data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        return self._answer("classify", {"object": "list", "data": data}, body, tokens)
+
+    async def pool(self, request: Request) -> Response:
+        """What the model makes of texts, whichever it is: vectors, probabilities of labels, or either for each token."""
+        body = await self._body(request, PoolRequest)
+        jobs = self._pooling.jobs
+        task = jobs.pooling_task(body.task)
+        if task in ("embed", "token_embed"):
+            embed: Any = jobs.embed if task == "embed" else jobs.embed_tokens
+            make = self._making(embed, body, body.dimensions, body.truncate_prompt_tokens)
+        else:
+            make = self._making(jobs.classify if task == "classify" else jobs.reward, body, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        rows = [_numbers(each) for each in outputs]
+        encoded = (_encoded(row, body.encoding_format) for row in rows)
+        data = [{"index": index, "object": "pooling", "data": each} for index, each in enumerate(encoded)]
+        return self._answer("pool", {"object": "list", "data": data}, body, tokens)
+
+    async def invocations(self, request: Request) -> Response:
+        """Answer whatever path the body is for, as SageMaker's clients have one for all."""
+        text = await read_text(request, self.service.options)
+        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
+        kinds = (
+            ("/v1/embeddings", "input"),
+            ("/v1/embeddings", "messages"),
+            ("/rerank", "query"),
+            ("/score", "text_1"),
+            ("/score", "queries"),
+        )
+        path = next((path for path, field in kinds if field in body), None)
+        if path is None:
+            raise ApiError(
+                400, "this path: needs input, messages, query, or text_1 and text_2, got none of them", code="unknown_body"
+            )
+        if path == "/v1/embeddings":
+            path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
+
+        async def receive() -> Any:
+            return unread.pop() if unread else await request.receive()
+
+        return await self.posts[path](Request(request.scope, receive))
+
+    async def score(self, request: Request) -> Response:
+        """Score pairs of texts."""
+        body = await self._body(request, ScoreRequest)
+        queries, documents = body.texts
+        make = partial(self._pooling.jobs.score, queries, documents, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        data = [{"object": "score", "index": index, "score": output.outputs.score} for index, output in enumerate(outputs)]
+        return self._answer("score", {"object": "list", "data": data}, body, tokens)
+
+    async def rerank(self, request: Request) -> Response:
+        """Order documents by how well they fit a query."""
+        body = await self._body(request, RerankRequest)
+        make = partial(self._pooling.jobs.score, body.query, body.documents, body.truncate_prompt_tokens)
+        outputs, tokens = await self._run(make)
+        order = sorted(range(len(outputs)), key=lambda index: -outputs[index].outputs.score)
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": outputs[index].outputs.score} for index in order]
+        if body.return_documents:
+            results = [{**each, "document": {"text": body.documents[each["index"]]}} for each in results]
+        return self._answer("rerank", {"results": results[: body.top_n or None]}, body, tokens)
+
+    async def generates_not(self) -> Response:
+        """Refuse: the model generates no text."""
+        paths = {"embed": "/v1/embeddings", "score": "/rerank and /score", "reward": "/pooling"}[self._pooling.model.task]
+        need = f"a model that generates text, got {self._pooling.model.name}, whose server has {paths}"
+        raise ApiError(404, f"this path: needs {need}", code="wrong_model")
+
+    async def models(self) -> Response:
+        """List the names of the model."""
+        return _json({"object": "list", "data": [self._model(name) for name in self.service.names]})
+
+    async def model(self, name: str) -> Response:
+        """Describe the model, by one of its names."""
+        self.service.check_model(name)
+        return _json(self._model(name))
+
+    async def health(self) -> Response:
+        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+        self._pooling.check_health(self.service.options.step_timeout)
+        return Response()
+
+    async def version(self) -> Response:
+        """Headway's version."""
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """The figures, for Prometheus."""
+        return self._metrics.page(self._pooling.stats, self.service.num_queued)
+
+    async def _body(self, request: Request, kind: Any) -> Any:
+        self.service.check_room()  # before the work of reading it
+        body = await read_body(request, kind, self.service.options)
+        self.service.check_model(body.model)
+        body.request_id = request_name(request, body.request_id)
+        return body
+
+    def _making(self, make: Callable[..., Any], body: EmbeddingRequest, *options: object) -> Callable[[], Any]:
+        """What makes the job of a request's texts; a thread calls it, which renders a conversation too."""
+
+        def made() -> Any:
+            if (body.input is None) == (body.messages is None):
+                got = "neither" if body.input is None else "both"
+                raise ApiError(400, f"input: needs either input or messages, got {got}", "input")
+            if body.messages is None:
+                return make(body.prompts, *options)
+            prompt = chat_prompt(
+                self._pooling.model.tokenizer,
+                self._pooling.model.name,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                chat_template_kwargs=template_kwargs(body),
+            )
+            return make([prompt], *options)
+
+        return made
+
+    async def _run(self, make: Any) -> Any:
+        """Outputs and tokens of a job that takes a place in the queue."""
+        with self.service.queued():
+            started = time.perf_counter()
+            limit = self.service.options.request_timeout
+            try:
+                async with asyncio.timeout(limit):
+                    found = await self._pooling.run(make)
+            except BackendError as error:
+                raise ApiError(500, str(error)) from error
+            except TimeoutError:
+                raise ApiError(504, f"the request has taken longer than {limit:g} s (request_timeout)") from None
+            seconds = time.perf_counter() - started
+            self.service.took(seconds)
+            self._metrics.answered(seconds, found[1])
+            return found
+
+    def _answer(self, prefix: str, fields: dict[str, Any], body: PooledRequest, tokens: int) -> Response:
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        made = {
+            "id": f"{prefix}-{body.request_id or uuid4().hex}",
+            "created": int(time.time()),
+            "model": body.model or self.service.names[0],
+        }
+        return _json({**made, **fields, "usage": usage})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = Model(id=name, object="model", created=self._started, owned_by="headway")
+        return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Answer a request that has failed."""
+        told = api_error(path_error(request, error))
+        self._metrics.refused[str(told.status)] += 1
+        return told.response(request.scope["path"])
+
+
+def _numbers(output: Any) -> list[Any]:
+    """What a text has become: a list of numbers, or one for each of its tokens or steps."""
+    found: list[Any]
+    match output:
+        case EmbeddingRequestOutput():
+            found = output.outputs.embedding
+        case ClassificationRequestOutput():
+            found = output.outputs.probs
+        case _:
+            found = output.outputs.data.tolist()
+    return found
+
+
+def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
+    """base64: little-endian float32, row after row, as OpenAI's client asks for and reads."""
+    return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

@@ -1,0 +1,157 @@
+"""Between the connection and the routes: the direct way past FastAPI, bodies, and methods as endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
+from weakref import WeakMethod
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from headway.core.system.json_text import parse_json, parse_model
+from headway.core.system.text import shown
+from headway.server.errors import ApiError
+from headway.server.limits.middleware import PROBES
+from headway.server.options import ServerOptions
+
+log = logging.getLogger("headway")
+
+App = Callable[[Any, Any, Any], Awaitable[None]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+_LONGEST_PATH: Final = 200
+"""Characters of an unknown path that are compared with those that there are."""
+Answer = TypeVar("Answer")
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class DirectMiddleware:
+    """ASGI middleware that calls endpoints past the routing and dependencies of FastAPI.
+
+    FastAPI's work before and around an endpoint takes longer than reading a request's body, and of requests that arrive together
+    the last waits for all others.
+    """
+
+    def __init__(
+        self, app: App, endpoints: Mapping[str, Endpoint], refuse: Callable[[Request, Exception], Awaitable[Response]]
+    ) -> None:
+        """endpoints: path -> endpoint of its POSTs; FastAPI has them too, for its schema and for other paths before them (an
+        application that is mounted). refuse: answers a request whose endpoint has raised."""
+        self._app, self._endpoints, self._refuse = app, endpoints, refuse
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request for one of the endpoints, and pass on all others."""
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            response = await self._refuse(request, error)
+            if response.status_code == 500:  # a fault of ours
+                log.error("a request has failed", exc_info=error)
+        await response(scope, receive, send)
+
+
+def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
+    """Make a function that calls a bound method as long as somebody else holds the method's object.
+
+    FastAPI keeps the endpoints that it has classified in a cache of its module. A bound method there would hold the engine, its
+    weights and its cache after the application is gone.
+    """
+    held = WeakMethod(method)
+
+    async def answer(*arguments: Any, **named: Any) -> Answer:
+        found = held()
+        assert found is not None, "the application holds its routes"
+        return await found(*arguments, **named)
+
+    answer.__name__, answer.__doc__ = method.__name__, method.__doc__
+    answer.__signature__ = inspect.signature(method, eval_str=True)  # type: ignore[attr-defined]
+    return answer
+
+
+def add_posts(app: FastAPI, *posts: tuple[str, Endpoint, type[BaseModel]]) -> None:
+    """Add endpoints of POSTs to an application: path, method and the type of the body, which the schema shows."""
+    for path, answer, kind in posts:
+        schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
+        app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+
+
+def add_probes(app: FastAPI, health: Callable[..., Awaitable[Response]]) -> None:
+    """Add the paths of probes, some of which, such as wget's and load balancers', ask for the head of an answer alone."""
+    for path in PROBES:
+        app.add_api_route(path, endpoint(health), methods=["GET"])
+        app.add_api_route(path, endpoint(health), methods=["HEAD"], include_in_schema=False)
+
+
+async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:
+    """Read the body as an object of `kind`; raises as `read_text`.
+
+    :raises JsonError: the body is not JSON, or holds a number that cannot be written again.
+    :raises pydantic.ValidationError: a field has a wrong type.
+    """
+    return parse_model(await read_text(request, options), kind)
+
+
+async def read_text(request: Request, options: ServerOptions) -> bytes:
+    """Read the body: at most `max_body_bytes`, in at most `read_timeout`.
+
+    :raises ApiError: the body is too large, too slow, or incomplete.
+    """
+    most = options.max_body_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > most:
+        raise _too_large(most)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:  # a body in chunks does not say how long it is
+                    raise _too_large(most)
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body has taken longer than {options.read_timeout:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def fields_of(text: bytes) -> dict[str, Any]:
+    """The fields of a body.
+
+    :raises JsonError: it is no JSON object.
+    """
+    found: dict[str, Any] = parse_json(text, "", dict)
+    return found
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body: needs at most {most} bytes (max_body_bytes)", code="body_too_large")
+
+
+def path_error(request: Request, error: Exception) -> Exception:
+    """Return the error for a path or a method that a server does not have, with what it has; any other error as it is."""
+    if not isinstance(error, HTTPException) or error.status_code not in (404, 405):
+        return error
+    scope = request.scope
+    path, routes = str(scope["path"]), [each for each in scope["app"].routes if getattr(each, "methods", None)]
+    if error.status_code == 405:
+        methods = sorted({method for each in routes if each.path_regex.match(path) for method in each.methods})
+        told = ApiError(405, f"{shown(path)}: needs {' or '.join(methods)}, got {shown(scope['method'], 20)}")
+        told.headers["allow"] = ", ".join(methods)
+        return told
+    paths = dict.fromkeys(each.path.replace(":path}", "}") for each in routes)
+    near = get_close_matches(path[:_LONGEST_PATH].lower(), paths, n=1, cutoff=0.3)
+    hint = f"; the nearest is {near[0]}" if near else "; /openapi.json lists its paths"
+    return ApiError(404, f"{shown(path)}: this server has no such path{hint}")

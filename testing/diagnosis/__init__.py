@@ -1,0 +1,1 @@
+"""From a wrong answer to its likely cause."""

@@ -1,0 +1,246 @@
+"""Judges a step of layers with states: every row, every slot that is written and every bit that is nobody's to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.state import StateCache
+from headway.core.contract.state_backend import StateBackend
+from headway.core.oracle.cells import Finding
+from headway.core.oracle.state_cases import StateCase, run_states
+from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, begin, state_of
+from headway.testing.diagnosis.state_guess import Seen, guess
+
+ROW_FACTOR = 8.0
+"""How much farther than the tolerance of a whole step one sequence or state may be off: few numbers scatter more."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What a step must return and leave, taken down before it runs."""
+
+    case: StateCase
+    earlier: StateCase
+    """The case with copies of all that a step may change."""
+    expected: StateAnswer
+
+    @classmethod
+    def of(cls, case: StateCase) -> Judge:
+        """Compute the answer of a case that has not run yet."""
+        tensors = {name: tensor.clone() for name, tensor in case.cache.tensors.items()}
+        cache = StateCache(tensors, case.cache.layout, case.cache.spec)
+        earlier = replace(case, cache=cache, x=case.x.clone(), gates=[gate.clone() for gate in case.gates])
+        return cls(case, earlier, answer(earlier))
+
+    def run(self, backend: StateBackend) -> Tensor:
+        """Run the step through a backend and judge it; returns the output.
+
+        :raises Finding: anything about it is wrong.
+        """
+        out = run_states(backend, self.case)
+        self.judge(out, type(backend).tolerance)
+        return out
+
+    def judge(self, out: Tensor, tolerance: Mapping[torch.dtype, float]) -> None:
+        """:raises Finding: the first thing that is wrong, with the numbers and a guess."""
+        spec = self.case.spec
+        self._inputs()
+        self._foreign()
+        self._answer(out, float(tolerance[spec.dtype]))
+        # States that are kept in a shorter type have its errors too, which every step adds.
+        bound = max(float(tolerance[spec.dtype]), float(tolerance.get(spec.state_dtype, 0.0)))
+        for slot, state in self.expected.written.items():
+            self._state(slot, state, bound)
+
+    def _inputs(self) -> None:
+        pairs = [("x", self.case.x, self.earlier.x)]
+        pairs += [
+            (f"gate {n}", now, before) for n, (now, before) in enumerate(zip(self.case.gates, self.earlier.gates, strict=True))
+        ]
+        for name, now, before in pairs:
+            if not same_bits(now, before):
+                raise Finding(f"{name} must be left as it is", guess=f"changes {name}")
+
+    def _foreign(self) -> None:
+        for name, tensor in self.case.cache.tensors.items():
+            changed = [
+                slot
+                for slot in range(self.case.cache.num_slots)
+                if slot not in self.expected.written and not same_bits(tensor[slot], self.earlier.cache.tensors[name][slot])
+            ]
+            if changed:
+                padding = bool((self.case.metadata.slots_cpu < 0).any())
+                last = changed == [self.case.cache.num_slots - 1] or changed == [0]
+                raise Finding(
+                    f"slots {changed[:6]} must keep their bits ({name}): no sequence of the step writes them",
+                    guess=_PADDING if padding and last else "writes slots that are not its own",
+                )
+
+    def _answer(self, out: Tensor, tolerance: float) -> None:
+        out, right = out.cpu(), self.expected.out
+        starts = self.case.metadata.step.query_start_loc_cpu.tolist()
+        rows = [slice(*pair) for pair in pairwise(starts)]
+        real = [row for row, tokens in enumerate(rows) if len(out[tokens]) and not right[tokens].isnan().any()]
+        errors = {row: distance(out[rows[row]], right[rows[row]]) for row in real}
+        wrong = [row for row in real if not errors[row] <= ROW_FACTOR * tolerance]
+        if wrong:
+            got, want = out[rows[wrong[0]]].double(), right[rows[wrong[0]]]
+            shown = self._first_wrong_output(got, want, ROW_FACTOR * tolerance)
+            guess = self._guess_output(out, rows, wrong, [row for row in real if row not in wrong], tolerance)
+            some = f"{len(wrong)} of {len(real)} sequences {'is' if len(wrong) == 1 else 'are'} wrong; " if len(real) > 1 else ""
+            text = f"{some}output of {self._named(wrong[0])}, {shown}"
+            raise Finding(text, guess=guess, error=errors[wrong[0]], tolerance=tolerance)
+        tokens = ~right.isnan().any(1)
+        error = distance(out[tokens], right[tokens])
+        if real and error > tolerance:
+            shown = "the output of all sequences together is off by more than rounding"
+            raise Finding(shown, error=error, tolerance=tolerance, guess="computes in a shorter type")
+
+    def _named(self, row: int) -> str:
+        step = self.case.metadata.step
+        length = step.query_lens[row]
+        return f"sequence {row} ({length} new tokens after {step.kv_lens[row] - length})"
+
+    def _first_wrong_output(self, got: Tensor, want: Tensor, tolerance: float) -> str:
+        """Name the first token and head that are wrong, and the element of it that is farthest off."""
+        spec = self.case.spec
+        heads = (spec.num_heads, spec.value_dim) if spec.recurrent else (spec.conv_channels, 1)
+        got, want = (torch.unflatten(rows, -1, heads) for rows in (got, want))
+        token, head = _first((got - want).norm(dim=-1) / _usual(want.norm(dim=-1)), tolerance)
+        element = int((got - want)[token, head].abs().nan_to_num(torch.inf).argmax())
+        what = "channel" if heads[1] == 1 else "head"
+        where = f"token {token}, {what} {head}" + ("" if heads[1] == 1 else f", element {element}")
+        return f"{where}: expected {float(want[token, head, element]):.5g}, got {float(got[token, head, element]):.5g}"
+
+    def _guess_output(self, out: Tensor, rows: list[slice], wrong: list[int], fine: list[int], tolerance: float) -> str:
+        if missing := [row for row in wrong if bool(out[rows[row]].isnan().any())]:
+            return _OLD if all(self._holds_nan(row) for row in missing) else _NAN
+
+        def seen(chosen: list[int]) -> Seen:
+            found = [out[rows[row]].double() for row in chosen]
+            return Seen(chosen, lambda other: [other.out[rows[row]] for row in chosen], found)
+
+        lens = self.case.metadata.step.query_lens
+        one, other = (seen(sorted(each, key=lambda row: lens[row])[:2]) for each in (wrong, fine))
+        return guess(self.earlier, one, other, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
+
+    def _holds_nan(self, row: int) -> bool:
+        """Return whether a sequence without a context has a slot that holds NaN."""
+        step, slot = self.case.metadata.step, int(self.case.metadata.slots_cpu[row])
+        held = self.earlier.cache.tensors.values()
+        return step.kv_lens[row] == step.query_lens[row] and any(bool(tensor[slot].isnan().any()) for tensor in held)
+
+    def _state(self, slot: int, state: SequenceState, tolerance: float) -> None:
+        cache = self.case.cache
+        row, tokens = self.expected.writers[slot]
+        what = f"slot {slot}, the state after new token {tokens} of {self._named(row)}"
+        if state.conv is not None:
+            got = cache.logical_conv[slot].cpu().double()
+            if not torch.equal(got, state.conv):
+                channel, time = (got != state.conv).nonzero()[0].tolist()
+                numbers = f"expected {float(state.conv[channel, time]):.5g}, got {float(got[channel, time]):.5g}"
+                raise Finding(
+                    f"{what}: must hold the convolution's inputs, the newest last; channel {channel}, input {time}: {numbers}",
+                    guess=self._guess_state(slot, "conv", got, state.conv, 0.0),
+                )
+        if state.recurrent is not None:
+            got = cache.logical_recurrent[slot].cpu().double()
+            error = distance(got, state.recurrent)
+            if not error <= ROW_FACTOR * tolerance:
+                heads = (got - state.recurrent).flatten(1).norm(dim=1) / _usual(state.recurrent.flatten(1).norm(dim=1))
+                head = _first(heads[None], ROW_FACTOR * tolerance)[1]
+                far = (got[head] - state.recurrent[head]).abs().nan_to_num(torch.inf)
+                key, value = divmod(int(far.argmax()), far.shape[1])
+                numbers = f"expected {float(state.recurrent[head, key, value]):.5g}, got {float(got[head, key, value]):.5g}"
+                raise Finding(
+                    f"{what}: must hold the recurrence's state; head {head}, key {key}, value {value}: {numbers}",
+                    guess=self._guess_state(slot, "recurrent", got, state.recurrent, ROW_FACTOR * tolerance),
+                    error=error,
+                    tolerance=tolerance,
+                )
+
+    def _guess_state(self, slot: int, part: str, got: Tensor, want: Tensor, tolerance: float) -> str:
+        """Say what a slot holds in place of what it should."""
+        earlier = getattr(state_of(self.earlier, slot), part)
+        if torch.equal(got.nan_to_num(0.5), earlier.nan_to_num(0.5)):
+            return "does not write the state"
+        if part == "conv" and torch.equal(got.flip(1), want):
+            return "keeps the convolution's inputs newest first"
+        if part == "recurrent" and got.shape[1] == got.shape[2] and distance(got.transpose(1, 2), want) <= tolerance:
+            return f"state transposed: takes layout {self.case.cache.layout.name} for its transpose"
+        row, due = self.expected.writers[slot]
+        for other in (row, *(each for each in range(len(self.case.metadata.slots_cpu)) if each != row)):
+            for tokens, state in states_along(self.earlier, other):
+                if (other, tokens) != (row, due) and distance(got, getattr(state, part)) < 1e-3:
+                    whose = "its sequence" if other == row else f"sequence {other}"
+                    return f"the state after new token {tokens} of {whose}, in place of {due}" + (
+                        "" if other == row else " of its own"
+                    )
+        wrong = Seen([row], lambda answer: [getattr(answer.written[slot], part)], [got])
+        if said := guess(self.earlier, wrong, Seen([], lambda answer: [], []), tolerance):
+            return said
+        if bool((self.case.metadata.slots_cpu < 0).any()) and slot in (0, self.case.cache.num_slots - 1):
+            return _PADDING
+        if not bool(got.isfinite().all()) or len(torch.unique(got)) < _DISTINCT:
+            return ""
+        short = [name for name, dtype in _SHORT.items() if part == "recurrent" and torch.equal(got, got.to(dtype).double())]
+        return f"state kept in 16 bits ({short[0]})" if short and self.case.spec.state_dtype == torch.float32 else ""
+
+
+_PADDING = "writes padding rows"
+_OLD = "reads the slot's old content: begins with what the slot holds where there is no context"
+_NAN = "NaN, or rows not written"
+_SHORT = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DISTINCT = 8
+"""Different values from which on their type can be told."""
+_MOST_TOKENS = 400
+"""Tokens of a sequence along which a state is looked for."""
+
+
+def states_along(case: StateCase, row: int) -> Iterator[tuple[int, SequenceState]]:
+    """Yield the numbers of new tokens of one sequence, from 1, with the state after each."""
+    length, start = case.metadata.step.query_lens[row], int(case.metadata.step.query_start_loc_cpu[row])
+    if int(case.metadata.slots_cpu[row]) < 0 or length > _MOST_TOKENS:
+        return
+    state = begin(case, row)
+    x, gates = case.x.cpu().double(), [gate.cpu().double() for gate in case.gates]
+    for token in range(length):
+        advance(case.spec, case.parameters, x[start + token], [gate[start + token] for gate in gates], state)
+        yield token + 1, state
+
+
+def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> str:
+    """Say what the wrong sequences have, and no right one; empty if nothing or if none is right."""
+    if fine and min(wrong) > max(fine):
+        return f"right up to sequence {max(fine)} of the step: a size that is too small, or programs that are not launched"
+    if fine and min(lens[row] for row in wrong) > (most := max(lens[row] for row in fine)):
+        return f"wrong in those of more than {most:,} new tokens, and right in all others"
+    return ""
+
+
+def _usual(sizes: Tensor) -> float:
+    """The size that an error is compared with."""
+    return max(float(sizes.square().mean().sqrt()), 1e-30)
+
+
+def _first(errors: Tensor, tolerance: float) -> tuple[int, int]:
+    """Return the first place in errors [n, m] beyond the tolerance, or that of the largest."""
+    errors = errors.nan_to_num(torch.inf)
+    beyond = (errors > tolerance).nonzero()
+    row, column = beyond[0].tolist() if len(beyond) else divmod(int(errors.argmax()), errors.shape[1])
+    return row, column
+
+
+def distance(got: Tensor, right: Tensor) -> float:
+    """Return ||got - right|| / ||right||."""
+    return float((got.double() - right).norm() / right.norm().clamp(min=1e-30))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaN included."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

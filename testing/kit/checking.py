@@ -1,0 +1,144 @@
+"""Checks one subject from outside: lists its cells in a child process, deals them out, and gathers a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.provenance import Origin
+from headway.registry.isolation import Trial
+from headway.testing.kit.kit import list_cells, make_kit, run_cell
+from headway.testing.kit.plugin_trial import CELL, source_of, try_plugin
+from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
+from headway.testing.kit.runner import CellProcess, CellRun, Listed, cell_timeout
+from headway.testing.kit.sanitizer import Sanitizer
+from headway.testing.kit.subject import BASELINE
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks of the kit."""
+
+    target: str = ""
+    """A backend's name, states:NAME of one for layers with a state, broken:NAME, or FILE.py:CLASS."""
+    device: str = "cpu"
+    quick: bool = False
+    layout: str = ""
+    """A layout whose writer, check and gather are tried in place of a backend."""
+    only: str = ""
+    """Checks, separated by commas; empty: all."""
+    cell: str = ""
+    """One cell, by its name."""
+    in_process: bool = False
+    """Run that cell in this process, where its output is seen and a debugger works; a crash takes the process with it."""
+    jobs: int = 1
+    timeout: float = 0.0
+    """Seconds a cell may take; 0: `cell_timeout`'s."""
+    plugins: tuple[str, ...] = ()
+    """Files with plugins, beside the installed ones."""
+    sanitizer: str = ""
+    """The path of compute-sanitizer, under which the cells run; empty: without."""
+    model: str = ""
+    """A config.json or a model's name, whose layers are tried in place of the kit's."""
+    stop_at_failure: bool = False
+    """End at the first cell that fails."""
+    guesses: bool = True
+    """Whether a failure says what it looks like, which may take longer than the cell."""
+
+
+def check(
+    wanted: Wanted,
+    start: Callable[[int], None] = lambda count: None,
+    tell: Callable[[CellResult], None] = lambda result: None,
+    trial: Trial | None = None,
+) -> CheckReport:
+    """Run what is wanted. start: told the number of cells; tell: told each result as it comes. Ctrl-C ends it with what there is.
+
+    trial: how a start tries plugins, for the check `process`; None: it is left out.
+
+    :raises HeadwayError: there is no such subject, check, layout or cell.
+    """
+    if wanted.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device", "a CUDA GPU", "none that torch can use", "--device cpu")
+    if wanted.in_process and not wanted.cell:
+        raise ConfigError("--in-process", "one cell: --cell CELL", "none")
+    started = time.monotonic()
+    listed, results, left = _here(wanted, trial) if wanted.in_process else _in_children(wanted, start, tell, trial)
+    return CheckReport(
+        target=wanted.target or f"layout {wanted.layout}",
+        subject=f"layout {wanted.layout}" if wanted.layout else listed.subject,
+        plugins=list(wanted.plugins),
+        digest=listed.digest,
+        model=wanted.model,
+        origin=Origin.here(),
+        version=_version(listed.owner),
+        date=now(),
+        quick=wanted.quick,
+        machine=machine_of(torch.device(wanted.device)),
+        unavailable=listed.unavailable,
+        seconds=round(time.monotonic() - started, 1),
+        not_run=left,
+        cells=results,
+    )
+
+
+def _here(wanted: Wanted, trial: Trial | None) -> tuple[Listed, list[CellResult], int]:
+    kit = make_kit(wanted.target or BASELINE, wanted.device, wanted.plugins, wanted.model)
+    listed = Listed(**list_cells(kit, True, wanted.layout, wanted.cell))
+    results = _tried(listed.cells, listed, trial) or [run_cell(kit, cell, guesses=wanted.guesses) for cell in listed.cells]
+    return listed, results, 0
+
+
+def _in_children(
+    wanted: Wanted, start: Callable[[int], None], tell: Callable[[CellResult], None], trial: Trial | None
+) -> tuple[Listed, list[CellResult], int]:
+    """Also how many cells were left when the run was interrupted."""
+    target, timeout = wanted.target or BASELINE, wanted.timeout or cell_timeout(wanted.device, bool(wanted.sanitizer))
+    watches = [Sanitizer(wanted.sanitizer) if wanted.sanitizer else None for _ in range(max(1, wanted.jobs))]
+    children = [
+        CellProcess(target, wanted.device, 1, timeout, wanted.plugins, wanted.model, wanted.guesses, watch) for watch in watches
+    ]
+    try:
+        listed = children[0].list(quick=wanted.quick, layout=wanted.layout, only_cell=wanted.cell)
+        whole = trial is not None and listed.plugin and not wanted.layout and not wanted.cell
+        cells = _picked([str(CELL), *listed.cells] if whole else listed.cells, wanted) if not listed.unavailable else []
+        start(len(cells))
+        try:
+            tried = _tried(cells, listed, trial)  # alone: the trial has a limit of seconds
+        except KeyboardInterrupt:
+            return listed, [], len(cells)
+        for result in tried:
+            tell(result)
+        failed = wanted.stop_at_failure and any(result.status == "failed" for result in tried)
+        run = CellRun(children[: max(1, len(cells))], tell, wanted.stop_at_failure)
+        results = [] if failed else run.all(cells[len(tried) :])
+        return listed, tried + results, len(cells) - len(tried) - len(results)
+    finally:
+        for child in children:
+            child.stop()
+
+
+def _tried(cells: Sequence[str], listed: Listed, trial: Trial | None) -> list[CellResult]:
+    """The result of the check `process`, where it is the first of these cells and there is a plugin to try."""
+    if trial is None or not listed.plugin or cells[:1] != [str(CELL)]:
+        return []
+    return [try_plugin(source_of(listed.plugin), trial)]
+
+
+def _picked(cells: Sequence[str], wanted: Wanted) -> list[str]:
+    if wanted.cell or not wanted.only:
+        return list(cells)
+    only, known = wanted.only.split(","), dict.fromkeys(cell.partition(":")[0] for cell in cells)
+    for name in only:
+        if name not in known:
+            raise ConfigError("--only", f"checks of this subject: {', '.join(known)}", repr(name))
+    return [cell for cell in cells if cell.partition(":")[0] in only]
+
+
+def _version(owner: str) -> str:
+    """Version of the distribution that brings a backend; an entry point's owner is its name and version."""
+    return Origin.here().version if owner == "built-in" else owner

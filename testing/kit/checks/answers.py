@@ -1,0 +1,204 @@
+"""Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
+from headway.core.oracle.inputs import steps_of
+from headway.core.oracle.oracle import attend, distance
+from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
+from headway.testing.diagnosis.log_sums import looks_of_lse
+from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
+
+_LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
+"""How far a log-sum-exp may be from the right one, which is about 4: sums of 16-bit inputs are kept in float32."""
+_DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.float16: 12.0}
+"""How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
+
+
+def answer(stage: Stage, cell: CheckCell) -> str:
+    """The steps of one kind of work, in one phase."""
+
+    steps = cell_steps(cell)
+    without_stray_reads(lambda poison: run_steps(stage, cell, steps, poison=poison), stage.poison)
+    return ""
+
+
+def cell_steps(cell: CheckCell) -> list[Lens]:
+    """The lengths of each step of an answer's cell."""
+    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
+
+
+def run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], *, padding: bool = True, **options: Any) -> None:
+    """Run steps of one instance, each of them judged. padding: whether rows of length 0 follow where the phase has them; options:
+    of `Stage.session`.
+
+    :raises Finding: a step is wrong.
+    """
+    session = stage.session(cell, steps, **options)
+    kept: list[Turn] = []
+    for number, lens in enumerate(steps):
+        work = open_all(session, lens, like=kept)
+        session.step(work, padding_rows(cell.phase) if padding else 0)
+        if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
+            kept = work
+        else:
+            close_all(session, sequences([*kept, *work]))
+
+
+def siblings(stage: Stage, cell: CheckCell) -> str:
+    """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
+    own = stage.claimed.spec(cell)
+    other = sibling_of(own)
+    for phase in PHASES[cell.phase]:
+        if not (support := stage.subject.supports(other, cell.layout, cell.block_size, phase)):
+            raise Skipped.refused(support)
+    lens = first_step(cell.phase, cell.block_size)
+    sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
+    for number, session in enumerate((*sessions, sessions[0])):
+        work = open_all(session, lens)
+        try:
+            session.step(work)
+        except Finding as finding:
+            if number:  # the first one was right
+                finding.guess = "keeps something of one layer for another that differs in numbers alone"
+                finding.named = True
+            raise
+        close_all(session, sequences(work))
+    return ""
+
+
+def shared(stage: Stage, cell: CheckCell) -> str:
+    """Layers of a kind over the plans of the first of them, as the engine has them where `shares_plans` is declared."""
+    own = stage.claimed.spec(cell)
+    other = replace(sibling_of(own), scale=own.scale, sliding_window=own.sliding_window, softcap=own.softcap)
+    other = replace(other, alibi_slopes=own.alibi_slopes)
+    assert other != own
+    assert other.kind == own.kind
+    lens = first_step(cell.phase, cell.block_size)
+    sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (own, other)]
+    for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
+        using.plan = planning.plan  # type: ignore[method-assign]
+    for number, session in enumerate((*sessions, sessions[0])):
+        work = open_all(session, lens)
+        try:
+            session.step(work)
+        except Finding as finding:
+            if number == 1:  # the first one, which has plans of its own, was right
+                finding.guess = "declares shares_plans, and its plan holds sinks or scales"
+                finding.named = True
+            raise
+        close_all(session, sequences(work))
+    return ""
+
+
+def bounds(stage: Stage, cell: CheckCell) -> str:
+    """Decode where the host knows upper bounds of the lengths alone."""
+    without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
+    return ""
+
+
+def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
+    lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
+    session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
+    work = open_all(session, lens)
+    slack = min(8, cell.block_size - 1)
+    for turn in work:  # an engine gives room for what may come, so the table is as long as the bound says
+        session.reserve(turn.seq, turn.seq.length + 1 + slack)
+    step = session.lay_out(work)
+    exact = step.metadata
+    step.metadata = replace(
+        exact, seq_lens_cpu=exact.seq_lens_cpu + slack, max_seq_len=exact.max_seq_len + slack, upper_bound_lens=True
+    )
+    before = Before(step)
+    with torch.inference_mode():
+        session.attention.begin(step.metadata, *session.backends)
+        session.run(step)
+    session.previous.append(exact.seq_lens_cpu.add(slack).tolist())
+    session.finish(step, work, before)
+
+
+def tolerance(stage: Stage, cell: CheckCell) -> str:
+    """The declared tolerance, against what plain arithmetic of the dtype reaches."""
+    spec = stage.claimed.spec(cell)
+    declared = float(stage.subject.backend.tolerance[spec.dtype])
+    reached = _plain_error(spec)
+    most = _DATA[spec.dtype] * reached
+    stage.errors.note(reached, declared)
+    if not 0 < declared <= most:
+        raise Finding(
+            f"tolerance for {cell.dtype} must be at most {most:.2g}: plain arithmetic of that type reaches {reached:.2g}; "
+            f"declared is {declared:.2g}",
+            guess="a tolerance that would let wrong answers pass",
+        )
+    return f"declared {declared:.2g}, plain arithmetic reaches {reached:.2g}"
+
+
+def _plain_error(spec: AttentionSpec) -> float:
+    """Relative error of a softmax in float32 whose weights and output are rounded to the layer's dtype."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(48, heads, spec.head_dim, generator=generator).to(spec.dtype)
+        for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    )
+    right = attend(spec, q, k.double(), v.double(), 0)[0].cpu()
+    heads = torch.arange(spec.num_heads) // spec.group_size
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()[:, heads]) * spec.scale
+    scores = scores.masked_fill(torch.ones(48, 48).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(-1).to(spec.dtype).float()
+    out = torch.einsum("hqk,khd->qhd", weights, v.float()[:, heads]).to(spec.dtype)
+    return distance(out, right)
+
+
+def lse(stage: Stage, cell: CheckCell) -> str:
+    """The log-sum-exp of every query, where a backend declares it."""
+    lens = cell_steps(cell)[0]
+    session = stage.session(cell, [lens])
+    work = open_all(session, lens)
+    step = session.lay_out(work, padding_rows(cell.phase))
+    for layer, given in enumerate(step.inputs):
+        session.layers.write(layer, given.k, given.v, step.metadata.slot_mapping, given=True)
+    sums = torch.full((session.spec.num_heads, step.metadata.num_tokens), torch.nan, device=session.spec.device)
+    given, cache, n = step.inputs[0], session.layers.given[0].cache, step.metadata.num_prefill_tokens
+    prefill, decode = step.metadata.prefill, step.metadata.decode
+    with torch.inference_mode():
+        if prefill is not None:
+            first: AttentionBackend = session.backends[0][session.spec]
+            first.prefill(given.q[:n], given.k[:n], given.v[:n], cache, first.plan(prefill), given.out[:n], lse=sums[:, :n])
+        if decode is not None:
+            second: AttentionBackend = session.backends[1][session.spec]
+            second.decode(given.q[n:], cache, second.plan(decode), given.out[n:], lse=sums[:, n:])
+    if session.spec.sinks is None and bool((padding := sums[:, step.padding]).isfinite().any()):
+        raise Finding(
+            f"lse of a padding row, which sees no key, is -inf or left alone; got {float(padding[padding.isfinite()][0]):.5g}",
+            guess="writes padding rows",
+        )
+    allowed = _LSE[session.spec.dtype]
+    if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
+        allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
+    answers = [attend(row.spec, row.q, *row.kv(), row.context) for row in step.rows[0]]
+    most = allowed + session.numbers.slack
+    for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
+        out, right = answers[number]
+        off = (sums[:, tokens].double() - right).abs().nan_to_num(torch.inf)
+        apart = float(off.max())
+        stage.errors.note(apart, most)
+        if apart > most:
+            query, head = torch.nonzero(off.T.gt(most))[0].tolist()
+            raise Finding(
+                f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}), query {query}, head {head}: "
+                f"expected {float(right[head, query]):.5g}, got {float(sums[head, tokens][query]):.5g}; apart by up to "
+                f"{apart:.2g}, allowed {allowed:.2g}",
+                guess=looks_of_lse(sums.double(), [each for _, each in answers], step.rows[0], number, most),
+            )
+        limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack
+        if not distance(given.out[tokens], out) <= limit:
+            raise Finding(f"the output of sequence {number}, computed with lse, is wrong")
+    return ""

@@ -1,0 +1,138 @@
+"""What a backend says of itself: the fields of its class, refusals with reasons, options."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import FEATURES
+from headway.core.contract.errors import HeadwayError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
+from headway.core.contract.support import Support
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
+from headway.testing.kit import model_layers
+from headway.testing.kit.stage import Stage
+
+NO_OPTION = "headway_check_asks_for_nothing"
+NO_VALUE = "\x00headway check"
+"""A value no option can take."""
+
+
+def claims(stage: Stage, cell: CheckCell) -> str:
+    """The class keeps to the contract as far as that can be seen without running it."""
+    backend, said = stage.subject.backend, stage.subject.claims
+    methods = {Phase.PREFILL: "prefill", Phase.EXTEND: "prefill", Phase.DECODE: "decode"}
+    for phase in said.phases:
+        name = methods[phase]
+        _need(
+            getattr(backend, name) is not getattr(AttentionBackend, name), f"phase {phase.value} is claimed", f"a method {name}()"
+        )
+    _need(said.dense_prefill or not said.non_causal, "non_causal is claimed", "dense_prefill, which such layers come by")
+    for dtype in said.dtypes:
+        value = backend.tolerance.get(dtype)
+        got = f"{value!r}"
+        _need(isinstance(value, float) and value > 0, f"tolerance of {DTYPE_NAMES.get(dtype, dtype)}: {got}", "a number above 0")
+    for dtype in said.kv_dtypes:
+        known = " or ".join(KV_DTYPES)
+        _need(dtype in KV_DTYPES.values(), f"kv_dtypes has {dtype}, which nobody can ask for", f"{known} (--kv-cache-dtype)")
+        holds = said.layouts is None or dtype.is_floating_point or any(each.dtypes.get("key") == dtype for each in said.layouts)
+        _need(holds, f"kv_dtypes has {dtype}, which no layout holds that is claimed", "one with scales among layouts: nhd_int8")
+    _need(said.features <= FEATURES, f"features {sorted(said.features)}", f"names out of {sorted(FEATURES)}")
+    _need(isinstance(backend.graph_level, GraphLevel), f"graph_level {backend.graph_level!r}", "a GraphLevel")
+    registered = stage.subject.layouts.values()
+    unknown = [layout.name for layout in said.layouts or () if layout not in registered]
+    brings = "one that is registered, or a hook headway_register_layouts() that brings it"
+    _need(bool(stage.claimed.rows) or not unknown, f"layouts has {', '.join(unknown)}, which nobody registers", brings)
+    _need(bool(stage.claimed.rows), "it accepts no layer of the kit's", "at least one layout, block size, head_dim and dtype")
+    spec = stage.claimed.spec(stage.claimed.rows[0][0])
+    plain = stage.claimed.rows[0][0]
+    instance = stage.backend(plain)
+    room = instance.workspace_bytes(2048, 64)
+    _need(isinstance(room, int) and room >= 0, f"workspace_bytes() is {room!r}", "bytes, 0 or more")
+    for phase in said.phases:
+        kernel = type(instance).kernel(spec, phase)
+        _need(isinstance(kernel, str) and bool(kernel), f"kernel() is {kernel!r}", "the name of a kernel")
+    if getattr(instance, "decode_writes", False):
+        has = type(instance).write_and_decode is not AttentionBackend.write_and_decode
+        _need(has, "decode_writes is set", "a method write_and_decode()")
+    _unclaimed(stage, plain)
+    return ""
+
+
+def _unclaimed(stage: Stage, plain: CheckCell) -> None:
+    """supports() must agree with capabilities on features: what the class does not claim is never accepted."""
+    spec = replace(stage.claimed.spec(plain), causal=True)
+    fields = {"sliding_window": 7, "softcap": 1.5, "alibi_slopes": (0.5,) * spec.num_heads, "sinks": (0.5,) * spec.num_heads}
+    both_ways = replace(spec, causal=False, dense=True, kv_dtype=None, k_scale=1.0, v_scale=1.0, alibi_slopes=None)
+    if not stage.subject.claims.non_causal and stage.subject.supports(both_ways, plain.layout, plain.block_size, Phase.PREFILL):
+        raise Finding(
+            "non_causal is not claimed, and supports() accepts a layer that is not causal", guess="accepts it unclaimed"
+        )
+    for name in FEATURES - stage.subject.claims.features:
+        other = replace(spec, **{name: fields[name]})  # type: ignore[arg-type]
+        for phase in Phase:
+            if stage.subject.supports(other, plain.layout, plain.block_size, phase):
+                raise Finding(
+                    f"{name} is not among the claimed features, and supports() accepts it", guess=f"accepts {name} unclaimed"
+                )
+
+
+def serves(stage: Stage, cell: CheckCell) -> str:
+    """Whether a layer of the model is served, and in which phases."""
+    return model_layers.serves(stage.claimed.layers[cell.layer], stage.subject, stage.block_sizes)
+
+
+def refuse(stage: Stage, cell: CheckCell) -> str:
+    """A value that is not claimed is refused, with reasons that say what was needed and what was got."""
+    support = Support()
+    for phase in PHASES[cell.phase]:
+        support &= stage.subject.supports(stage.claimed.spec(cell), cell.layout, cell.block_size, phase)
+    if support:
+        raise Finding(
+            f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim"
+        )
+    for reason in support.reasons:
+        if not (reason.what and reason.need and reason.got):
+            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    return str(support).removeprefix("no: ")
+
+
+def options(stage: Stage, cell: CheckCell) -> str:
+    """Declared options are read, and unknown ones refused."""
+    backend, spec = stage.subject.backend, stage.claimed.spec(cell)
+    layout = stage.subject.layouts[cell.layout]
+
+    def takes(chosen: dict[str, str]) -> bool:
+        try:
+            backend.check_options(chosen)
+            backend(spec, layout, cell.block_size, chosen)
+        except HeadwayError:
+            return False
+        except Exception as error:
+            raise Finding(
+                f"--attn-opt {backend.name}.{next(iter(chosen))}={next(iter(chosen.values()))!r} must be taken or refused in "
+                f"words: {type(error).__name__}: {error}",
+                guess="an option whose value is not checked",
+            ) from None
+        return True
+
+    if takes({NO_OPTION: "1"}):
+        raise Finding(
+            f"--attn-opt {backend.name}.{NO_OPTION}=1 must be refused: no such option is declared",
+            guess="unknown options are silently ignored",
+        )
+    for key in backend.options:
+        if takes({key: NO_VALUE}):
+            raise Finding(
+                f"--attn-opt {backend.name}.{key}={NO_VALUE!r} must be refused: nothing can mean that",
+                guess=f"option {key} is silently ignored",
+            )
+    if not backend.options:
+        raise Skipped("no options are declared; an unknown one is refused")
+    return ""
+
+
+def _need(ok: bool, got: str, need: str) -> None:
+    if not ok:
+        raise Finding(f"{got}; needs {need}", guess="a claim that does not hold")

@@ -1,0 +1,175 @@
+"""Greedy tokens of a tiny random model through the engine: prompts in chunks, prefix hits, preemption, captured decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.layout import CacheGeometry
+from headway.core.contract.model import Attention, AttentionFunctions
+from headway.core.contract.sizes import BLOCK_MULTIPLE
+from headway.core.contract.spec import AttentionSpec
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.engine import make_engine
+from headway.core.oracle.cells import CheckCell, Finding, Skipped
+from headway.core.oracle.oracle import attend
+from headway.core.sampling.params import SamplingParams
+from headway.testing.kit.stage import Stage
+from headway.testing.kit.subject import BASELINE
+
+HIDDEN = 64
+LAYERS = 2
+
+
+class TinyDecoder:
+    """Two attention layers over random embeddings; every token depends on all before it, so greedy tokens show a wrong one."""
+
+    vocab_size = 97
+    max_position_embeddings = 512
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.spec = spec
+        self.attention_specs = [spec] * LAYERS
+        self._sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
+
+        def weights(*shape: int, scale: float) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+
+        self._weights = {
+            "embed": weights(self.vocab_size, HIDDEN, scale=1.0),
+            "places": weights(self.max_position_embeddings, HIDDEN, scale=0.5),
+            "head": weights(self.vocab_size, HIDDEN, scale=HIDDEN**-0.5),
+        }
+        for layer in range(LAYERS):
+            self._weights[f"qkv{layer}"] = weights(HIDDEN, sum(self._sizes), scale=HIDDEN**-0.5)
+            self._weights[f"out{layer}"] = weights(spec.num_heads * spec.v_head_dim, HIDDEN, scale=4 * self._sizes[0] ** -0.5)
+        self._cast = {name: tensor.to(spec.device, spec.dtype) for name, tensor in self._weights.items()}
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """input_ids, positions: int64 [num_tokens]. Returns hidden states [num_tokens, HIDDEN]."""
+        return self._forward(self._cast, input_ids, positions, attention)
+
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden: [rows, HIDDEN]. Returns [rows, vocab_size]."""
+        return torch.matmul(hidden, self._cast["head"].T, out=out)
+
+    def reference_logits(self, token_ids: list[int], cached: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """float64 [num_tokens, vocab_size]: one sequence as a whole, attended to by the kit's own reference.
+
+        cached: gives keys and values as the cache holds them.
+        """
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(self.spec, q, *cached(k, v), 0)[0]
+
+        ids = torch.tensor(token_ids)
+        return self._forward(self._weights, ids, torch.arange(len(ids)), AttentionFunctions(attention)) @ self._weights["head"].T
+
+    def _forward(self, weights: dict[str, Tensor], ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        spec = self.spec
+        x = weights["embed"][ids] + weights["places"][positions]
+        for layer in range(LAYERS):
+            q, k, v = (x @ weights[f"qkv{layer}"]).split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
+            q, k, v = (part.unflatten(-1, (heads, -1)) for part, heads in zip((q, k, v), _heads(spec), strict=True))
+            v = k[..., : spec.v_head_dim] if spec.value_in_key else v
+            x = x + attention(layer, q, k, v).flatten(1) @ weights[f"out{layer}"]
+            x = x / x.pow(2).mean(-1, keepdim=True).sqrt()
+        return x
+
+
+def _heads(spec: AttentionSpec) -> tuple[int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+
+
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""How far below the best logit, of about 1 in size, a chosen token's may lie, by dtype."""
+TOKENS = 12
+
+
+def engine(stage: Stage, cell: CheckCell) -> str:
+    """Every token is the best, or as good as the best, after those before it; in float32 all are those of the baseline."""
+    spec = stage.claimed.spec(cell)
+    if cell.block_size % BLOCK_MULTIPLE:
+        raise Skipped(f"block_size: an engine needs a multiple of {BLOCK_MULTIPLE}, got {cell.block_size}")
+    model = TinyDecoder(spec)
+    prefill, decode = stage.parts(cell)  # prompts without a context are among the work
+    prompts = _prompts(cell.block_size)
+    found, stats = _generate(stage, cell, model, f"prefill={prefill},decode={decode}", prompts)
+    for number, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        logits = model.reference_logits(prompt + tokens, partial(_cached, stage, cell))[len(prompt) - 1 : -1]
+        behind = logits.amax(-1) - logits[torch.arange(len(tokens)), torch.tensor(tokens)]
+        stage.errors.note(float(behind.max()), NEAR[spec.dtype])
+        if float(behind.max()) > NEAR[spec.dtype]:
+            at = int((behind > NEAR[spec.dtype]).nonzero()[0])
+            raise Finding(
+                f"prompt {number} ({len(prompt)} tokens), output token {at}: expected {int(logits[at].argmax())}, "
+                f"got {tokens[at]}, whose logit is {float(behind[at]):.3g} below the best",
+                guess="wrong in the engine: with chunks, prefix hits or preemption",
+            )
+    if spec.dtype == torch.float32 and BASELINE not in (prefill, decode):
+        others, _ = _generate(stage, cell, model, BASELINE, prompts)
+        if others != found:
+            number = next(n for n, pair in enumerate(zip(found, others, strict=True)) if pair[0] != pair[1])
+            raise Finding(f"greedy tokens of prompt {number} are those of {BASELINE} {others[number]}, got {found[number]}")
+    return stats
+
+
+def _cached(stage: Stage, cell: CheckCell, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 keys and values of one sequence as its cache holds them; as they are if the cache has the layer's own type."""
+    spec, size = stage.claimed.spec(cell), cell.block_size
+    if spec.kv_dtype is None:
+        return k, v
+    cache = stage.subject.layouts[cell.layout].allocate(
+        CacheGeometry.of(spec, -(-len(k) // size), size), spec.k_scale, spec.v_scale
+    )
+    slots = torch.arange(len(k), device=spec.device)
+    stage.subject.writer(cell.layout)(k.to(spec.dtype), v.to(spec.dtype), cache, slots)
+    keys, values = cache.gather(slots)
+    return keys.double() * spec.k_scale, values.double() * spec.v_scale
+
+
+def _prompts(block_size: int) -> list[list[int]]:
+    """Prompts of many lengths, some of which begin alike."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(TinyDecoder.vocab_size, (count,), generator=generator).tolist()
+
+    shared = ids(min(2 * block_size, 150))
+    return [ids(1), shared + ids(3), ids(17), shared + ids(1), ids(40), shared[: block_size + 1], ids(70), shared + ids(9)]
+
+
+def _generate(
+    stage: Stage, cell: CheckCell, model: TinyDecoder, backend: str, prompts: list[list[int]]
+) -> tuple[list[list[int]], str]:
+    spec, longest = model.spec, max(map(len, prompts)) + TOKENS
+    blocks = -(-longest // cell.block_size)
+    layout = stage.subject.layouts[cell.layout]
+    memory = (2 * blocks + 3) * LAYERS * layout.bytes_per_block(CacheGeometry.of(spec, 1, cell.block_size))
+    config = EngineConfig(
+        attn_backend=backend,
+        kv_layout=cell.layout,
+        block_size=cell.block_size,
+        max_model_len=longest,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+        kv_cache_memory=memory,
+        cudagraph_capture_sizes=(1, 4, 6),
+    )
+    made = make_engine(model=model, source=stage.subject.registry, config=config)
+    wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    hits = [0] * len(prompts)
+    for number, prompt in enumerate(prompts):
+        made.add_request(str(number), made.limits.checked(prompt, wanted))
+    while made.has_unfinished:
+        for delta in made.step():
+            if delta.error:
+                raise Finding(f"the engine ended a request: {delta.error}")
+            tokens[int(delta.request_id)] += delta.new_token_ids
+            hits[int(delta.request_id)] = delta.num_cached_tokens
+    return tokens, f"{sum(hits)} tokens from prefix hits, {made.stats.num_preemptions} preemptions"

@@ -1,0 +1,66 @@
+"""`python -m headway.testing.kit.child TARGET DEVICE THREADS MODEL PLUGIN...`: runs cells of a subject in a process.
+
+Each answer is one line of JSON. What the subject prints goes to the error stream; what it breaks is this process alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from headway.core.contract.errors import HeadwayError
+from headway.core.system.child import message_of, open_replies, reply
+from headway.testing.kit.kit import Kit, list_cells, make_kit, run_cell
+from headway.testing.kit.sanitizer import OUT_OF_BOUNDS
+from headway.testing.kit.state_kit import StateKit
+
+
+def main(target: str, device: str, threads: int, model: str, plugins: Sequence[str]) -> None:
+    """Answer requests until the input ends. model: whose layers are tried; "": the kit's."""
+    told = open_replies()
+    faulthandler.enable()
+    torch.set_num_threads(threads)
+    kit: Kit | StateKit | None = None
+    for line in sys.stdin:
+        request = message_of(line)
+        try:
+            if kit is None:
+                kit = make_kit(target, device, plugins, model)
+            reply(told, _answer(kit, device, request))
+        except HeadwayError as error:
+            reply(told, {"error": str(error)})
+        except Exception as error:
+            reply(told, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}", "raised": True})
+
+
+def _lost_gpu(device: str) -> str:
+    """The error after which a process can use its GPU no more, such as an illegal memory access; "": there is none."""
+    if device != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _answer(kit: Kit | StateKit, device: str, request: dict[str, Any]) -> dict[str, Any]:
+    if "load" in request:
+        return {"loaded": kit.name}
+    if "cell" in request:
+        result = run_cell(kit, request["cell"], guesses=request.get("guesses", True))
+        lost = _lost_gpu(device)
+        if lost and result.status != "failed":
+            result = result.model_copy(update={"status": "failed", "reason": lost})
+        if lost:
+            result = result.model_copy(update={"guess": OUT_OF_BOUNDS})
+        return {"result": result.model_dump(), "lost_gpu": bool(lost)}
+    return list_cells(kit, request.get("quick", False), request.get("layout", ""), request.get("only_cell", ""))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])

@@ -1,0 +1,314 @@
+"""Which layers a backend is tried on: what it claims, thinned out to a covering set.
+
+The full product of a backend that serves everything has some 40,000 combinations. Faults of kernels sit in one value or in a
+pair (a block size with a head_dim, a window with a phase), so every pair of values that the backend claims is tried in every
+phase, with few distinct layers, since a kernel is compiled for each: greedy covering by (phase, pair).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, product
+
+import numpy
+import torch
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import Support
+from headway.core.oracle.cells import (
+    AXES,
+    BIDIRECTIONAL,
+    CACHE_TYPES,
+    FEATURES,
+    FEW,
+    KV_HEADS,
+    MEMORIES,
+    MODEL_SOFTCAPS,
+    MODEL_WINDOWS,
+    PHASES,
+    USUAL_SCALE,
+    CheckCell,
+    make_spec,
+)
+from headway.core.oracle.inputs import possible
+from headway.core.oracle.steps import TABLE_BLOCKS
+from headway.testing.kit.covering import greedy
+from headway.testing.kit.model_layers import ModelLayer
+from headway.testing.kit.subject import Subject
+
+Value = str | int
+Row = tuple[CheckCell, frozenset[str]]
+"""A layer and the phases that it is tried in."""
+BLOCK_SIZES = (16, 8, 64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+LATENT_DIM = 576
+"""DeepSeek's, tried where values may lie in keys, and there alone."""
+MOST_OWN_DIMS = 4
+"""Head sizes beside HEAD_DIMS that are tried; where a backend lists more, the smallest and the largest are."""
+GROUPS = (4, 1, 7, 8)
+DTYPES = ("float32", "bfloat16", "float16")
+UNCLAIMED: dict[str, Value] = {"dtype": "float64"}
+"""Claimed by nobody: must be refused by all."""
+OTHERS: dict[str, tuple[int, ...]] = {
+    "block_size": (32, 24),
+    "head_dim": (48, 72, 100, 112, 144, 160, 192, 512),
+    "group": (2, 3, 5, 6, 12, 16, 32),
+}
+"""Further values, those that models have among them: each is refused in words, or tried in every phase in a layer of few."""
+_SEARCHED: dict[str, tuple[Value, ...]] = {
+    "feature": ("none", *CACHE_TYPES, "latent", "v_head_dim", "longer_v", *BIDIRECTIONAL),
+    "block_size": (16, 1, 4, 32, 64, 256, 512),
+    "kv_heads": KV_HEADS,
+    "scale": ("odd", USUAL_SCALE),
+    "group": tuple(range(1, 17)),
+    "head_dim": tuple(range(8, 264, 8)),
+}
+"""Values among which a layer is looked for if no combination of the usual ones is accepted."""
+MANY_HEADS: dict[str, tuple[int, ...]] = {"latent": (128, 96), "none": (71, 64)}
+"""Feature -> query heads over one kv head, more than a tile of a kernel holds: what serves a few heads tells nothing of the code
+that deals them to several tiles. 128: DeepSeek-V3; 71: Falcon-7B; 96 are no power of two, 64 fill a tile. Each number is
+tried where the backend accepts it, and must else be refused in words."""
+_LAYER_AXES = len(AXES) - AXES.index("head_dim")
+"""The last of AXES, on which a cell's layer depends; the others are those of its cache."""
+_MOST_PHASES = (4, 2)
+"""Phases in which the first and the second of these numbers are tried."""
+_BY_HEADS = ("decode", "extend", "mixed", "verify", "prefill")
+"""Phases in the order in which they tell most of many heads."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """Everything of the product of the axes that a subject accepts."""
+
+    subject: Subject
+    layers: Mapping[str, ModelLayer] = field(default_factory=dict)
+    """Layers of the model that the kit was given, by name."""
+    _plainest: dict[tuple[str, ...], dict[tuple[Value, ...], CheckCell]] = field(default_factory=dict, init=False, repr=False)
+    """Some axes -> a phase and values of them -> the plainest accepted layer, of the axes that were asked for."""
+
+    @property
+    def values(self) -> Mapping[str, tuple[Value, ...]]:
+        """What each axis may be, claimed or not, the plainest first."""
+        return self._found[0]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every accepted layer with the phases it is accepted in; those of own memory, which the others follow."""
+        return self._found[1]
+
+    @cached_property
+    def _found(self) -> tuple[Mapping[str, tuple[Value, ...]], list[Row]]:
+        """The values and the rows: the usual values, and if no layer of these is accepted, those of one that is."""
+        values: Mapping[str, tuple[Value, ...]] = self.usual
+        rows = self._accepted(values, CheckCell("answer"))
+        if not rows and (base := self._searched()) is not None:
+            values = {axis: tuple(dict.fromkeys((getattr(base, axis), *usual))) for axis, usual in self.usual.items()}
+            rows = self._accepted(values, base)
+        return values, rows
+
+    @cached_property
+    def usual(self) -> dict[str, tuple[Value, ...]]:
+        """What each axis may be for most backends, the plainest first."""
+        claims = self.subject.claims
+        blocks = sorted({*BLOCK_SIZES, *([claims.block_multiple] if claims.block_multiple > 1 else [])})
+        own = sorted({*(claims.head_dims or ()), *(pair[0] for pair in claims.v_head_dims or ())} - {*HEAD_DIMS})
+        dims = {*HEAD_DIMS, *(own if len(own) <= MOST_OWN_DIMS else (own[0], own[-1]))}
+        dims |= {LATENT_DIM} if claims.value_in_key else set()
+        least = {"together": 2, **{f"{name}-together": 1 for name in CACHE_TYPES}}
+        models = MODEL_WINDOWS | MODEL_SOFTCAPS  # tried by `of_models`
+        features = [each for each in FEATURES if len(claims.features) >= least.get(each, 0) and each not in models]
+        return {
+            "layout": tuple(self.subject.layouts),
+            "memory": MEMORIES,
+            "block_size": tuple(sorted(blocks, key=lambda size: (size != 16, size))),
+            "head_dim": tuple(sorted(dims, key=lambda dim: (dim != 64, dim))),
+            "group": GROUPS,
+            "dtype": (*DTYPES, *(("float64",) if torch.float64 in claims.dtypes else ())),
+            "feature": tuple(features),
+        }
+
+    def spec(self, cell: CheckCell) -> AttentionSpec:
+        """The layer of a cell."""
+        if cell.layer:
+            return self.layers[cell.layer].spec
+        claims = self.subject.claims
+        pairs = [pair for pair in claims.v_head_dims or () if pair[0] == cell.head_dim]
+        longer = cell.feature == "longer_v"
+        named = next((v_head_dim for head_dim, v_head_dim in pairs if (v_head_dim > head_dim) == longer), 0)
+        v_head_dim = named if cell.feature in ("v_head_dim", "longer_v", "latent") else 0
+        return make_spec(cell, self.subject.device, claims.features, v_head_dim)
+
+    def support(self, cell: CheckCell, phase: str) -> Support:
+        """Whether the subject claims a cell in a phase (a name of PHASES)."""
+        support = Support()
+        for each in PHASES[phase]:
+            support &= self.subject.supports(self.spec(cell), cell.layout, cell.block_size, each)
+        return support
+
+    def _searched(self) -> CheckCell | None:
+        """A layer that a subject accepts which takes, say, one number of kv heads and no other; None if none is found."""
+        claims = self.subject.claims
+        layout = next(
+            (name for name, each in self.subject.layouts.items() if claims.layouts is None or each in claims.layouts), ""
+        )
+        dtype = next((name for name in self.usual["dtype"] if getattr(torch, str(name)) in claims.dtypes), "")
+        phase = next((name for name, needed in PHASES.items() if needed <= claims.phases), "")
+        if not (layout and dtype and phase):
+            return None
+        plain = CheckCell("answer", layout=layout, dtype=str(dtype))
+        features = [name for name in _SEARCHED["feature"] if name in self.usual["feature"]]
+        for picked in product(*(_SEARCHED | {"feature": features}).values()):
+            cell = replace(plain, **dict(zip(_SEARCHED, picked, strict=True)))  # type: ignore[arg-type]
+            if self.support(cell, phase):
+                return cell
+        return None
+
+    def _accepted(self, values: Mapping[str, tuple[Value, ...]], plain: CheckCell) -> list[Row]:
+        """Every accepted layer of some values of the axes, with the inputs of a plain cell."""
+        found: list[Row] = []
+        specs: dict[tuple[Value, ...], AttentionSpec] = {}
+        axes = [values[axis] if axis != "memory" else ("own",) for axis in AXES]
+        for picked in product(*axes):
+            cell = replace(plain, **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
+            if cell.head_dim == LATENT_DIM and cell.feature != "latent":
+                continue
+            layer = picked[-_LAYER_AXES:]
+            spec = specs[layer] = specs.get(layer) or self.spec(cell)
+            served = {phase: bool(self.subject.supports(spec, cell.layout, cell.block_size, phase)) for phase in Phase}
+            phases = frozenset(name for name, needed in PHASES.items() if all(served[each] for each in needed))
+            if phases:
+                found.append((cell, phases))
+        return found
+
+    def cover(self, strength: int) -> list[Row]:
+        """Few layers that hold, in every phase, each combination of `strength` values that is accepted in it."""
+        if not self.rows:
+            return []
+        numbers = {axis: {value: n for n, value in enumerate(self.values[axis])} for axis in AXES}
+        table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in AXES] for cell, _ in self.rows])
+        served = numpy.array([[phase in phases for phase in PHASES] for _, phases in self.rows])
+        memories = range(len(MEMORIES)) if strength > 1 else (0,)
+        order = numpy.random.default_rng(0).permutation(len(table))
+        table, served = table[order], served[order]
+        column = AXES.index("memory")
+        table = numpy.concatenate([_with(table, column, memory) for memory in memories])
+        served, order = numpy.tile(served, (len(memories), 1)), numpy.tile(order, len(memories))
+        chosen = greedy(table, served, list(combinations(range(len(AXES)), strength)))
+        cells = []
+        for number in chosen:
+            cell, phases = self.rows[order[number]]
+            cells.append((cell.plain("answer", memory=MEMORIES[table[number, column]]), phases))
+        return sorted(cells, key=lambda each: str(each[0]))
+
+    def plainest(self, phase: str, **wanted: Value) -> CheckCell | None:
+        """The plainest accepted layer of a phase with these values; None where there is none."""
+        axes = tuple(wanted)
+        if axes not in self._plainest:
+            found: dict[tuple[Value, ...], CheckCell] = {}
+            for cell, phases in self.rows:
+                values = [getattr(cell, axis) for axis in axes]
+                for each in phases:
+                    found.setdefault((each, *values), cell)
+            self._plainest[axes] = found
+        return self._plainest[axes].get((phase, *wanted.values()))
+
+    def around(self, phase: str) -> list[CheckCell]:
+        """The plainest accepted layer of a phase with each feature, and in each memory: where mistakes sit that no other value
+        brings out."""
+        found = [self.plainest(phase, feature=feature) for feature in self.values["feature"]]
+        plain = self.plainest(phase)
+        memories = [replace(plain, memory=memory) for memory in MEMORIES] if plain is not None else []
+        return [cell.plain("answer", phase=phase) for cell in (*found, *memories) if cell is not None]
+
+    def refusals(self) -> list[CheckCell]:
+        """One cell for every value of an axis that is accepted in no phase or layer, everything else being accepted; its `about`
+        is the axis. Odd values that are refused are among them."""
+        if not self.rows:
+            return []
+        plain, cells = self.rows[0][0], []
+        for axis in AXES:
+            taken = {getattr(cell, axis) for cell, _ in self.rows}
+            odd = (*OTHERS.get(axis, ()), *([UNCLAIMED[axis]] if axis in UNCLAIMED else []))
+            for value in dict.fromkeys((*self.values[axis], *odd)) if axis != "memory" else ():
+                cell = replace(plain, check="refuse", about=axis, phase=self._phase(plain), **{axis: value})  # type: ignore[arg-type]
+                unclaimed = value in UNCLAIMED.values() and value not in self.values[axis]
+                if (value not in taken and not self.support(cell, cell.phase)) or unclaimed:
+                    cells.append(cell)
+        phases = {phase for _, served in self.rows for phase in served}
+        return cells + [plain.plain("refuse", "phase", phase=phase) for phase in PHASES if phase not in phases]
+
+    def with_others(self, rows: Sequence[Row]) -> list[Row]:
+        """The same layers, and in them the values of OTHERS that the subject accepts: in place of values that other rows have
+        too, and in further rows if there are too few."""
+        found, most = list(rows), max((len(phases) for _, phases in rows), default=0)
+        whole = [row for row in rows if len(row[1]) == most]
+        for axis, values in OTHERS.items():
+            changed: set[int] = set()
+            for value in values:
+                counts = Counter(getattr(cell, axis) for cell, _ in found)
+                turn = len(changed) % max(1, len(whole))
+                free = [n for n, (cell, _) in enumerate(found) if n >= len(rows) or counts[getattr(cell, axis)] > 1]
+                places = [(n, found[n]) for n in free if n not in changed and len(found[n][1]) == most]
+                places += [(len(found), row) for row in (*whole[turn:], *whole[:turn])]
+                picked = next((place for place in places if value not in counts and self._takes(*place[1], axis, value)), None)
+                if picked is not None:
+                    number, (cell, phases) = picked
+                    found[number:] = [(replace(cell, **{axis: value}), phases), *found[number + 1 :]]  # type: ignore[arg-type]
+                    changed.add(number)
+        return found
+
+    def _takes(self, cell: CheckCell, phases: frozenset[str], axis: str, value: Value) -> bool:
+        changed = replace(cell, **{axis: value})  # type: ignore[arg-type]
+        return all(self.support(changed, phase) for phase in phases)
+
+    def of_models(self) -> list[CheckCell]:
+        """Windows and soft-caps that models have, in decode and extend, with sequences and scores that reach them."""
+        cells = []
+        for phase in ("decode", "extend"):
+            for name, window in MODEL_WINDOWS.items():
+                if (cell := self.plainest(phase, feature="window")) is not None:
+                    sizes = sorted({int(size) for size in (*self.values["block_size"], *OTHERS["block_size"])})
+                    longer = (size for size in sizes if window < TABLE_BLOCKS * size)
+                    fits = (size for size in longer if self._takes(cell, frozenset({phase}), "block_size", size))
+                    cells += [replace(cell, phase=phase, feature=name, block_size=size, work="tables") for size in fits][:1]
+            for name in MODEL_SOFTCAPS:
+                if (cell := self.plainest(phase, feature="softcap")) is not None:
+                    cells.append(replace(cell, phase=phase, feature=name, scores="alternating"))
+        return [cell for cell in cells if possible(cell) and self.support(cell, cell.phase)]
+
+    def many_heads(self, quick: bool) -> list[CheckCell]:
+        """Answers, and where there are any log-sum-exps and graphs, of layers with as many query heads as MANY_HEADS has; quick:
+        one answer of each. A number that is refused in every phase is a cell of `refuse`."""
+        cells = []
+        for feature, groups in MANY_HEADS.items():
+            for group, most in zip(groups, _MOST_PHASES, strict=True):
+                asked = [layer for phase in _BY_HEADS if (layer := self._of_heads(phase, feature, group)) is not None]
+                taken = [layer for layer in asked if self.support(layer, layer.phase)]
+                cells += taken[: 1 if quick else most] or [each.plain("refuse", "group", work="edges") for each in asked[:1]]
+                if taken and taken[0].phase == "decode" and not quick and group == groups[0]:
+                    cells += [taken[0].plain("lse")] if self.subject.claims.lse else []
+                    cells.append(taken[0].plain("graph"))
+        return cells
+
+    def _of_heads(self, phase: str, feature: str, group: int) -> CheckCell | None:
+        """The plainest layer of a phase with so many query heads over one kv head, accepted or not; None where one with few heads
+        is refused. In bfloat16, as models have it, and latents of DeepSeek's size, where both are accepted."""
+        wanted: dict[str, Value] = {"head_dim": LATENT_DIM} if feature == "latent" else {}
+        plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)
+        if plain is None:
+            return None
+        heads = {} if feature == "latent" else {"kv_heads": 1}
+        return replace(plain, phase=phase, group=group, work=FEW, **heads)  # type: ignore[arg-type]
+
+    def _phase(self, cell: CheckCell) -> str:
+        return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))
+
+
+def _with(table: numpy.ndarray, column: int, value: int) -> numpy.ndarray:
+    changed = table.copy()
+    changed[:, column] = value
+    return changed

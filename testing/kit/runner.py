@@ -1,0 +1,218 @@
+"""Runs cells in child processes: a backend that crashes, hangs or exits is a finding with its cell, and the next cell is run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.contract.errors import ConfigError
+from headway.core.system.child import Child, ChildDied, python_command
+from headway.core.system.provenance import interpreted
+from headway.testing.kit.report import CellResult
+from headway.testing.kit.sanitizer import ENVIRONMENT, OUT_OF_BOUNDS, SLOWER, Sanitizer
+from headway.testing.kit.state_cells import parse_cell
+
+TIMEOUT = {"cpu": 60.0, "cuda": 240.0}
+"""Seconds that one cell may take; on a GPU a kernel may have to be compiled first."""
+INTERPRETED = 10
+"""Times as long under Triton's interpreter."""
+START_TIMEOUT = 180.0
+MOST_DEATHS = 6
+"""After so many crashes and hangs in one run the rest is not run: each costs a new process."""
+
+
+@dataclass
+class Listed:
+    """What a child says of its subject."""
+
+    subject: str
+    owner: str
+    plugin: Sequence[str] | None
+    """See `Subject.plugin`."""
+    unavailable: str
+    cells: list[str]
+    digest: str = ""
+    """See `CheckReport.digest`."""
+
+
+@dataclass
+class CellProcess:
+    """One process with the subject loaded, started at the first request and again after it died."""
+
+    target: str
+    device: str
+    threads: int
+    timeout: float
+    plugins: Sequence[str] = ()
+    model: str = ""
+    """Whose layers are tried; "": those of the kit."""
+    guesses: bool = True
+    """Whether a failure says what it looks like, which takes longer than the cell."""
+    sanitizer: Sanitizer | None = None
+    """What watches the memory of the process's kernels; None: nothing."""
+    deaths: int = 0
+    """Times that a cell took the process with it, or the process's use of the GPU."""
+    _process: Child | None = None
+
+    def list(self, **request: Any) -> Listed:
+        """The cells of the subject.
+
+        :raises ConfigError: there is no such subject, or it does not load.
+        """
+        try:
+            answer = self._ask(request, START_TIMEOUT)
+        except ChildDied as died:
+            raise ConfigError("backend", f"{self.target} that loads", str(died)) from None
+        if "error" in answer:
+            if answer.get("raised"):
+                raise ConfigError("backend", f"{self.target} that loads", answer["error"])
+            raise Refused(answer["error"])
+        if self.sanitizer is not None and (error := self.sanitizer.new_error()):
+            raise ConfigError("--sanitize", "a machine whose GPU compute-sanitizer can watch", error)
+        return Listed(**answer)
+
+    def run(self, cell: str) -> CellResult:
+        """One cell's result. Under a sanitizer its first error is the finding, whatever came of the cell.
+
+        :raises ChildDied: the subject took the process with it.
+        """
+        try:
+            result = self._run(cell)
+        except ChildDied:
+            if found := self._insane(cell):
+                return found
+            raise
+        return self._insane(cell) or result
+
+    def _insane(self, cell: str) -> CellResult | None:
+        error = "" if self.sanitizer is None else self.sanitizer.new_error()
+        return _failed(cell, f"compute-sanitizer: {error}", OUT_OF_BOUNDS) if error else None
+
+    def _run(self, cell: str) -> CellResult:
+        answer: dict[str, Any] = {}
+        if self._process is None:  # importing a library may take longer than any cell should
+            answer = self._ask({"load": True}, START_TIMEOUT)
+        if "error" not in answer:
+            answer = self._ask({"cell": cell, "guesses": self.guesses}, self.timeout)
+        if "error" in answer:
+            return _failed(cell, answer["error"], "the subject does not load in this process")
+        if answer["lost_gpu"]:  # every later call of this process would fail, whatever its cell
+            self.deaths += 1
+            self.stop()
+        return CellResult.model_validate(answer["result"])
+
+    def stop(self) -> None:
+        """End the process and all that it started."""
+        if self._process is not None:
+            self._process.stop()
+        self._process = None
+
+    def _ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        if self._process is None:
+            told = self.target, self.device, str(self.threads), self.model
+            command = python_command("headway.testing.kit.child", *told, *self.plugins)
+            limits = {"HEADWAY_AUTOTUNE_BUDGET": "0", "OMP_NUM_THREADS": str(self.threads)}
+            if self.sanitizer is not None:
+                command, limits = self.sanitizer.command(command), limits | ENVIRONMENT
+            self._process = Child(command, limits)
+        try:
+            return self._process.ask(request, timeout)
+        except ChildDied:
+            self.deaths += 1
+            self._process = None
+            raise
+
+
+def cell_timeout(device: str, sanitized: bool = False) -> float:
+    """Seconds that one cell may take on a device, where nobody says otherwise."""
+    return TIMEOUT[device] * (INTERPRETED if interpreted() else 1) * (SLOWER if sanitized else 1)
+
+
+class Refused(ConfigError):
+    """An error of the subject, told in its own words alone."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("backend", "", "")
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+@dataclass
+class CellRun:
+    """Cells dealt to a few children."""
+
+    children: Sequence[CellProcess]
+    tell: Callable[[CellResult], None] = lambda result: None
+    stop_at_failure: bool = False
+    """Whether the first failure ends the run, as Ctrl-C does."""
+    results: dict[str, CellResult] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _fault: BaseException | None = None
+
+    def all(self, cells: Sequence[str]) -> list[CellResult]:
+        """The results in the order of the cells. What a thread raises is raised here: a cell without a result has not passed.
+
+        Ctrl-C ends the run: the results are then those that there are.
+        """
+        left = list(reversed(cells))
+        threads = [threading.Thread(target=self._guarded, args=(child, left)) for child in self.children]
+        for thread in threads:
+            thread.start()
+        results = self.results
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:
+            left.clear()
+            with self._lock:
+                results = dict(self.results)  # without the cells whose processes are stopped now
+        except BaseException:
+            left.clear()
+            raise
+        finally:
+            for child in self.children:
+                child.stop()
+        if self._fault is not None:
+            raise self._fault
+        return [results[cell] for cell in cells if cell in results]
+
+    def _guarded(self, child: CellProcess, left: list[str]) -> None:
+        try:
+            self._work(child, left)
+        except BaseException as error:
+            self._fault = error
+            left.clear()
+
+    def _work(self, child: CellProcess, left: list[str]) -> None:
+        while True:
+            with self._lock:
+                if not left:
+                    return
+                cell = left.pop()
+            deaths = sum(each.deaths for each in self.children)
+            if deaths >= MOST_DEATHS:
+                result = _failed(cell, f"not run: {deaths} cells before it took their process with them", "", "skipped")
+            else:
+                try:
+                    result = child.run(cell)
+                except ChildDied as died:
+                    if died.timed_out:
+                        result = _failed(cell, died.how, "hangs, or takes longer: --timeout SECONDS gives it more time")
+                    else:
+                        result = _failed(cell, str(died), "takes the process with it: a crash or an exit")
+            with self._lock:
+                if self.stop_at_failure and any(each.status == "failed" for each in self.results.values()):
+                    return  # a cell that another process had begun: one failure is shown
+                self.results[cell] = result
+                self.tell(result)
+                if self.stop_at_failure and result.status == "failed":
+                    left.clear()
+
+
+def _failed(cell: str, reason: str, guess: str, status: str = "failed") -> CellResult:
+    parsed = parse_cell(cell)
+    return CellResult(cell=cell, check=parsed.check, status=status, reason=reason, guess=guess, **parsed.axes)  # type: ignore[arg-type]

@@ -1,0 +1,243 @@
+"""A backend for layers with a state along the calls of an engine: two layers, their slots, and sequences in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.state import StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
+from headway.core.contract.state_backend import StateBackend
+from headway.core.oracle.cells import Finding, Skipped
+from headway.core.oracle.state_cases import StateCase, random_inputs, random_parameters, run_layers
+from headway.core.oracle.state_reference import SequenceState, advance
+from headway.testing.broken.plain_states import PlainStates
+from headway.testing.diagnosis.state_verdict import ROW_FACTOR, distance
+from headway.testing.kit.state_cells import StateCell
+from headway.testing.kit.state_subject import StateSubject
+
+_LONGEST = 1 << 16
+_LAYERS = 2
+_NAN = "NaN: reads a slot that holds nobody's state"
+_LAYER = "right in the first layer: keeps something of a layer, its weights or its states, for the next one over the plan"
+
+
+@dataclass(frozen=True)
+class Served:
+    """Who runs prompts and extensions, and who decodes: the subject, or the definition for what it does not serve."""
+
+    scans: StateBackend
+    steps: StateBackend
+    tolerance: float
+
+    @classmethod
+    def of(cls, subject: StateSubject, cell: StateCell) -> Served:
+        """Ask the subject what it serves of a layer.
+
+        :raises Skipped: neither of the two.
+        """
+        own, spec = subject.make(cell), subject.spec(cell)
+        plain = PlainStates(spec, own.layout)
+        served = {phase for phase in Phase if subject.supports(cell, phase)}
+        scans, steps = {Phase.PREFILL, Phase.EXTEND} <= served, Phase.DECODE in served
+        if not (scans or steps):
+            raise Skipped("needs a backend of prompts and extensions, or of decodes")
+        tolerance = max(float(own.tolerance[spec.dtype]), float(own.tolerance.get(spec.state_dtype, 0.0)))
+        return cls(own if scans else plain, own if steps else plain, ROW_FACTOR * tolerance)
+
+
+@dataclass
+class LayerTokens:
+    """The tokens of a sequence in one layer, and what a lone run over all of them gives."""
+
+    inputs: list[Tensor]
+    """x and gates, [length, ...]"""
+    expected: Tensor
+    """float64 [length, out_channels]"""
+    last: SequenceState
+    """The state after the last token."""
+
+
+@dataclass(eq=False)
+class StateTokens:
+    """One sequence: all tokens that it will have, and how far it has come."""
+
+    layers: list[LayerTokens]
+    slot: int
+    done: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not run."""
+        return len(self.layers[0].expected) - self.done
+
+
+@dataclass
+class StateTurn:
+    """What one sequence does in a step."""
+
+    seq: StateTokens
+    count: int
+    """New tokens."""
+    accepted: int = 0
+    """How many new tokens of a decode hold; the others are guesses that the sequence will not have. 0: a prompt."""
+    out_slots: list[int] = field(default_factory=list)
+    checkpoint: tuple[int, int] | None = None
+    """Tokens of this step after which the state is kept, and where."""
+
+
+class StateSession:
+    """One instance, which plans a step once for two layers, their pools of slots, and sequences in them.
+
+    A slot that is given back is the next to be taken: every second one is filled with NaN, the others keep what they hold.
+    """
+
+    def __init__(self, served: Served, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
+        self.served, self.spec = served, spec
+        self.generator = torch.Generator().manual_seed(seed)
+        self.parameters: list[StateParameters] = [random_parameters(spec, self.generator) for _ in range(_LAYERS)]
+        self.caches: list[StateCache] = [layout.allocate(spec, num_slots) for _ in range(_LAYERS)]
+        for tensor in self._tensors():
+            tensor.copy_(torch.randn(tensor.shape, generator=self.generator))
+            tensor[::2] = torch.nan
+        self._free: list[int] = torch.randperm(num_slots, generator=self.generator).tolist()
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for cache in self.caches for tensor in cache.tensors.values()]
+
+    def take(self) -> int:
+        """Hand out a slot."""
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Take a slot back."""
+        for tensor in self._tensors():
+            if slot % 2:
+                tensor[slot] = torch.nan
+        self._free.append(slot)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot's states to another slot, as an engine does that restores or forks a sequence."""
+        for tensor in self._tensors():
+            tensor[target] = tensor[source]
+
+    def swap(self, one: StateTokens, other: StateTokens) -> None:
+        """Let two sequences change slots."""
+        for tensor in self._tensors():
+            tensor[[one.slot, other.slot]] = tensor[[other.slot, one.slot]]
+        one.slot, other.slot = other.slot, one.slot
+
+    def move(self, seq: StateTokens) -> None:
+        """Move a sequence to another slot."""
+        old, seq.slot = seq.slot, self.take()
+        self.copy(old, seq.slot)
+        self.give_back(old)
+
+    def fork(self, seq: StateTokens) -> StateTokens:
+        """Let a second sequence go on from where a sequence is, with the same tokens."""
+        found = replace(seq, slot=self.take())
+        self.copy(seq.slot, found.slot)
+        return found
+
+    def open(self, length: int, prefix: StateTokens | None = None, shared: int = 0, checkpoint: int = -1) -> StateTokens:
+        """Begin a sequence. prefix: one whose first `shared` tokens it has, and whose state after them lies in `checkpoint`."""
+        layers = []
+        for number, parameters in enumerate(self.parameters):
+            inputs = random_inputs(self.spec, length, self.generator, strided=True)
+            if prefix is not None:
+                for own, other in zip(inputs, prefix.layers[number].inputs, strict=True):
+                    own[:shared] = other[:shared]
+            state = SequenceState.zeros(self.spec)
+            rows = [
+                advance(self.spec, parameters, x, gates, state)
+                for x, *gates in zip(*(part.cpu().double() for part in inputs), strict=True)
+            ]
+            layers.append(LayerTokens(inputs, torch.stack(rows), state))
+        return StateTokens(layers, self.take() if prefix is None else checkpoint, shared)
+
+    def step(self, work: Sequence[StateTurn]) -> None:
+        """Run one step, judge its output, and let the sequences move on; prompts and extensions come first in `work`.
+
+        :raises Finding: an output is wrong.
+        """
+        for number, turn in enumerate(work):
+            own = [turn.seq.slot] if (number + turn.seq.done) % 3 == 0 else []
+            turn.out_slots = own + [self.take() for _ in range(max(turn.accepted and turn.count, 1) - len(own))]
+        metadata = self._metadata(work)
+        found = run_layers(self.served.scans, self.served.steps, [self._case(work, metadata, layer) for layer in range(_LAYERS)])
+        start = 0
+        for turn in work:
+            seq, held = turn.seq, turn.accepted or turn.count
+            for layer, out in enumerate(found):
+                right = seq.layers[layer].expected[seq.done : seq.done + held]
+                self._judge(turn, out[start : start + held].cpu(), right, layer)
+            start += turn.count
+            seq.done += held
+            kept = turn.out_slots[turn.accepted - 1] if turn.accepted else turn.out_slots[0]
+            for slot in {seq.slot, *turn.out_slots} - {kept}:
+                self.give_back(slot)
+            seq.slot = kept
+
+    def end(self, seq: StateTokens) -> None:
+        """Judge what a sequence leaves, and take its slot back.
+
+        :raises Finding: the state is wrong.
+        """
+        for layer, cache in enumerate(self.caches):
+            last = seq.layers[layer].last
+            for name, logical, right in (
+                ("recurrence", cache.logical_recurrent if self.spec.recurrent else None, last.recurrent),
+                ("convolution", cache.logical_conv if self.spec.conv_channels else None, last.conv),
+            ):
+                if logical is None or right is None:
+                    continue
+                error = distance(logical[seq.slot].cpu(), right)
+                if not error <= self.served.tolerance:
+                    text = (
+                        f"state of the {name}, layer {layer}, after all {seq.done} tokens: must be what one run over them leaves"
+                    )
+                    raise Finding(text, error=error, tolerance=self.served.tolerance / ROW_FACTOR)
+        self.give_back(seq.slot)
+
+    def _metadata(self, work: Sequence[StateTurn]) -> StateMetadata:
+        device, width = self.spec.device, max(len(turn.out_slots) for turn in work)
+        counts, contexts = [turn.count for turn in work], [turn.seq.done for turn in work]
+        drafts = [turn.count - 1 if turn.accepted else -1 for turn in work]
+        step = AttentionMetadata.build(counts, contexts, [[0]] * len(work), _LONGEST, device, num_draft_tokens=drafts)
+        slots = torch.tensor([turn.seq.slot for turn in work], dtype=torch.int32)
+        outs = torch.tensor([turn.out_slots + [-1] * (width - len(turn.out_slots)) for turn in work], dtype=torch.int32)
+        kept = [(row, *turn.checkpoint) for row, turn in enumerate(work) if turn.checkpoint is not None]
+        marks = torch.tensor(kept, dtype=torch.int32) if kept else None
+        placed = None if marks is None else marks.to(device)
+        return StateMetadata(step, slots.to(device), outs.to(device), slots, outs, placed, marks)
+
+    def _case(self, work: Sequence[StateTurn], metadata: StateMetadata, layer: int) -> StateCase:
+        parts = zip(*(self._inputs(turn, layer) for turn in work), strict=True)
+        x, *gates = (torch.cat(each) for each in parts)
+        return StateCase(self.spec, self.parameters[layer], metadata, self.caches[layer], x, gates)
+
+    def _inputs(self, turn: StateTurn, layer: int) -> list[Tensor]:
+        seq, held = turn.seq, turn.accepted or turn.count
+        rows = [part[seq.done : seq.done + held] for part in seq.layers[layer].inputs]
+        wrong = random_inputs(self.spec, turn.count - held, self.generator)
+        return [torch.cat(pair) for pair in zip(rows, wrong, strict=True)]
+
+    def _judge(self, turn: StateTurn, got: Tensor, right: Tensor, layer: int) -> None:
+        error = distance(got, right)
+        if error <= self.served.tolerance:
+            return
+        how = (
+            f"a decode of which {turn.accepted} of {turn.count} tokens hold"
+            if turn.accepted
+            else f"{turn.count} tokens of a prompt"
+        )
+        raise Finding(
+            f"{how}, after {turn.seq.done} tokens in steps of other sizes, must be what one run over all of them returns "
+            f"(layer {layer} of {_LAYERS} over one plan)",
+            guess=_NAN if got.isnan().any() else _LAYER if layer else "",
+            error=error,
+            tolerance=self.served.tolerance / ROW_FACTOR,
+        )

@@ -1,0 +1,180 @@
+"""What is tested of layers with a state: a registered backend on one device, and the layers that it serves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, product
+from types import ModuleType
+from typing import cast
+
+import numpy
+import torch
+
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import DTYPE_NAMES
+from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateLayout, StateSpec
+from headway.core.contract.state_backend import StateBackend, StateCapabilities, make_state_backend
+from headway.core.contract.support import Support
+from headway.core.oracle.cells import PHASES
+from headway.core.oracle.state_cases import REGIMES
+from headway.registry import Registry, create_registry
+from headway.registry.plugin_sources import StateClassPlugin, has_hooks
+from headway.testing.kit.covering import greedy
+from headway.testing.kit.state_cells import CONVOLUTIONS, HEADS, STATE_AXES, StateCell, make_state_spec
+
+_KEY_DIMS, _VALUE_DIMS = (16, 7, 72), (16, 5, 136)
+"""A whole tile; less than one; and a part of one after others."""
+_MOST_DIMS = 4
+ODD_LAYOUT = StateLayout("kit_odd", ("slot", "value", "head", "key"), ("slot", "time", "channel"))
+"""A layout that nobody has registered, for backends that take every one, and for refusals."""
+
+
+@dataclass(frozen=True)
+class StateSubject:
+    """A registered backend for layers with a state on one device."""
+
+    registry: Registry
+    name: str
+    device: torch.device
+    file: str = ""
+    """See `Subject.file`."""
+
+    @property
+    def plugin(self) -> tuple[str, str, str] | None:
+        """See `Subject.plugin`; a plugin that is named by what it registers is not looked for."""
+        return (self.name, self.file, self.file) if self.file else None
+
+    @property
+    def backend(self) -> type[StateBackend]:
+        """The backend's class."""
+        return self.registry.state_backend(self.name)
+
+    @property
+    def claims(self) -> StateCapabilities:
+        """What the subject says it serves."""
+        return self.backend.capabilities
+
+    @cached_property
+    def layouts(self) -> dict[str, StateLayout]:
+        """Every registered layout by name, and one more."""
+        return {**self.registry.state_layouts, ODD_LAYOUT.name: ODD_LAYOUT}
+
+    def spec(self, cell: StateCell) -> StateSpec:
+        """Build the layer of a cell."""
+        return make_state_spec(cell, self.device)
+
+    def make(self, cell: StateCell) -> StateBackend:
+        """Make an instance for a cell's layer."""
+        return make_state_backend(self.backend, self.spec(cell), self.layouts[cell.layout])
+
+    def supports(self, cell: StateCell, phase: Phase) -> Support:
+        """Ask whether the subject serves a cell's layer in a phase."""
+        return self.registry.state_supports(self.name, self.spec(cell), self.layouts[cell.layout], phase)
+
+    def phases(self, cell: StateCell) -> frozenset[str]:
+        """Ask in which of PHASES the subject serves a cell's layer."""
+        served = {phase for phase in Phase if self.supports(cell, phase)}
+        return frozenset(name for name, needed in PHASES.items() if needed <= served)
+
+    @cached_property
+    def values(self) -> dict[str, tuple[str | int, ...]]:
+        """The values of each axis that the subject claims, the plainest first."""
+        claims = self.claims
+        claimed = claims.layouts or tuple(self.layouts.values())
+        return {
+            "kind": tuple(kind for kind in STATE_KINDS if kind in claims.kinds),
+            "layout": tuple(name for name, layout in self.layouts.items() if layout in claimed),
+            "dtype": tuple(DTYPE_NAMES[dtype] for dtype in claims.dtypes if dtype in DTYPE_NAMES),
+            "state_dtype": tuple(DTYPE_NAMES[dtype] for dtype in claims.state_dtypes if dtype in DTYPE_NAMES) or ("float32",),
+            "heads": HEADS,
+            "key_dim": _some(claims.key_dims) or _KEY_DIMS,
+            "value_dim": _some(claims.value_dims) or _VALUE_DIMS,
+            "conv": CONVOLUTIONS,
+        }
+
+    @cached_property
+    def rows(self) -> list[tuple[StateCell, frozenset[str]]]:
+        """Every layer of these values that is accepted, and in which phases."""
+        found: dict[StateCell, frozenset[str]] = {}
+        for chosen in product(*self.values.values()):
+            cell = self.whole(StateCell("answer", **dict(zip(STATE_AXES, chosen, strict=True))))  # type: ignore[arg-type]
+            if cell is not None and cell not in found:
+                found[cell] = self.phases(cell)
+        return [(cell, phases) for cell, phases in found.items() if phases]
+
+    def whole(self, cell: StateCell) -> StateCell | None:
+        """Return the cell with the axes that its kind has no use for at their plainest; None where there is no such layer."""
+        plain = {axis: values[0] for axis, values in self.values.items()}
+        if cell.kind == CONV:
+            if cell.conv == "none":
+                return None
+            return cell.plain(
+                cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")}
+            )
+        return cell.plain(cell.check, cell.about, value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
+
+    def refusal_of(self, kind: str) -> str:
+        """Return the reasons why the plainest layer of a kind is refused in every phase."""
+        plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
+        cell = self.whole(StateCell("answer", **plain))  # type: ignore[arg-type]
+        assert cell is not None
+        return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
+
+    def cover(self, quick: bool) -> list[tuple[StateCell, frozenset[str]]]:
+        """Return few layers that hold, in every phase, each pair of accepted values; quick: each pair of a kind and a value.
+
+        The layers of a kind are dealt the regimes in turn.
+        """
+        if not self.rows:
+            return []
+        numbers = {axis: {value: n for n, value in enumerate(self.values[axis])} for axis in STATE_AXES}
+        order = numpy.random.default_rng(0).permutation(len(self.rows))
+        rows = [self.rows[number] for number in order]
+        table = numpy.array([[numbers[axis][getattr(cell, axis)] for axis in STATE_AXES] for cell, _ in rows])
+        served = numpy.array([[phase in phases for phase in PHASES] for _, phases in rows])
+        pairs: list[tuple[int, ...]] = list(combinations(range(len(STATE_AXES)), 2))
+        pairs = [pair for pair in pairs if not quick or STATE_AXES[pair[0]] == "kind"]
+        found, dealt = [], Counter[str]()
+        for row in greedy(table, served, pairs):
+            cell, phases = rows[row]
+            dealt[cell.kind] += 1
+            found.append((cell.plain("answer", decays=REGIMES[dealt[cell.kind] % len(REGIMES)]), phases))
+        return found
+
+    def largest(self, kind: str) -> tuple[StateCell, frozenset[str]] | None:
+        """Return the layer of a kind with the largest states, of those that are served in the most phases."""
+        fitting = [row for row in self.rows if row[0].kind == kind]
+        return max(fitting, key=lambda row: (len(row[1]), row[0].key_dim * row[0].value_dim), default=None)
+
+    def plainest(self, *kinds: str) -> tuple[StateCell, frozenset[str]] | None:
+        """Return the plainest layer of one of some kinds, or of all, that is served in the most phases."""
+        fitting = [row for row in self.rows if not kinds or row[0].kind in kinds]
+        return max(fitting, key=lambda row: len(row[1]), default=None)
+
+
+def state_subject_of(
+    found: type[StateBackend],
+    device: torch.device,
+    target: str = "a class",
+    module: ModuleType | None = None,
+    plugins: tuple[str, ...] = (),
+) -> StateSubject:
+    """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
+    beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
+    registry = create_registry(beside, load_entry_points=module is not None)
+    taken = found.name in registry.state_backends
+    if taken and registry.state_backend(found.name) is found:
+        return StateSubject(registry, found.name, device)
+    name = f"{found.name}-{found.__name__}" if taken else found.name
+    body = {"name": name, "__module__": found.__module__}
+    loaded = cast("type[StateBackend]", type(found.__name__, (found,), body)) if taken else found
+    registry.add_plugin(f"check {name}", target, StateClassPlugin(loaded, registry.state_layouts))
+    return StateSubject(registry, name, device)
+
+
+def _some(sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return a few of many sizes, the smallest and the largest among them."""
+    known = sorted(set(sizes or ()))
+    return tuple(dict.fromkeys((*known[: _MOST_DIMS - 1], *known[-1:])))

@@ -1,0 +1,5 @@
+"""Fixtures of the command line's tests."""
+
+from front_fixtures import headway, llm, model_copy, plugins, served, tiny_model_folder
+
+__all__ = ["headway", "llm", "model_copy", "plugins", "served", "tiny_model_folder"]

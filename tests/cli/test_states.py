@@ -1,0 +1,162 @@
+"""`headway backends explain --model` and `headway bench kernel --states` of models that have layers with a state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.bench.kernel.state_report import step_bytes
+from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
+from headway.core.system.json_files import write_json
+from headway.models.families.layer_specs import read_layer_specs
+from headway.tuning.table.files import read_state_table, state_table_path
+from headway.tuning.table.state_schema import MeasuredState, StateSpecRecord, StateTable
+from hybrid_models import ROWS
+from sandbox import Result, assert_refused
+from tables import a_device
+
+Headway = Callable[..., Result]
+NEXT = ("backends", "explain", "--device", "cpu", "--model", "qwen3-next-80b-a3b")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_shape_shows_its_attention_and_its_states_with_reasons(headway: Headway) -> None:
+    out = headway(*NEXT, "--all", columns=200).out
+    assert "us per step of 12 layers" in out
+    assert "36 layers with a state: gated_delta 32/16 heads x 128/128 float32" in out
+    assert "convolution of 8192 x 4 on cpu; 2.09 MiB each in a slot" in out
+    assert "states: torch, states in layout key_value (auto: rank order)" in out
+    assert "needs a CUDA GPU, got none" in out.partition("state backend")[2]
+    narrow = headway(*NEXT).out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "needs a CUDA GPU" not in narrow
+
+
+def test_a_configuration_alone_will_do_and_says_the_same_as_data(headway: Headway, tmp_path: Path) -> None:
+    ROWS["qwen3_next"].save_pretrained(tmp_path)
+    asked = ("backends", "explain", "--device", "cpu", "--model", str(tmp_path / "config.json"), "--json")
+    found = json.loads(headway(*asked, "--state-backend", "prefill=torch", "--dtype", "bfloat16").out)["states"]
+    (row,) = found["layers"]
+    assert row["count"] == 2
+    assert "bfloat16, float32 states" in row["spec"]
+    channels, state = 2 * 2 * 8 + 4 * 12, 4 * 8 * 12
+    assert row["bytes_per_slot"] == 4 * state + 2 * 3 * channels
+    assert found["scan"]["choice"] == found["step"]["choice"] == "torch"
+    served = {each["name"]: each["serves"] for each in found["scan"]["candidates"]}
+    assert served["torch"]
+    assert all(each["reasons"] for each in found["scan"]["candidates"] if not each["serves"])
+
+
+def test_a_model_without_states_has_none_and_excludes_a_geometry(headway: Headway) -> None:
+    plain = ("backends", "explain", "--device", "cpu", "--model", "qwen3-0.6b")
+    assert "states" not in json.loads(headway(*plain, "--json").out)
+    assert_refused(headway(*plain, "--layers", "3", columns=200), "--model: needs no --geometry and no --layers")
+    assert_refused(headway(*NEXT, "--state-backend", "trch", columns=200), "state backend: asked for 'trch'")
+
+
+TWIN = "from headway.backends.states.torch_states import TorchStates\n\nclass Twin(TorchStates):\n    name = 'twin'\n"
+
+
+@pytest.fixture
+def twin(tmp_path: Path) -> str:
+    (tmp_path / "twin.py").write_text(TWIN)
+    return f"{tmp_path / 'twin.py'}:Twin"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    ROWS["qwen3_next"].save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
+    headway: Headway, model: str, twin: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "states.json"
+    timed = ("bench", "kernel", "--states", "--model", model, "--device", "cpu", "--plugin", twin, "--rep-ms", "0")
+    result = headway(*timed, "--backends", "twin,torch", "--output", str(file), "--peak-bandwidth", "100")
+    assert result.code == 0, result.err
+    step, scan = result.out.partition("scan: median us")[::2]
+    assert "share of 100 GB/s, the peak (given by the user)" in " ".join(step.split())
+    assert "tokens/s" in scan
+    rows = [line for line in result.out.splitlines() if "key_value" in line or "value_key" in line]
+    assert len(rows) == 11 * 2 * 2
+    assert max(map(len, rows)) <= 80
+    table = read_state_table(file)
+    assert table.complete
+    record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
+    assert table.spec == record
+    write_json(table, state_table_path(a_device(), record))  # where auto looks
+    out = headway("backends", "explain", "--device", "cpu", "--model", model, "--plugin", twin, columns=300).out
+    assert "auto: measured, scan " in out
+    assert "for 2 layers in a mean step of chat; state table of " in out
+    assert "us: microseconds of all layers in a mean step of chat" in out
+
+
+def test_a_model_without_attention_is_explained_and_planned(headway: Headway, tmp_path: Path) -> None:
+    ROWS["bamba, no attention"].save_pretrained(tmp_path)
+    asked = ("backends", "explain", "--device", "cpu", "--model", str(tmp_path))
+    assert "no layer has attention" in (out := headway(*asked).out)
+    assert "4 layers with a state: mamba2" in out
+    assert json.loads(headway(*asked, "--json").out)["states"]["layout"] == "key_value"
+    result = headway("plan", str(tmp_path), "--gpu", "h100", "--input-len", "64", "--output-len", "32")
+    assert result.code == 0, result.err
+    assert "attention:" not in result.out
+
+
+def test_a_time_that_is_known_stands_in_the_place_of_yes(headway: Headway, model: str, twin: str) -> None:
+    record = StateSpecRecord.of(read_layer_specs(model, torch.device("cpu"), torch.float32).states[0])
+    cells = [
+        MeasuredState(
+            verb=verb,
+            batch=1,
+            query_len=length,
+            backend=name,
+            layout="key_value",
+            status="ok",
+            median_us=us,
+            p20_us=us,
+            p80_us=us,
+        )
+        for verb, length, times in (("scan", 64, (30.0, 60.0)), ("step", 1, (8.0, 5.0)))
+        for name, us in zip(("torch", "twin"), times, strict=True)
+    ]
+    backends = [{"name": name, "owner": owner_of(name, twin), "version": "", "available": True} for name in ("torch", "twin")]
+    backends[0]["version"] = a_device().libraries.get("headway", "")
+    head = {"date": "2026-11-24", "command": "", "complete": True, "device": a_device(), "spec": record}
+    write_json(StateTable(**head, backends=backends, cells=cells), state_table_path(a_device(), record))
+    asked = ("backends", "explain", "--device", "cpu", "--model", model, "--plugin", twin, "--json")
+    found = json.loads(headway(*asked).out)["states"]
+    assert (found["scan"]["choice"], found["step"]["choice"]) == ("torch", "twin")
+    assert found["step"]["candidates"][0]["mean_us"] == pytest.approx(2 * 5.0, abs=0.1)
+
+
+def owner_of(name: str, plugin: str) -> str:
+    from headway.registry import create_registry
+
+    return create_registry([plugin], load_entry_points=False).state_backends[name].owner
+
+
+def test_states_are_timed_for_a_model_that_has_them_alone(headway: Headway) -> None:
+    timed = ("bench", "kernel", "--device", "cpu", "--states")
+    assert_refused(headway(*timed, columns=200), "--states: needs the model whose layers are timed")
+    assert_refused(headway(*timed, "--model", "qwen3-0.6b", columns=200), "0 kinds in qwen3-0.6b")
+    assert_refused(headway(*timed, "--model", "qwen3-next", "--cases", "1q64", columns=300), "--states: needs no --cases")
+
+
+def test_a_step_moves_its_states_its_tokens_and_the_weights() -> None:
+    spec = StateSpec(GATED_DELTA, 4, 2, key_dim=4, value_dim=8, conv_channels=48, conv_width=4, dtype=torch.bfloat16)
+    state = KEY_VALUE.bytes_per_slot(spec)
+    assert state == 4 * 4 * 4 * 8 + 2 * 3 * 48
+    token = 2 * (48 + 32 + 4 + 4)
+    assert step_bytes(spec, 3, 1) == 3 * (2 * state + token) + 2 * 48 * 5
+    assert step_bytes(spec, 3, 4) == 3 * (5 * state + 4 * token) + 2 * 48 * 5

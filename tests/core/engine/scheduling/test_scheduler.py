@@ -1,0 +1,270 @@
+"""Scheduler and block manager under random work: no block leaked, none owned twice, every request finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.contract.metadata import Phase
+from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data.groups import CacheGroup
+from headway.core.engine.data.schedule import ScheduledSequence, ScheduledStep
+from headway.core.engine.scheduling.deterministic import IndependentScheduler
+from headway.core.engine.scheduling.scheduler import Scheduler
+from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    spare=st.integers(0, 12),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    prefix_caching=st.booleans(),
+    chunked=st.booleans(),
+    aborted=st.sets(st.integers(0, 11)),
+    overlapped=st.booleans(),
+    stop=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
+    drafts=st.integers(0, 3),
+    failing=st.booleans(),
+    grouped=st.sampled_from(GROUPS),
+    smallest=st.sampled_from([6, 20]),
+    priorities=st.integers(0, 3),
+)
+def test_no_block_leaks_none_is_owned_twice_and_every_request_finishes(
+    arrivals: list[Arrival],
+    block_size: int,
+    spare: int,
+    budget: int,
+    max_num_seqs: int,
+    prefix_caching: bool,
+    chunked: bool,
+    aborted: set[int],
+    overlapped: bool,
+    stop: frozenset[int],
+    drafts: int,
+    failing: bool,
+    grouped: Callable[[int], list[CacheGroup]],
+    smallest: int,
+    priorities: int,
+) -> None:
+    max_model_len, groups = MAX_MODEL_LEN, grouped(block_size)
+    budget = budget if chunked else max(budget, max_model_len)
+    blocks = BlockManager(
+        room(groups, smallest if chunked else max_model_len) + spare, block_size, prefix_caching, groups, smallest
+    )
+    scheduler = Scheduler(blocks, budget, max_num_seqs, chunked, priorities > 0)
+    cache = Cache(blocks, failing)
+
+    def look(step: ScheduledStep) -> None:
+        assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
+        assert len(step) <= len(scheduler.running) <= max_num_seqs
+        assert len({id(scheduled.seq) for scheduled in step}) == len(step)
+        rows = [seq.row for seq in scheduler.running]
+        assert len(set(rows)) == len(rows)
+        assert all(row in range(max_num_seqs) for row in rows)
+        if priorities:
+            for queue in (scheduler.running, scheduler.waiting):
+                assert list(queue) == sorted(queue, key=lambda seq: seq.turn)
+        phases = [scheduled.phase is Phase.DECODE for scheduled in step]
+        assert phases == sorted(phases), "prefill and extend come before decode"
+        assert all(not seq.tables for seq in scheduler.waiting), "a waiting sequence holds pages"
+        assert all(scheduled.num_new_tokens > 0 for scheduled in step)
+
+    traffic = Traffic(arrivals, aborted, overlapped, drafts, failing, stop, priorities)
+    for seq in traffic.drive(scheduler, cache, look):
+        if seq.finish_reason == "length":
+            assert len(seq.output_token_ids) == min(seq.params.max_tokens, max_model_len - seq.num_prompt_tokens)
+        if seq.finish_reason == "stop":
+            assert [token in stop for token in seq.output_token_ids] == [False] * (len(seq.output_token_ids) - 1) + [True]
+
+
+def run_step(scheduler: Scheduler) -> list[ScheduledSequence]:
+    """Every sequence that samples gets token 1."""
+    return list(step_through(scheduler, sampled=lambda _: [1]))
+
+
+def test_first_come_is_first_served() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), max_num_batched_tokens=64, max_num_seqs=2)
+    seqs = [sequence(str(n), [n] * 5, 3) for n in range(4)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert [scheduled.seq for scheduled in scheduler.schedule()] == seqs[:2]
+
+
+def test_a_long_prompt_is_cut_into_chunks_beside_decodes() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), max_num_batched_tokens=8, max_num_seqs=4)
+    short, long = sequence("short", [1] * 4, 9), sequence("long", [2] * 20, 1)
+    scheduler.add(short)
+    run_step(scheduler)
+    scheduler.add(long)
+    step = run_step(scheduler)
+    assert [(scheduled.seq, scheduled.num_new_tokens, scheduled.phase) for scheduled in step] == [
+        (long, 7, Phase.PREFILL),
+        (short, 1, Phase.DECODE),
+    ]
+    assert not step[0].samples, "the middle of a prompt has no next token"
+    assert [(s.seq, s.phase) for s in scheduler.schedule()] == [(long, Phase.EXTEND), (short, Phase.DECODE)]
+
+
+def test_youngest_sequence_is_preempted_and_admitted_first_again() -> None:
+    scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), max_num_batched_tokens=64, max_num_seqs=4)
+    seqs = [sequence("old", [1] * 7, 9), sequence("young", [2] * 7, 9), sequence("waiting", [3] * 7, 9)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for _ in range(3):  # seven tokens and one fit two blocks each; the next token needs a fifth block
+        run_step(scheduler)
+    assert scheduler.running == [seqs[0]]
+    assert list(scheduler.waiting) == seqs[1:]
+    assert seqs[1].num_preemptions == 1
+    assert not seqs[1].tables
+
+
+def test_lowest_priority_is_preempted_and_waits_behind_higher_ones() -> None:
+    scheduler = Scheduler(BlockManager(4, 4, enable_prefix_caching=False), 64, 4, by_priority=True)
+    seqs = [sequence("low", [1] * 7, 9), sequence("high", [2] * 7, 9), sequence("middle", [3] * 7, 9), sequence("second", [4], 9)]
+    for number, (seq, priority) in enumerate(zip(seqs, [5, -1, 2, -1], strict=True)):
+        seq.turn = (priority, number)
+    low, high, middle, second = seqs
+    scheduler.add(low)
+    run_step(scheduler)
+    for seq in (middle, second, high):
+        scheduler.add(seq)
+    assert list(scheduler.waiting) == [high, second, middle]
+    run_step(scheduler)  # the pool has room for two, and who runs is not preempted for who waits
+    assert (scheduler.running, list(scheduler.waiting)) == ([high, low], [second, middle])
+    for _ in range(2):
+        run_step(scheduler)
+    assert scheduler.running == [high, second]
+    assert list(scheduler.waiting) == [middle, low]
+
+
+def test_an_equal_prefix_is_found_after_its_owner_is_gone() -> None:
+    blocks = BlockManager(32, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("first", list(range(10)), 2))
+    second = sequence("second", [*range(9), 77], 2)
+    other = sequence("other", [5, *range(1, 10)], 2)  # differs in the first block, so no later block may be scheduledd
+    finish(scheduler, second, other)
+    assert (second.num_cached_tokens, other.num_cached_tokens) == (9, 0)
+
+
+def test_a_whole_cached_prompt_still_computes_its_last_token() -> None:
+    scheduler = Scheduler(BlockManager(32, 4), 64, 4)
+    finish(scheduler, sequence("first", list(range(8)), 1))
+    again = sequence("again", list(range(8)), 1)
+    finish(scheduler, again)
+    assert again.num_cached_tokens == 7
+    assert len(again.output_token_ids) == 1
+
+
+def test_least_recently_freed_page_is_handed_out_first() -> None:
+    blocks = BlockManager(6, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("a", [1] * 8, 1))
+    finish(scheduler, sequence("b", [2] * 8, 1))
+    finish(scheduler, sequence("big", [3] * 15, 1))  # takes the two empty blocks and the two freed longest ago
+    b, a = sequence("b again", [2] * 9, 1), sequence("a again", [1] * 9, 1)
+    finish(scheduler, b)
+    finish(scheduler, a)
+    assert (b.num_cached_tokens, a.num_cached_tokens) == (8, 0)
+
+
+def test_forgotten_prefixes_are_not_found() -> None:
+    blocks = BlockManager(32, 4)
+    scheduler = Scheduler(blocks, 64, 4)
+    finish(scheduler, sequence("first", list(range(10)), 2))
+    blocks.forget_prefixes()
+    again = sequence("again", list(range(10)), 2)
+    finish(scheduler, again)
+    assert again.num_cached_tokens == 0
+    blocks.check_integrity([])
+
+
+def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
+    scheduler = Scheduler(BlockManager(8, 4), 64, 4)
+    seq = sequence("ahead", [1] * 4, 3)
+    scheduler.add(seq)
+    for expected in ((4, 0), (1, 4), (1, 5)):
+        step = scheduler.schedule()
+        (scheduled,) = step
+        assert (scheduled.num_new_tokens, scheduled.context_len) == expected
+        scheduler.launched(step)
+    assert not scheduler.schedule(), "the third token ends it by length: nothing is computed for a fourth"
+    assert seq.output_token_ids == []
+    assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    others=ARRIVALS,
+    block_size=st.sampled_from([1, 4, 8]),
+    spare=st.integers(0, 12),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    chunked=st.booleans(),
+    grouped=st.sampled_from(GROUPS),
+)
+def test_independent_sequences_take_the_same_steps_whoever_runs_beside_them(
+    arrivals: list[Arrival],
+    others: list[Arrival],
+    block_size: int,
+    spare: int,
+    budget: int,
+    max_num_seqs: int,
+    chunked: bool,
+    grouped: Callable[[int], list[CacheGroup]],
+) -> None:
+    budget = budget if chunked else max(budget, MAX_MODEL_LEN)
+    groups = grouped(block_size)
+
+    def steps_of(batch: list[Arrival]) -> dict[int, list[int]]:
+        """Tokens of each step of each sequence that is there from the start or comes later."""
+        blocks = BlockManager(room(groups, MAX_MODEL_LEN) + spare, block_size, False, groups)
+        scheduler = IndependentScheduler(blocks, budget, max_num_seqs, chunked)
+        coming = {number: sequence(str(number), a.prompt, a.max_tokens) for number, a in enumerate(batch)}
+        steps: dict[int, list[int]] = {number: [] for number in coming}
+        time = 0
+        while time <= 12 or scheduler.has_unfinished:
+            for number, arrival in enumerate(batch):
+                if arrival.step == time:
+                    scheduler.add(coming[number])
+            time += 1
+            assert time < 2000, "no progress"
+            if scheduler.has_unfinished:
+                step = run_step(scheduler)
+                assert sum(scheduled.num_new_tokens for scheduled in step) <= budget
+                for scheduled in step:
+                    steps[int(scheduled.seq.request_id)].append(scheduled.num_new_tokens)
+            blocks.check_integrity(scheduler.running)
+        assert scheduler.stats.num_preemptions == 0
+        assert blocks.num_free == blocks.num_pages
+        assert all(seq.finish_reason == "length" for seq in coming.values())
+        return steps
+
+    together = steps_of([*arrivals, *others])
+    assert all(steps_of([arrival])[0] == together[number] for number, arrival in enumerate(arrivals))
+
+
+def test_uncut_prompt_longer_than_the_reduced_budget_gets_a_step_of_its_own() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
+    short, long = sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)
+    scheduler.max_num_batched_tokens = 8  # as after a step without memory
+    finish(scheduler, short, long)
+    assert [seq.finish_reason for seq in (short, long)] == ["length", "length"]
+
+
+def test_uncut_prompt_is_scheduled_whole_again_after_a_lack_of_memory() -> None:
+    scheduler = Scheduler(BlockManager(64, 4), 40, 4, enable_chunked_prefill=False)
+    seqs = [sequence("short", [1] * 4, 2), sequence("long", [2] * 20, 1)]
+    for seq in seqs:
+        scheduler.add(seq)
+    assert [scheduled.num_new_tokens for scheduled in scheduler.schedule()] == [4, 20]
+    scheduler.max_num_batched_tokens = 2  # nothing was launched, as after a step without memory
+    steps = [[scheduled.num_new_tokens for scheduled in step] for step in finish(scheduler)]
+    assert [seq.finish_reason for seq in seqs] == ["length", "length"]
+    assert steps == [[4], [1], [20]]

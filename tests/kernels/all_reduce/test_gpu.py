@@ -1,0 +1,40 @@
+"""Our all-reduce on one GPU, whose streams stand for ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+
+def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
+    from headway.kernels.all_reduce.one_shot import CAPACITY, NOTHING, OneShotAllReduce, shared_bytes
+
+    device = torch.device("cuda", 0)
+    shared = [torch.full((shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]
+    addresses = [each.data_ptr() for each in shared]
+    ranks = [OneShotAllReduce(rank, device, addresses, each, torch.cuda.Stream()) for rank, each in enumerate(shared)]
+    streams = [torch.cuda.Stream() for _ in ranks]
+    for rank, part in zip(ranks, torch.zeros(2, 64, dtype=torch.bfloat16, device=device), strict=True):
+        rank.abort()  # the first launch compiles, and would wait for a rank that cannot be launched meanwhile
+        rank(part)
+    torch.cuda.synchronize()
+    ranks = [
+        OneShotAllReduce(rank, device, addresses, each.fill_(NOTHING - 2**16), torch.cuda.Stream())
+        for rank, each in enumerate(shared)
+    ]
+    for count in (64, 4096, 200_000, CAPACITY // 2, 32, 70_000, 8, 8):
+        parts = list(torch.randn(2, count, device=device, dtype=torch.bfloat16))
+        expected = sum(part.float() for part in parts)
+        torch.cuda.synchronize()
+        for rank, stream, part in zip(ranks, streams, parts, strict=True):
+            with torch.cuda.stream(stream):
+                rank(part)
+        torch.cuda.synchronize()
+        assert torch.equal(parts[0], parts[1])
+        assert (parts[0].float() - expected).abs().max() <= expected.abs().max() * 2**-8
+    with torch.cuda.stream(streams[0]):
+        ranks[0](torch.ones(64, device=device, dtype=torch.bfloat16))  # whom nobody comes to meet
+    ranks[0].abort()
+    torch.cuda.synchronize()

@@ -1,0 +1,198 @@
+"""Every way of computing experts on a GPU: beside float64, in a CUDA graph, and whatever the other tokens are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dense_attention import DenseAttention
+from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.forms import forms_of
+from headway.kernels.experts.routing import Routing
+from headway.kernels.experts.weights import ExpertWeights
+from headway.models.loader import load_model
+from quantized_models import FORMATS as STORED
+from quantized_models import GPT_OSS, QWEN3_MOE, save_both, save_mxfp4
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+LARGE = ExpertsConfig(64, 6, 352, shared_intermediate_size=704)
+DEVICE = torch.device("cuda")
+
+
+def run(kind: object, name: str, layer: Layer, x: Tensor, dtype: torch.dtype) -> Tensor:
+    method, weights = kind.methods[name], layer.weights(dtype, "cuda")
+    y = x.to(DEVICE, dtype, copy=True)
+    method.add(y, method.route(y, layer.norm_of(dtype, "cuda"), weights), weights)
+    return y
+
+
+def kind_of(config: ExpertsConfig, dtype: torch.dtype, batch_invariant: bool = False) -> object:
+    from headway.kernels.experts.fused import FusedExperts
+
+    return FusedExperts(config, dtype, DEVICE, batch_invariant)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 100, 300, 2500])
+@pytest.mark.parametrize("name", [*CONFIGS, "large"])
+def test_every_method_is_right(name: str, num_tokens: int, dtype: torch.dtype) -> None:
+    config = CONFIGS.get(name, LARGE)
+    layer = Layer(config, dtype, seed=num_tokens, hidden=HIDDEN if name in CONFIGS else 1024)
+    x = layer.draw(num_tokens, layer.norm.shape[0])
+    chosen, kind = layer.routing(x), kind_of(config, dtype)
+    able = [method for method in kind.methods.values() if method.takes(num_tokens, dtype)]
+    assert len(able) >= 3
+    weights, norm, given = layer.weights(dtype, "cuda"), layer.norm_of(dtype, "cuda"), x.to(DEVICE, dtype)
+    for method in able:
+        routed, found = method.route(given, norm, weights), given.clone()
+        method.add(found, routed, weights)
+        experts, slot_weights = routed.experts.cpu(), routed.weights.double().cpu()
+        # Of two experts of nearly equal scores either may be chosen, where scores are rounded to half precision.
+        alike = (experts.sort(1).values == chosen.experts.sort(1).values).all(1)
+        assert (~alike).sum() <= (0 if dtype == torch.float32 else max(2, num_tokens // 5)), method.name
+        torch.testing.assert_close(slot_weights[alike].sum(1), chosen.weights[alike].sum(1), rtol=TOLERANCE[dtype], atol=1e-3)
+        expected = layer.reference(x, Routing(experts, slot_weights))
+        errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < TOLERANCE[dtype], (method.name, errors)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 700])
+def test_a_graph_gives_the_same_bits(num_tokens: int) -> None:
+    layer = Layer(LARGE, torch.bfloat16, hidden=1024)
+    kind, weights, norm = (
+        kind_of(LARGE, torch.bfloat16), layer.weights(torch.bfloat16, "cuda"), layer.norm_of(torch.bfloat16, "cuda")
+    )  # fmt: skip
+    x = layer.draw(num_tokens, 1024).to(DEVICE, torch.bfloat16)
+    for method in [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]:
+        eager, captured = x.clone(), x.clone()
+        method.add(eager, method.route(eager, norm, weights), weights)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            method.add(captured, method.route(captured, norm, weights), weights)
+        for _ in range(3):
+            captured.copy_(x)
+            graph.replay()
+            assert torch.equal(captured, eager), method.name
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others_where_that_is_promised() -> None:
+    layer = Layer(LARGE, torch.bfloat16, hidden=1024)
+    x = layer.draw(600, 1024)
+    kind = kind_of(LARGE, torch.bfloat16, batch_invariant=True)
+    (name,) = kind.methods
+    whole = run(kind, name, layer, x, torch.bfloat16)
+    for first, last in ((0, 1), (3, 20), (100, 364), (17, 600)):
+        assert torch.equal(run(kind, name, layer, x[first:last], torch.bfloat16), whole[first:last])
+
+
+@pytest.mark.parametrize("kind", ["triton.rows", "triton.tiles"])
+def test_a_nan_stays_in_its_row(kind: str) -> None:
+    config = dataclasses.replace(CONFIGS["deepseek_v3"], top_k=6)
+    layer = Layer(config, torch.bfloat16)
+    x = layer.draw(9, HIDDEN)
+    x[4] = torch.nan
+    ways = kind_of(config, torch.bfloat16)
+    for name in [name for name in ways.methods if name.startswith(kind)]:
+        found = run(ways, name, layer, x, torch.bfloat16)
+        assert found.isnan().any(1).tolist() == [row == 4 for row in range(9)], name
+
+
+QUANTIZED = {
+    "qwen3": ExpertsConfig(16, 4, 384),
+    "gpt_oss": dataclasses.replace(CONFIGS["gpt_oss"], intermediate_size=352),
+    "shared": ExpertsConfig(16, 6, 256, shared_intermediate_size=512),
+}
+
+
+def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tuple[object, ExpertWeights]:
+    from headway.kernels.experts.fused import FusedExperts
+
+    weights = layer.quantized(form, "cuda")
+    kind = FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights))
+    kind.layer(weights, layer.norm_of(layer.dtype, "cuda"))  # whose weights tell which kernels there are
+    return kind, weights
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 50, 300, 1500])
+@pytest.mark.parametrize("config", QUANTIZED)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_method_over_every_form_is_right(form: str, config: str, num_tokens: int) -> None:
+    """Also in a graph, whose bits are those of the same call outside of one."""
+    layer = Layer(QUANTIZED[config], torch.bfloat16, seed=num_tokens, hidden=672)
+    kind, weights = quantized_kind(layer, form)
+    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(num_tokens, 672)
+    given = x.to(DEVICE, torch.bfloat16)
+    able = [method for method in kind.methods.values() if method.takes(num_tokens, torch.bfloat16)]
+    assert len(able) >= 3
+    for method in able:
+        routed, found = method.route(given, norm, weights), given.clone()
+        method.add(found, routed, weights)
+        expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
+        errors = (found.double().cpu() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < TOLERANCE[torch.bfloat16], (method.name, errors)
+        captured, graph = given.clone(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            method.add(captured, method.route(captured, norm, weights), weights)
+        captured.copy_(given)
+        graph.replay()
+        assert torch.equal(captured, found), method.name
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "int4, zeros"])
+def test_float16_multiplies_forms_that_it_has_place_for(form: str) -> None:
+    for count in (2, 40):
+        layer = Layer(QUANTIZED["qwen3"], torch.float16, hidden=672)
+        kind, weights = quantized_kind(layer, form)
+        x = layer.draw(count, 672)
+        for method in [method for method in kind.methods.values() if method.takes(count, torch.float16)]:
+            found = x.to(DEVICE, torch.float16, copy=True)
+            routed = method.route(found, layer.norm_of(torch.float16, "cuda"), weights)
+            method.add(found, routed, weights)
+            expected = layer.reference(x, Routing(routed.experts.cpu(), routed.weights.double().cpu()))
+            assert (found.double().cpu() - expected).norm() < TOLERANCE[torch.float16] * expected.norm(), method.name
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "mxfp4"])
+def test_quantised_tokens_have_bits_of_their_own_where_that_is_promised(form: str) -> None:
+    layer = Layer(QUANTIZED["qwen3"], torch.bfloat16, hidden=672)
+    kind, weights = quantized_kind(layer, form, batch_invariant=True)
+    (method,) = kind.methods.values()
+    norm, x = layer.norm_of(torch.bfloat16, "cuda"), layer.draw(300, 672).to(DEVICE, torch.bfloat16)
+
+    def computed(rows: Tensor) -> Tensor:
+        y = rows.clone()
+        method.add(y, method.route(y, norm, weights), weights)
+        return y
+
+    whole = computed(x)
+    for first, last in ((0, 1), (3, 20), (100, 290)):
+        assert torch.equal(computed(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4"])
+def test_a_model_keeps_its_experts_and_gives_the_plain_ones_logits(tmp_path: Path, name: str) -> None:
+    """Both models have the weights rounded to bfloat16 but for what is kept, so that they differ by rounding alone."""
+    if name == "mxfp4":
+        folders = save_mxfp4(tmp_path, GPT_OSS)
+    else:
+        folders = save_both(tmp_path, STORED[name], QWEN3_MOE, plain=lambda module: module.endswith("mlp.gate"))
+    logits = []
+    for folder, kept in zip(folders, (True, False), strict=True):
+        with torch.inference_mode():
+            model: Any = load_model(str(folder), "bfloat16", skip_tokenizer_init=True, device=DEVICE).decoder
+            (kind,) = model.expert_kinds
+            assert (kind.forms != ("", "")) is kept
+            attention = DenseAttention(model)
+            attention.begin([(0, 9)])
+            ids = torch.randint(0, model.vocab_size, (9,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+            logits.append(model.compute_logits(model(ids, torch.arange(9, device=DEVICE), attention)).float())
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[1].norm()

@@ -1,0 +1,160 @@
+"""Products in CUDA C++, as far as no GPU is needed: what they take, how a weight is arranged, cuts, and that sources compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from cubin_registers import blocks_that_fit
+from headway.kernels.linear.cuda_arranged import arranged, computes
+from headway.kernels.linear.cuda_cuts import few_rows_cut, fitted, most_rows_of, shared_rows_cut
+from headway.kernels.linear.cuda_variant import CudaVariant
+from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight
+from headway.kernels.linear.quantized import weight_bytes
+from headway.kernels.runtime.nvrtc.compiler import find_compiler
+from quantized_weights import FORMS, float8, int4
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
+"""Of a block of threads, and of an H200."""
+EVERYDAY = "fp8 blocks", "int4 of 64 with zeros"
+READ = list(FORMS)
+
+
+def weight_of(form: str, rows: int = 64, columns: int = 512) -> QuantizedWeight:
+    return FORMS[form](torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)))
+
+
+def variant_of(weight: QuantizedWeight, rows: int, gated: bool = False, heads: bool = False) -> CudaVariant:
+    """As a launch makes it, with all that a product may have before and after it."""
+    described, rule = weight_bytes(weight), few_rows_cut if rows <= 16 else shared_rows_cut
+    assert described is not None
+    scale_dtype = {"int4": FP16, "mxfp4": torch.uint8}.get(weight.kind, torch.float32)
+    out, columns = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    cut = rule(described, rows, out, gated, MULTIPROCESSORS)
+    shape = described, scale_dtype, False, cut, max(8 if cut.splits else 1, most_rows_of(rows)), columns, out
+    norm = None if cut.splits else BF16
+    turned = (out // 32 - 2, 1, 32) if heads and not cut.splits else None
+    activation = "silu" if gated else None
+    return CudaVariant(BF16, *shape, norm, gated, activation, not gated, True, turned, torch.float32 if turned else None)
+
+
+def shape_of(form: str, rows: int, columns: int) -> QuantizedWeight:
+    """A weight without elements."""
+    small = weight_of(form, 128)
+
+    def empty(tensor: Tensor) -> Tensor:
+        whole = (columns,) if tensor.dim() == 1 else (tensor.shape[0] * rows // 128, max(1, tensor.shape[1] * columns // 512))
+        return torch.empty(whole, dtype=tensor.dtype, device="meta")
+
+    values = {field.name: getattr(small, field.name) for field in fields(small)}
+    tensors = {name: empty(value) for name, value in values.items() if isinstance(value, Tensor)}
+    if form == "fp8 rows":
+        return Float8Weight(tensors["values"], torch.empty(rows, 1, device="meta"), (1, columns))
+    return replace(small, **tensors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_taken_or_refused_with_a_reason(form: str) -> None:
+    assert computes(BF16, weight_of(form))
+    assert not computes(torch.float32, weight_of(form))
+    assert bool(computes(FP16, weight_of(form))) == (form != "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: weight_of("fp8 rows", rows=48), "shape: needs multiples of 32 x 128, got 48 x 512"),
+        (lambda: weight_of("fp8 rows", columns=448), "shape: needs multiples of 32 x 128, got 64 x 448"),
+        (lambda: float8(torch.randn(64, 512), (32, 32)), "scales: needs blocks of multiples of 16 rows and 64 columns"),
+        (lambda: float8(torch.randn(64, 512), (8, 128)), "scales: needs blocks of multiples of 16 rows and 64 columns"),
+        (lambda: int4(torch.randn(64, 512), 512, zeros=True), "zeros: needs of groups that are shorter than a row"),
+    ],
+)
+def test_a_refusal_says_what_was_needed(make: Callable[[], QuantizedWeight], reason: str) -> None:
+    assert reason in str(computes(BF16, make()))
+
+
+def test_scales_of_neighbouring_rows_lie_side_by_side() -> None:
+    weight = weight_of("int4 of 64 with zeros")
+    assert isinstance(weight, Int4Weight)
+    read = arranged(weight)
+    assert weight.zeros is not None
+    assert read.zeros is not None
+    for row, group in product((0, 5, 63), (0, 7)):
+        assert read.scales[group, row] == weight.scales[row, group]
+        assert read.zeros[group, row] == weight.zeros[row, group]
+
+
+def test_one_scale_for_all_becomes_one_for_each_row() -> None:
+    weight = float8(torch.randn(64, 512), (64, 512))
+    read = arranged(weight)
+    assert computes(BF16, weight)
+    assert read.described.scale_rows == 1
+    assert torch.equal(read.scales, weight.scales.view(-1).expand(64))
+
+
+def test_one_group_a_row_is_multiplied_at_the_end_in_float32() -> None:
+    weight = int4(torch.randn(64, 512), 512)
+    read = arranged(weight)
+    assert computes(BF16, weight)
+    assert read.scales.dtype == torch.float32
+    assert torch.equal(read.scales, weight.scales.view(-1).float())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64, 65, 200, 512])
+@pytest.mark.parametrize("form", READ)
+def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) -> None:
+    for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336), (1024, 2048)], (False, True)):
+        variant = variant_of(shape_of(form, out, columns), rows, gated)
+        assert variant.shared_bytes <= SHARED_BYTES, variant
+        assert variant.needed_bytes <= variant.shared_bytes
+        if variant.cut.alone:  # two of one launch do not fit on a multiprocessor, one does beside half of what others may take
+            assert 2 * (variant.shared_bytes + 1024) > 228 * 1024
+            assert variant.needed_bytes > 112 * 1024 or variant.shared_bytes + 112 * 1024 + 1024 <= 228 * 1024
+        assert variant.cut.stages >= 2
+        assert not gated or variant.cut.splits or variant.cut.tiles % 2 == 0
+
+
+def test_one_row_takes_sixteens_alone_where_pairs_are_uneven() -> None:
+    cuts = {out: few_rows_cut(weight_bytes(weight_of("fp8 rows", 16)), 1, out, False, 132) for out in (5120, 6144, 8192)}  # type: ignore[arg-type]
+    assert {out: (cut.tiles, cut.kept) for out, cut in cuts.items()} == {5120: (1, True), 6144: (1, True), 8192: (2, False)}
+
+
+@pytest.mark.parametrize(("capability", "room"), [("A100", 166_912), ("L40S", 101_376)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("form", READ)
+def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capability: str, room: int) -> None:
+    for (out, columns), gated in product([(4096, 4096), (28672, 4096), (4096, 14336)], (False, True)):
+        variant = variant_of(shape_of(form, out, columns), rows, gated)
+        cut = fitted(variant.cut, variant.weight, variant.most_rows, room)
+        assert replace(variant, cut=cut).needed_bytes <= room, capability
+        assert cut.stages >= 2
+        assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
+@pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
+def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    compiler, support = find_compiler()
+    assert compiler is not None, str(support)
+    caplog.set_level("INFO", "headway")
+    for gated, heads in ((True, False), (False, True)):
+        variant = variant_of(weight_of(form, 256, 1024), rows, gated, heads)
+        compiled = variant.source.compile("sm_90a", compiler)
+        assert compiled.startswith(b"\x7fELF")
+        if variant.cut.splits:  # few_rows has one block on a multiprocessor
+            assert blocks_that_fit(compiled, variant.threads) >= int(variant.constants["RESIDENT"]), variant
+    assert "serialized" not in caplog.text, "each product would wait for the one before it"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_few_rows_compile_for_other_generations(arch: str) -> None:
+    compiler, support = find_compiler()
+    assert compiler is not None, str(support)
+    assert variant_of(weight_of("int4 of 128", 256, 1024), 8, heads=True).source.compile(arch, compiler).startswith(b"\x7fELF")

@@ -1,0 +1,152 @@
+"""The fused operations against torch's in float64 under Triton's interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headway.kernels.linear import linear as linear_layers
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.operations import Norm, TorchOperations
+from operation_inputs import Inputs, Sizes, ropes
+
+pytest.importorskip("triton")
+try:
+    from headway.kernels.linear import tiles
+    from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+    from headway.kernels.step.fused import Fused
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+MODELS = {
+    "llama": {},
+    "llama, head_dim 16": {"head_dim": 16},
+    "qwen2": {"bias": True, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64},
+    "qwen3": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64},
+    "tiles": {"hidden": 128, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "qk_norm": True},
+    "tiles, split": {"hidden": 64, "inner": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
+    "tiles, gated and split": {"hidden": 128, "inner": 64, "num_heads": 8, "num_kv_heads": 4, "head_dim": 16, "bias": True},
+    "gemma": {"hidden": 64, "inner": 128, "head_dim": 32, "qk_norm": True, "activation": "gelu_tanh"},
+    "gpt2": {"bias": True, "layer_norm": True, "learned_positions": True, "rotated": False, "activation": "gelu"},
+    "gpt2, tiles": {
+        "hidden": 64,
+        "inner": 64,
+        "num_heads": 4,
+        "head_dim": 16,
+        "layer_norm": True,
+        "rotated": False,
+        "activation": "relu",
+    },
+    "qwen3_next": {"qk_norm": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden": 64, "gate_heads": 4},
+    "nemotron_h": {"rotated": False, "activation": "relu2"},
+    "olmo2": {"qk_norm": True, "whole_norm": True, "num_kv_heads": 3, "head_dim": 16},
+    "normed, not rotated": {"qk_norm": True, "rotated": False},
+    "wide": {"hidden": 2100, "inner": 1030, "num_heads": 9, "num_kv_heads": 3, "head_dim": 80, "qk_norm": True},
+}
+THETAS = {"gemma": (1e4, 1e6)}
+"""Several rotary embeddings in one model."""
+
+CASES = [(name, rows, dtype) for name in ("llama", "qwen2", "qwen3") for rows in (1, 2, 9, 17) for dtype in TOLERANCE]
+TILED = ("tiles", "tiles, split", "tiles, gated and split")
+CASES += [(name, rows, dtype) for name in TILED for rows in (17, 70) for dtype in (torch.float16, torch.bfloat16)]
+FAMILIES = ("gemma", "gpt2", "gpt2, tiles", "nemotron_h", "olmo2", "normed, not rotated", "qwen3_next")
+CASES += [(name, rows, dtype) for name in FAMILIES for rows in (1, 9, 17) for dtype in (torch.float32, torch.bfloat16)]
+CASES += [("llama, head_dim 16", 5, torch.bfloat16), ("wide", 1, torch.float16), ("wide", 3, torch.bfloat16)]
+EVERYDAY = [
+    ("llama", 1, torch.float32),
+    ("qwen3", 1, torch.bfloat16),
+    ("tiles, gated and split", 17, torch.bfloat16),
+    ("llama, head_dim 16", 5, torch.bfloat16),
+    ("gpt2, tiles", 17, torch.bfloat16),
+    ("qwen3_next", 1, torch.bfloat16),
+]
+
+
+@pytest.fixture(autouse=True)
+def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave weights as they are, also those that a CPU would arrange for its own products."""
+    monkeypatch.setattr(linear_layers, "SMALL", math.inf)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "dtype"),
+    [pytest.param(*case, marks=[] if case in EVERYDAY else pytest.mark.slow) for case in CASES],
+    ids=str,
+)
+def test_every_step_equals_the_plain_one(name: str, rows: int, dtype: torch.dtype) -> None:
+    sizes = Sizes(rows, **MODELS[name])
+    inputs, tables = Inputs(sizes, dtype), ropes(sizes.head_dim, *THETAS.get(name, (1e4,)))
+    fused = dict(inputs.results(Fused(*tables), dtype, "cpu"))
+    plain = dict(inputs.results(TorchOperations(*tables), torch.float64, "cpu"))
+    assert fused.keys() == plain.keys()
+    for step, expected in plain.items():
+        error = (fused[step] - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype], (step, float(error))
+
+
+def test_a_norm_goes_into_the_product_after_it_where_it_may() -> None:
+    fused = Fused(*ropes(16))
+    norm, linear = Norm(torch.full((64,), 3.0, dtype=torch.bfloat16), 1e-6), Linear(torch.ones(8, 64, dtype=torch.bfloat16))
+    absorbed, product = fused.absorb(norm, linear)
+    assert absorbed == Norm(absorbed.weight, 1e-6, absorbed=True)
+    assert (absorbed.weight == 1).all()
+    assert (product.weight == 3).all()
+    assert (linear.weight == 1).all(), "what was handed in is left alone"
+    with_bias = Linear(linear.weight, torch.ones(8))
+    half = Norm(norm.weight.half(), 1e-6), Linear(linear.weight.half())
+    long = Norm(torch.ones(4096, dtype=torch.bfloat16), 1e-6), Linear(torch.ones(8, 4096, dtype=torch.bfloat16))
+    for left_alone in ((norm, with_bias), half, long):
+        assert fused.absorb(*left_alone) == left_alone
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+    launch = FixedLauncher.__call__
+
+    def seen(self: FixedLauncher, grid: tuple[int, int, int], *arguments: object) -> None:
+        if self.kernel.__name__ == "tiled_product":
+            grids.append(grid)
+        launch(self, grid, *arguments)
+
+    monkeypatch.setattr(FixedLauncher, "__call__", seen)
+    list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(*ropes(16)), torch.bfloat16, "cpu"))
+    assert grids
+    assert max(splits for _, splits, _ in grids) == (2 if "split" in name else 1)
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
+def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
+    monkeypatch.setattr(tiles, "MAX_WEIGHT", 64 * 192 * 3 // splits)
+    seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
+    products, x = tiles.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
+    linear = Linear(torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16())
+    both = x.double() @ linear.weight.double().T + linear.bias.double()
+    residual = torch.randn(rows, 2 * out).bfloat16()
+    expected = both, torch.nn.functional.silu(both[:, :out]) * both[:, out:], residual.double() + both
+    assert products.takes(x, linear)
+    assert not products.takes(torch.randn(17, columns).bfloat16(), linear)
+    found = products(x, linear), products(x, linear, gated=True, activation="silu"), products(x, linear, add_to=residual)
+    for got, right in zip(found, expected, strict=True):
+        assert (got.double() - right).norm() < 6e-3 * right.norm(), f"seed {seed}"
+
+
+@pytest.mark.slow
+def test_a_row_does_not_know_the_others() -> None:
+    """Of two numbers of rows that are cut alike, in every bit."""
+    inputs = Inputs(Sizes(70, **MODELS["tiles"]), torch.bfloat16)
+    ops = Fused(*ropes(16))
+    whole = dict(inputs.results(ops, torch.bfloat16, "cpu"))
+    for step, part in inputs.first(66).results(ops, torch.bfloat16, "cpu"):
+        assert torch.equal(part, whole[step][:66]), step
+
+
+def test_no_rows_give_no_rows() -> None:
+    for _, result in Inputs(Sizes(0), torch.float32).results(Fused(*ropes(12)), torch.float32, "cpu"):
+        assert result.shape[0] == 0

@@ -1,0 +1,50 @@
+"""Two ranks on the fused operations against one rank on torch's, under Triton's interpreter, started by test_interpreter.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hybrid_models
+import plain_models
+from dense_attention import DenseAttention
+from engine_logits import save_random
+from headway.core.contract.ranks import Ranks
+from headway.core.sampling.ranked_vocabulary import join_logits
+from headway.models.layers import decoder
+from headway.models.loader import load_model
+from thread_ranks import on_ranks
+
+pytest.importorskip("triton")
+try:
+    from headway.kernels.runtime.triton_launch import INTERPRETED
+    from headway.kernels.step.fused import Fused
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1"),
+]
+ROWS = {**plain_models.ROWS, **hybrid_models.ROWS}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "falcon_h1", "gpt2", "gpt_oss", "olmo2"])
+def test_logits_equal_those_of_the_plain_path(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(ROWS[name], tmp_path)
+    (expected,) = on_ranks(1, lambda ranks: logits_of(tmp_path, ranks))
+    monkeypatch.setattr(decoder, "operations_for", Fused)
+    for found in on_ranks(2, lambda ranks: logits_of(tmp_path, ranks)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def logits_of(folder: Path, ranks: Ranks) -> Tensor:
+    model: Any = load_model(str(folder), "float32", skip_tokenizer_init=True, ranks=ranks).decoder
+    attention = DenseAttention(model)
+    attention.begin([(0, 4)])
+    own: Tensor = model.compute_logits(model(torch.arange(5, 9), torch.arange(4), attention))
+    return join_logits(own, model.vocab_size, ranks)

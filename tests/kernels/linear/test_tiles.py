@@ -1,0 +1,58 @@
+"""How products are cut into tiles: numbers only, no kernel."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+try:
+    from headway.kernels.linear.tiles import ProductTiling, swapped_tiling, tiling
+except RuntimeError as error:  # pragma: no cover - an old GPU driver
+    pytest.skip(str(error), allow_module_level=True)
+
+H200 = 132
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "cut"),
+    [
+        (17, (4096, 1024), ProductTiling(32, 1, 128, 5)),
+        (64, (3072, 1024), ProductTiling(32, 1, 128, 5)),
+        (64, (1024, 2048), ProductTiling(32, 4, 64, 5)),
+        (64, (1024, 3072), ProductTiling(32, 3, 64, 5)),
+        (128, (4096, 1024), ProductTiling(64, 1, 128, 3)),
+        (128, (1024, 3072), ProductTiling(32, 2, 64, 5)),
+        (64, (4000, 1024), ProductTiling(32, 1, 128, 5)),
+        (64, (4010, 1024), None),
+        (64, (4096, 1000), None),
+    ],
+)
+def test_the_cuts_that_were_measured(rows: int, shape: tuple[int, int], cut: ProductTiling | None) -> None:
+    assert tiling(rows, *shape, H200) == cut
+
+
+@given(st.integers(1, 128), st.integers(1, 200), st.integers(1, 100), st.integers(1, 200))
+def test_tiles_cover_the_product_exactly(rows: int, n: int, k: int, multiprocessors: int) -> None:
+    cut = tiling(rows, 16 * n, 32 * k, multiprocessors)
+    if cut is not None:
+        assert 16 * n % cut.block_n == 0
+        assert 32 * k % (cut.splits * cut.block_k) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "cut"),
+    [
+        (16, (5120, 2880), (3, 240)),
+        (9, (2880, 4096), (4, 180)),
+        (16, (4096, 4096), (2, 128)),
+        (16, (8192, 2048), (1, 128)),
+        (17, (5120, 2880), None),
+        (16, (5130, 2880), None),
+        (16, (5120, 2890), None),
+    ],
+)
+def test_tiles_of_the_weights_rows_fill_the_gpu(rows: int, shape: tuple[int, int], cut: tuple[int, int] | None) -> None:
+    found = swapped_tiling(rows, *shape, H200)
+    assert (found and (found.splits, shape[0] // found.block_n * found.splits)) == cut

@@ -1,0 +1,178 @@
+"""The kernels that filter draw what torch's operations draw: on a GPU, and (by test_interpreter.py) in the interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+import pytest
+import torch
+
+from headway.core.sampling.filtering import TokenFilter, torch_filter
+from headway.core.sampling.sampler import Draws, SamplingOps, keys_of, sample
+
+triton = pytest.importorskip("triton")
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+NO_MIN = -math.inf
+WISHES = [
+    TokenFilter(1.4, 50, 0.9, math.log(0.02)),
+    TokenFilter(0, 0, 1, NO_MIN),
+    TokenFilter(0.6, 0, 0.95, NO_MIN),
+    TokenFilter(1, 1, 1, NO_MIN),
+    TokenFilter(1, 0, 1, math.log(0.2)),
+    TokenFilter(2, 0, 1e-9, NO_MIN),
+    TokenFilter(1, 2500, 0.999, NO_MIN),
+    TokenFilter(0.1, 20, 1, NO_MIN),
+]
+
+
+def table(wishes: Sequence[TokenFilter], device: str) -> torch.Tensor:
+    return torch.tensor(wishes, dtype=torch.float32, device=device).T.contiguous()
+
+
+def same(logits: torch.Tensor, wishes: Sequence[TokenFilter], draws: int = 1) -> None:
+    """For several keys: tokens of both paths, and of each row alone."""
+    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+
+    fused, device, rows = TopKTopPSampler(logits.device), str(logits.device), len(logits)
+    others, generator = torch.arange(rows, device=device) + 7, torch.Generator().manual_seed(rows)
+    for _ in range(draws):
+        keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device)
+        found = fused(logits, others, keys, table(wishes, device))
+        assert found.tolist() == torch_filter(logits, others, keys, table(wishes, device)).tolist()
+    last = slice(rows - 1, rows)
+    assert fused(logits[last], others[last], keys[last], table(wishes, device)[:, last]).tolist() == found[last].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_same_tokens_as_torch(device: str) -> None:
+    logits = torch.randn(3, 703, generator=torch.Generator().manual_seed(0)).to(device)[:, :700] * 3
+    same(logits.bfloat16(), WISHES[:3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_picked_out_of_a_table_draw_as_torch_does(device: str) -> None:
+    """numpy lays picked columns one after another, whichever way the table lies."""
+    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+
+    known, rows = numpy.array(WISHES, dtype=numpy.float32).T.copy(), numpy.array([0, 2, 5, 0, 2])
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    keys = keys_of(range(5), [9] * 5).view(numpy.int64)
+    draws = Draws(numpy.zeros(5, dtype=numpy.float32), keys, known[:, rows])
+    ours, theirs = (SamplingOps(filter=each) for each in (TopKTopPSampler(logits.device), torch_filter))
+    assert sample(logits, draws, ours).tolist() == sample(logits, draws, theirs).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 50, 4096, 9001, 5000])
+def test_same_tokens_as_torch_whatever_the_rows_want(device: str, dtype: torch.dtype, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    spread = torch.tensor([3, 1, 0.01, 3, 2, 1, 1, 9])[:, None]
+    logits = (torch.randn(8, vocab_size + 3, generator=generator) * spread).to(device, dtype)[:, :vocab_size]
+    wishes = [each._replace(top_k=0.0 if each.top_k >= vocab_size else each.top_k) for each in WISHES]
+    same(logits, wishes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_and_what_is_left_out(device: str) -> None:
+    """Thousands of equal logits on both sides of the cut, rows of -inf but for a few tokens or all, and infinity."""
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(8, 4500, generator=generator) * 2).round()
+    logits[0] = 0
+    logits[1, 7:] = -torch.inf
+    logits[2] = -torch.inf
+    logits[3, 123] = torch.inf
+    logits[4, ::2] = -0.0
+    logits[4, 1::2] = 0.0
+    wishes = [TokenFilter(1, k, p, m) for k, p, m in [(50, 1, NO_MIN), (30, 0.9, NO_MIN), (3, 1, NO_MIN), (5, 0.5, NO_MIN)]]
+    wishes += [TokenFilter(1, k, p, m) for k, p, m in [(0, 0.3, NO_MIN), (0, 0.5, NO_MIN), (900, 0.8, -1.0), (0, 0.999, -3.0)]]
+    same(logits.to(device), wishes)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", [0, pytest.param(4999, marks=pytest.mark.slow)])
+def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, place] = torch.nan
+    same(logits, [TokenFilter(1, 5, 1, NO_MIN)] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("room", "programs"), [(4, 4), (64, 4), (512, 8)])
+def test_lists_without_room_and_programs_with_many_logits(
+    device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list is too short, narrowed by both digits, or cut twice; thousands of equal logits lie at its lower end."""
+    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p.LIST_CAPACITY", (room, room))
+    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p.MAX_PROGRAMS", programs)
+    logits = torch.randn(6, 7000, generator=torch.Generator().manual_seed(5)).to(device)
+    logits[4:] = (2 * logits[4:]).round()
+    large, both = TokenFilter(1, 1700, 1, NO_MIN), TokenFilter(1, 5000, 0.9, NO_MIN)
+    same(logits, [WISHES[0], WISHES[2], large, both, both, large._replace(top_p=0.6)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 64, 257])
+@pytest.mark.parametrize("vocab_size", [151936, 128256, 32000, 100003, 262144])
+def test_same_tokens_as_torch_at_real_sizes(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """A token whose sums lie within the last bit of a limit may differ, for exp2 rounds otherwise: one row in a thousand may."""
+    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+    spread = torch.tensor([0.02, 1, 3, 6], device="cuda").repeat(rows)[:rows, None]
+    logits = (torch.randn(rows, vocab_size, generator=generator, device="cuda") * spread).to(dtype)
+    wishes, others = table((WISHES * rows)[:rows], "cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
+    keys = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator, device="cuda")
+    fused = TopKTopPSampler(logits.device)
+    found = fused(logits, others, keys, wishes)
+    different = torch.nonzero(found != torch_filter(logits, others, keys, wishes))
+    assert len(different) <= (1 if rows > 64 else 0), different
+    for row in range(min(rows, 8)):
+        alone = fused(logits[row : row + 1], others[:1], keys[row : row + 1], wishes[:, row : row + 1])
+        assert int(alone) == int(found[row])
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_filters_as_its_inputs_say() -> None:
+    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+
+    device, fused = torch.device("cuda"), TopKTopPSampler(torch.device("cuda"))
+    logits = torch.randn(16, 151936, device=device, dtype=torch.bfloat16) * 3
+    keys, others = torch.arange(16, device=device), torch.arange(16, device=device)
+    wishes = torch.zeros(4, 16, device=device)
+    fused(logits, others, keys, wishes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = fused(logits, others, keys, wishes)
+    for turn in range(5):
+        wishes.copy_(table((WISHES * 3)[turn:][:16], "cuda"))
+        keys.add_(1000)
+        logits.normal_(std=turn + 0.1)
+        graph.replay()
+        assert chosen.tolist() == torch_filter(logits, others, keys, wishes).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_come_as_often_as_the_kept_ones_should(device: str) -> None:
+    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+
+    count, logits = (60 if device == "cpu" else 20000), torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -5.0], device=device)
+    wishes = [TokenFilter(1, 4, 0.99, NO_MIN)] * count
+    keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(1)).to(device)
+    others = torch.zeros_like(keys)
+    found = TopKTopPSampler(torch.device(device))(logits.expand(count, 6).contiguous(), others, keys, table(wishes, device))
+    counts = torch.bincount(found.cpu(), minlength=6).double()
+    expected = logits[:4].cpu().double().softmax(0) * count
+    assert not counts[4:].any()
+    assert float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3, "three degrees of freedom, one chance in a thousand"

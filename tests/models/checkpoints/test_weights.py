@@ -1,0 +1,295 @@
+"""Safetensors folders: what is read, and every way in which one can be incomplete or wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.linear.axes import Axis, Division
+from headway.models.checkpoints.formats.rounding import float8
+from headway.models.checkpoints.rounded_weights import QuantizeOnLoading
+from headway.models.checkpoints.tensor_files import plain_slices
+from headway.models.checkpoints.weights import DummyWeights, Weights
+
+INDEX = "model.safetensors.index.json"
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return torch.arange(1.0, 1.0 + torch.Size(shape).numel()).view(shape)
+
+
+def save(folder: Path, file: str = "model.safetensors", **tensors: torch.Tensor) -> None:
+    save_file({name.replace("__", "."): value for name, value in tensors.items()}, folder / file)
+
+
+def index(folder: Path, **file_of: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+
+
+def open_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    return Weights(folder, dtype, torch.device("cpu"))
+
+
+def test_a_tensor_is_taken_by_name_in_the_wanted_dtype(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(4).bfloat16())
+    weights = open_folder(tmp_path, torch.float16)
+    assert "a" in weights
+    assert "c" not in weights
+    torch.testing.assert_close(weights.take("a", (2, 3)), tensor(2, 3).half(), rtol=0, atol=0)
+    torch.testing.assert_close(weights.take("b", (4,)), tensor(4).half(), rtol=0, atol=0)
+    weights.finish()
+
+
+def test_tensors_are_merged_along_their_rows(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(1, 3).bfloat16(), c=tensor(4))
+    weights = open_folder(tmp_path, torch.float16)
+    merged = weights.take_merged({"b": 1, "a": 2}, 3)
+    assert merged.dtype == torch.float16
+    torch.testing.assert_close(merged, torch.cat([tensor(1, 3), tensor(2, 3)]).half(), rtol=0, atol=0)
+    torch.testing.assert_close(weights.take_merged({"c": 4}), tensor(4).half(), rtol=0, atol=0)
+    weights.finish()
+
+
+def test_a_wrong_part_of_a_merged_tensor_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
+    with pytest.raises(ModelError, match=r"b needs shape \[2, 3\] by config.json, got \[2, 1\]"):
+        open_folder(tmp_path).take_merged({"a": 2, "b": 2}, 3)
+    with pytest.raises(ModelError, match="has no tensor 'c'"):
+        open_folder(tmp_path).take_merged({"c": 2}, 3)
+    with pytest.raises(ModelError, match=r"b needs shape \[1000000000, 1000000000\] by config.json, got \[2, 1\]"):
+        open_folder(tmp_path).take_merged({"b": 10**9, "a": 10**9}, 10**9)
+
+
+def test_tensors_come_from_whichever_shard_the_index_names(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2))
+    save(tmp_path, "model-2.safetensors", b=tensor(3) * 7)
+    save(tmp_path, "consolidated.safetensors", other=tensor(9))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
+    weights = open_folder(tmp_path)
+    torch.testing.assert_close(weights.take("a", (2,)), tensor(2))
+    torch.testing.assert_close(weights.take("b", (3,)), tensor(3) * 7)
+    weights.finish()
+
+
+def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2), b=tensor(3))
+    save(tmp_path, "model-2.safetensors", a=-tensor(2), b=-tensor(3), c=tensor(1), left=tensor(1))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors", c="model-2.safetensors")
+    weights = open_folder(tmp_path)
+    assert torch.equal(weights.take("a", (2,)), tensor(2))
+    assert torch.equal(weights.take("b", (3,)), -tensor(3))
+    assert torch.equal(weights.take("c", (1,)), tensor(1))
+    weights.finish()
+    slices = plain_slices(tmp_path)
+    assert {name: each[:].tolist() for name, each in slices.items()} == {"a": [1, 2], "b": [-1, -2, -3], "c": [1]}
+
+
+def test_a_name_in_two_files_needs_an_index(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", a=tensor(2), b=tensor(3))
+    with pytest.raises(ModelError, match=r"'a' needs one file, got .*one\.safetensors and two\.safetensors"):
+        open_folder(tmp_path)
+
+
+def test_an_index_that_gives_a_tensor_to_a_file_without_it_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", b=tensor(3))
+    index(tmp_path, a="two.safetensors", b="two.safetensors")
+    with pytest.raises(ModelError, match=r"two\.safetensors lacks 'a', which model\.safetensors\.index\.json gives to it"):
+        open_folder(tmp_path)
+
+
+def test_an_index_and_a_single_file_that_it_does_not_name_are_two_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    index(tmp_path, a="one.safetensors")
+    with pytest.raises(ModelError, match=r"needs one checkpoint, got two: model\.safetensors, and the files that .*remove one"):
+        open_folder(tmp_path)
+    index(tmp_path, a="model.safetensors")
+    assert "a" in open_folder(tmp_path)
+
+
+def test_several_files_without_an_index_are_read_together(tmp_path: Path) -> None:
+    save(tmp_path, "one.safetensors", a=tensor(2))
+    save(tmp_path, "two.safetensors", b=tensor(3))
+    weights = open_folder(tmp_path)
+    assert "a" in weights
+    assert "b" in weights
+
+
+def test_a_missing_tensor_is_named_with_its_folder(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    with pytest.raises(ModelError, match=rf"{tmp_path} has no tensor 'model\.norm\.weight'"):
+        open_folder(tmp_path).take("model.norm.weight", (2,))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2, 3, 1)], ids=str)
+def test_another_shape_is_refused_with_both(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    save(tmp_path, a=tensor(2, 3))
+    with pytest.raises(ModelError) as caught:
+        open_folder(tmp_path).take("a", shape)
+    assert f"a needs shape {list(shape)} by config.json, got [2, 3]" in str(caught.value)
+
+
+def test_left_over_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2), **{f"extra{n}": tensor(1) for n in range(5)})
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    with pytest.raises(ModelError, match="5 tensors .*does not use.*extra0, extra1, extra2$"):
+        weights.finish()
+
+
+def test_rope_frequencies_may_be_left_over(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2), model__layers__0__self_attn__rotary_emb__inv_freq=tensor(4))
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    weights.finish()
+
+
+def test_a_folder_without_safetensors_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match=r"holds no \.safetensors file; pytorch_model\.bin is a pickle"):
+        open_folder(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 40, -1], ids=["empty", "half a length", "half a header", "one byte short"])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    save(tmp_path, a=tensor(64), b=tensor(64))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*truncated.*fetch it again"):
+        open_folder(tmp_path)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read .*not a safetensors file"):
+        open_folder(tmp_path)
+
+
+def test_a_shard_that_the_index_names_and_that_is_not_there_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "model-1.safetensors", a=tensor(2))
+    index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors, which .*index\.json names") as caught:
+        open_folder(tmp_path)
+    assert "model-1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ["x"]}}', "3", "null"],
+    ids=lambda text: text or "empty",
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    save(tmp_path, a=tensor(2))
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json is not a safetensors index"):
+        open_folder(tmp_path)
+
+
+def test_a_checkpoint_of_the_model_below_its_head_leaves_a_prefix_out(tmp_path: Path) -> None:
+    save(tmp_path, h__0__a=tensor(2), transformer__h__1__a=tensor(2))
+    weights = open_folder(tmp_path)
+    assert "transformer.h.0.a" in weights
+    weights.take("transformer.h.0.a", (2,))
+    weights.take("transformer.h.1.a", (2,))
+    weights.finish()
+
+
+def test_a_number_is_read_in_any_shape(tmp_path: Path) -> None:
+    save(tmp_path, a=torch.tensor(0.5), b=torch.tensor([0.25]), c=tensor(2))
+    weights = open_folder(tmp_path)
+    assert (weights.take_number("a"), weights.take_number("b")) == (0.5, 0.25)
+    with pytest.raises(ModelError, match=r"c needs one element, got shape \[2\]"):
+        weights.take_number("c")
+
+
+def test_a_shard_that_is_missing_without_an_index_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "model-00001-of-00003.safetensors", a=tensor(2))
+    save(tmp_path, "model-00003-of-00003.safetensors", b=tensor(2))
+    with pytest.raises(
+        ModelError, match=r"lacks model-00002-of-00003\.safetensors, which model-00001-of-00003\.safetensors says"
+    ):
+        open_folder(tmp_path)
+    save(tmp_path, "model-00002-of-00003.safetensors", c=tensor(2))
+    assert all(name in open_folder(tmp_path) for name in "abc")
+
+
+def test_the_one_file_that_transformers_reads_wins_over_others_beside_it(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(2))
+    save(tmp_path, "consolidated.safetensors", other=tensor(2))
+    weights = open_folder(tmp_path)
+    weights.take("a", (2,))
+    weights.finish()
+
+
+LAST, MIDDLE = Division(3, 4), Division(1, 3)
+CUTS = {
+    "rows": ((LAST.even(12), 6), lambda whole: whole[9:]),
+    "columns": ((12, MIDDLE.even(6)), lambda whole: whole[:, 2:4]),
+    "both": ((LAST.even(12), MIDDLE.even(3) * 2), lambda whole: whole[9:, 2:4]),
+    "rows of three products in one": (
+        ((LAST.even(4) + LAST.repeated(2) + LAST.repeated(2)) + Axis.all(4), 6),
+        lambda whole: torch.cat([whole[3:4], whole[5:6], whole[7:12]]),
+    ),
+    "columns in several places": (
+        (12, MIDDLE.even(3) + Axis.all(1) + Axis.all(2).none),
+        lambda whole: torch.cat([whole[:, 1:2], whole[:, 3:4]], dim=1),
+    ),
+    "an uneven end": ((Division(2, 3).uneven(12), Division(1, 4).uneven(6)), lambda whole: whole[8:, 2:4]),
+    "less than nothing left": ((Division(6, 7).uneven(12), 6), lambda whole: whole[:0]),
+    "nothing": ((Axis.all(12).none, 6), lambda whole: whole[:0]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_rank_takes_what_it_holds_of_a_tensor(tmp_path: Path, name: str) -> None:
+    shape, part = CUTS[name]
+    save(tmp_path, a=tensor(12, 6), b=tensor(12, 6) * 2)
+    weights, expected = open_folder(tmp_path), part(tensor(12, 6))
+    assert torch.equal(weights.take("a", shape), expected)
+    assert torch.equal(weights.take_as(torch.float64, "b", shape), expected.double() * 2)
+    weights.finish()  # a tensor of which nothing is held is not left over
+    merged = open_folder(tmp_path).take_merged({"a": shape[0], "b": shape[0]}, shape[1])
+    assert torch.equal(merged, torch.cat([expected, expected * 2]))
+    drawn = [DummyWeights(torch.float32, torch.device("cpu")) for _ in range(2)]
+    assert torch.equal(drawn[0].take("a", shape), part(drawn[1].take("a", (12, 6))))
+    assert torch.equal(drawn[0].take("b", (3,)), drawn[1].take("b", (3,))), "ranks go on alike"
+
+
+def test_a_cut_tensor_of_another_shape_is_refused_with_the_whole_one(tmp_path: Path) -> None:
+    save(tmp_path, a=tensor(12, 6))
+    with pytest.raises(ModelError, match=r"a needs shape \[8, 6\] by config.json, got \[12, 6\]"):
+        open_folder(tmp_path).take("a", (LAST.even(8), 6))
+
+
+def test_every_element_is_held_by_equally_many_ranks() -> None:
+    for size in (1, 2, 3, 4, 6, 12):
+        for axis_of, count in ((Division.even, 12), (Division.uneven, 12), (Division.uneven, 7), (Division.repeated, 12)):
+            held = [index for rank in range(size) for index in axis_of(Division(rank, size), count).pick(range(count))]
+            assert held == [*range(count)]
+    for size in (2, 4, 6):
+        held = [index for rank in range(size) for index in Division(rank, size).repeated(2).pick(range(2))]
+        assert held == [index for index in range(2) for _ in range(size // 2)]
+
+
+def test_what_is_rounded_on_loading_is_told_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway")
+    for keeps, told in (
+        (True, "weights: rounded to fp8 on loading: 12.6 MB instead of 25.2 MB"),
+        (False, "weights: rounded to fp8 on loading, and expanded again to bfloat16: 25.2 MB as before"),
+    ):
+        drawn = DummyWeights(torch.bfloat16, torch.device("cpu"))
+        source = QuantizeOnLoading(drawn, float8, lambda weight, keeps=keeps: keeps)  # type: ignore[misc]
+        for _ in range(2):
+            assert isinstance(source.take_product({"a": 1024, "b": 1024}, 3072), Tensor) is not keeps
+        source.finish()
+        assert caplog.messages == [told]
+        caplog.clear()

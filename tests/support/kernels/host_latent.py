@@ -1,0 +1,84 @@
+"""The backend `hopper_mla` with its kernel run by the host; Triton's interpreter cuts the keys and merges the parts."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from struct import Struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.backends.hopper import backend, latent
+from headway.backends.hopper.latent_backend import HopperLatent
+from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.compiler import Variant
+from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES
+from host_kernels import MULTIPROCESSORS, SAID, compiled
+
+_MAP = Struct("=4Q10I")
+"""struct TensorMap of host_cuda/hopper/ptx.cuh."""
+
+
+def host_tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
+    """What `tensor_map` encodes, as the host's stand-in reads it: four axes from the innermost."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in reversed(tensor.stride()[:-1])]
+    assert tensor.stride(3) == 1
+    assert not any(place % 16 for place in (tensor.data_ptr(), *strides))
+    return _MAP.pack(tensor.data_ptr(), *strides, *reversed(tensor.shape), *reversed(box), size, swizzle).ljust(MAP_BYTES, b"\0")
+
+
+class HostKernel:
+    """A kernel of the host in place of one that the driver launches; order: in which threads run, see host.h."""
+
+    launches: list[tuple[int, int, int]]
+    """Grids so far."""
+
+    def __init__(self, variant: Variant, order: int) -> None:
+        self._variant, self._order, self.launches = variant, order, []
+
+    def allow_shared(self, shared_bytes: int) -> None:
+        """As much as a block of threads may have."""
+        assert shared_bytes <= 227 * 1024
+
+    def __call__(self, launch: Launch, arguments: Arguments) -> None:
+        """Run all blocks of threads, cluster by cluster."""
+        queries, keys, packed = arguments.values
+        clusters, blocks, _ = launch.grid
+        assert launch.cluster == (1, blocks, 1)
+        self.launches.append(launch.grid)
+        sizes = clusters, blocks, launch.block[0], launch.shared_bytes, self._order
+        assert not compiled(self._variant).run(*(ctypes.c_char_p(each) for each in (queries, keys, packed)), *sizes), SAID
+
+
+class HostLatent(HopperLatent):
+    """As on a GPU of so few multiprocessors that a small step fills it."""
+
+    capabilities = replace(HopperLatent.capabilities, devices=("cpu",))
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # noqa: RUF012 -- as the base declares it
+
+
+def run_by_the_host(monkeypatch: pytest.MonkeyPatch, order: int, multiprocessors: int = MULTIPROCESSORS) -> list[HostKernel]:
+    """Have `HostLatent` find a GPU of 9.0, and kernels that the host runs; returns those that are made from now on."""
+    made: list[HostKernel] = []
+
+    def load(variant: Variant, *_: object) -> HostKernel:
+        made.append(HostKernel(variant, order))
+        return made[-1]
+
+    find_hopper(monkeypatch, multiprocessors)
+    monkeypatch.setattr(latent, "load", load)
+    monkeypatch.setattr(latent, "tensor_map", host_tensor_map)
+    return made
+
+
+def find_hopper(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> None:
+    """Have the backends of this generation find a GPU of 9.0."""
+    properties = SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(backend, "capability", lambda device: (9, 0))

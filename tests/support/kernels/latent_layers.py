@@ -1,0 +1,82 @@
+"""Layers whose keys and values have unlike lengths, as latent attention has them, and how a backend serves one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from backend_cases import CASES, VERIFY, spec
+from headway.backends.layouts import write_rows
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.reference import reference_with_lse, relative_error, run_backend
+
+UNEQUAL = {
+    "expanded": spec(head_dim=48, v_head_dim=32),
+    "192/128": spec(head_dim=192, v_head_dim=128),
+    "longer value": spec(head_dim=32, v_head_dim=64),
+    "expanded, window softcap sinks": spec(
+        head_dim=48, v_head_dim=32, sliding_window=9, softcap=2.0, sinks=(0.3, -1.0, 2.0, 0.0)
+    ),
+}
+IN_KEY = {
+    "absorbed": spec(num_heads=4, num_kv_heads=1, head_dim=48, v_head_dim=32, value_in_key=True),
+    "576/512": spec(num_heads=3, num_kv_heads=1, head_dim=576, v_head_dim=512, value_in_key=True),
+    "short value": spec(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=16, value_in_key=True),
+}
+
+
+def case_of(
+    name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int = 16, finite: bool = False, verify: int = 1
+) -> Case:
+    """A step of the shared cases, or of the grammar, over a cache that is poisoned where it holds nothing."""
+    verify = VERIFY.get(name, verify)
+    lens = parse_case(CASES.get(name, name), verify)
+    poison = 1e4 if finite else math.nan
+    return make_case(lens, layer, layout, block_size, write_rows, decode_query_len=verify, poison=poison)
+
+
+def errors_of(backend: type[AttentionBackend], case: Case) -> tuple[float, float]:
+    """Relative error of the output, and the largest error of the log-sum-exp."""
+    for view in (case.metadata.prefill, case.metadata.decode):
+        if view is not None:
+            support = backend.supports(case.spec, case.cache.layout, case.cache.block_size, view.phase)
+            assert support, str(support)
+    assert backend.accepts(case.cache)
+    made = backend(case.spec, case.cache.layout, case.cache.block_size)
+    lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
+    out = run_backend(made, case, lse)
+    expected, sums = reference_with_lse(case)
+    again = run_backend(made, case)
+    error = max(relative_error(out, expected, case), relative_error(again, expected, case))
+    return error, float((lse - sums).abs().max())
+
+
+def dense_errors(backend: type[AttentionBackend], layout: CacheLayout, **changes: object) -> tuple[float, float]:
+    """As `errors_of`, of prompts of a layer without a cache: the one that is handed in holds nothing but NaN."""
+    case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True, **changes), layout)
+    expected, sums = reference_with_lse(case)
+    for tensor in case.cache.tensors.values():
+        tensor.fill_(math.nan)
+    assert backend.supports(case.spec, layout, 16, Phase.PREFILL)
+    for phase in (Phase.EXTEND, Phase.DECODE):
+        assert "dense: needs a prompt" in str(backend.supports(case.spec, layout, 16, phase))
+    lse = torch.full((case.spec.num_heads, len(case.q)), math.nan)
+    out = run_backend(backend(case.spec, layout, 16), case, lse)
+    return relative_error(out, expected, case), float((lse - sums).abs().max())
+
+
+def strided(case: Case) -> Case:
+    """The same step over a cache whose keys and values share one tensor [block, head, slot, key + value], as vLLM packs them."""
+    cache, spec = case.cache, case.spec
+    blocks, size = cache.geometry.num_blocks, cache.block_size
+    packed = torch.full((blocks, spec.num_kv_heads, size, spec.head_dim + spec.v_head_dim), math.nan, dtype=spec.dtype)
+    k, v = packed.transpose(1, 2).split((spec.head_dim, spec.v_head_dim), dim=-1)
+    k.copy_(cache.key)
+    v.copy_(cache.value)
+    foreign = LayerCache.wrap({"key": k, "value": v}, cache.layout, spec)
+    return Case(spec, case.metadata, foreign, case.q, case.k, case.v)

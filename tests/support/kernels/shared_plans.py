@@ -1,0 +1,55 @@
+"""Layers that differ in sinks and scales of the cache alone: each right over plans that the first of them made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from backend_cases import CASES, VERIFY
+from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import NHD, CacheLayout
+from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import make_case, parse_case
+from headway.core.oracle.reference import reference, relative_error
+
+
+def of_a_kind(spec: AttentionSpec) -> list[AttentionSpec]:
+    """Three layers of a spec's kind, with sinks of their own, and scales where the cache's element type has them."""
+    draw, layers = torch.Generator().manual_seed(8), []
+    for number in range(3):
+        layer = replace(spec, sinks=tuple((3 * torch.rand(spec.num_heads, generator=draw)).tolist()))
+        if spec.kv_dtype == torch.float8_e4m3fn:
+            layer = replace(layer, k_scale=0.5 + number, v_scale=2.0 - number / 2)
+        layers.append(layer)
+    return layers
+
+
+def errors_over_shared_plans(
+    make: Callable[[AttentionSpec, CacheLayout, int], AttentionBackend],
+    spec: AttentionSpec,
+    name: str,
+    write: Callable[..., None],
+    layout: CacheLayout = NHD,
+) -> Sequence[float]:
+    """The relative error of each of three layers, the first once more at the end. name: of CASES."""
+    block_size, verify = 16, VERIFY.get(name, 1)
+    lens = parse_case(CASES[name], verify)
+    layers = of_a_kind(spec)
+    cases = [make_case(lens, each, layout, block_size, write, decode_query_len=verify) for each in layers]
+    backends = [make(each, layout, block_size) for each in layers]
+    assert all(each.capabilities.shares_plans for each in backends)
+    views = cases[0].metadata.prefill, cases[0].metadata.decode
+    plans = [None if view is None else backends[0].plan(view) for view in views]
+    errors = []
+    for number in (0, 1, 2, 0):
+        case, backend, n = cases[number], backends[number], cases[number].metadata.num_prefill_tokens
+        assert torch.equal(case.metadata.block_table, cases[0].metadata.block_table)  # drawn from one seed
+        out = case.q.new_full((*case.q.shape[:2], spec.v_head_dim), torch.nan)
+        if plans[0] is not None:
+            backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, plans[0], out[:n])
+        if plans[1] is not None:
+            backend.decode(case.q[n:], case.cache, plans[1], out[n:])
+        errors.append(relative_error(out, reference(case), case))
+    return errors

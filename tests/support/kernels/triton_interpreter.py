@@ -1,0 +1,24 @@
+"""Runs test files under Triton's interpreter, which must be on before triton is imported: hence in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def passed_in_the_interpreter(*files: Path, marks: str = "not slow") -> int:
+    """Run those tests of the files that `marks` (pytest's -m) selects; returns how many passed. None may fail or be skipped."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", f"not gpu and ({marks})"]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout, done.stdout
+    counts = re.search(r"(\d+) passed", done.stdout)
+    assert counts is not None, done.stdout
+    return int(counts[1])
