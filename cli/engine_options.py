@@ -108,7 +108,9 @@ def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command],
                 engine["autotune_budget"] = 0.0
             command(**values, engine=engine)
 
-        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
+        run.__module__ = command.__module__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

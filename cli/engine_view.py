@@ -111,7 +111,8 @@ class LiveStats:
 
     def __init__(self, stats: Callable[[], EngineSnapshot], shown: bool = True, out: TextIO | None = None) -> None:
         """stats: reads the engine's figures. shown: False: nothing is shown."""
-        self._stats, self._shown = stats, shown
+        self._stats = stats
+        self._shown = shown
         self._out = sys.stderr if out is None else out
         self._in_place = self._out.isatty() and os.get_terminal_size(self._out.fileno()).lines > 1  # 0: unknown
         self._rows = 0
@@ -138,7 +139,8 @@ class LiveStats:
         columns, rows = os.get_terminal_size(self._out.fileno())
         reserve = ""
         if rows != self._rows:  # "index" makes room below the cursor; setting the region moves it, hence save and restore
-            reserve, self._rows = f"\x1bD\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A", rows
+            reserve = f"\x1bD\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
+            self._rows = rows
         self._out.write(f"{reserve}\x1b7\x1b[{rows};1H\x1b[2K{line[: columns - 1]}\x1b8")
         self._out.flush()
 

@@ -99,7 +99,8 @@ class BeamSearch:
             for token, scored in likely.items():
                 made = BeamSearchSequence([*beam.tokens, token], [*beam.logprobs, likely], beam.cum_logprob + scored.logprob)
                 if token in self.ends and not self.params.ignore_eos:
-                    made.finish_reason, made.stop_reason = "stop", token
+                    made.finish_reason = "stop"
+                    made.stop_reason = token
                     self.complete.append(made)
                 else:
                     longer.append(made)

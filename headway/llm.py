@@ -51,13 +51,19 @@ class LLM(EngineAccess, PooledCalls):
         found = find_pooling_model(args)
         if found is not None:
             pooled = assemble_pooling(args, found, registry)
-            self.registry, self.device, self.num_threads = pooled.registry, pooled.device, pooled.num_threads
-            self.tokenizer, self._pooling = pooled.model.tokenizer, PoolingClient(pooled)
+            self.registry = pooled.registry
+            self.device = pooled.device
+            self.num_threads = pooled.num_threads
+            self.tokenizer = pooled.model.tokenizer
+            self._pooling = PoolingClient(pooled)
             self.start_times = pooled.start
             return
         assembly = assemble(args, registry)
-        self.registry, self.device, self.num_threads = assembly.registry, assembly.device, assembly.num_threads
-        self.tokenizer, self._driver = assembly.model.tokenizer, EngineDriver(assembly)
+        self.registry = assembly.registry
+        self.device = assembly.device
+        self.num_threads = assembly.num_threads
+        self.tokenizer = assembly.model.tokenizer
+        self._driver = EngineDriver(assembly)
         self.start_times = assembly.start
         """Where the seconds of the start went, part by part."""
         self._processor = OutputProcessor(self.tokenizer)

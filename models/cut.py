@@ -30,7 +30,8 @@ class ModelCut:
         :raises ConfigError: they do not, with the numbers of ranks nearest to this one that would suit them.
         """
         check_divides(config, size, by_expert)
-        self._config, self._division = config, Division(rank, size)
+        self._config = config
+        self._division = Division(rank, size)
 
     @cached_property
     def heads(self) -> Axis:
@@ -123,7 +124,8 @@ class StateCut:
     """Heads or channels of the parts with a state; q and k (B and C of `mamba2`) lie on all ranks that share their heads."""
 
     def __init__(self, config: StateConfig, division: Division) -> None:
-        self._spec, spec = config.spec, config.spec
+        self._spec = config.spec
+        spec = config.spec
         self.heads = division.even(spec.num_heads)
         """Heads of the state; `mamba1` has a channel in their place."""
         self.key_heads = division.repeated(spec.num_key_heads) if spec.recurrent else Axis.all(0)

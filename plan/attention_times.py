@@ -59,7 +59,9 @@ class AttentionTimes:
 
     def __init__(self, gpu: GpuKind, reached: Utilisation, measured: Iterable[MeasuredLayer] = ()) -> None:
         """measured: of this kind of GPU."""
-        self._read, self._matrix, self._reached = gpu.read_rate * 1e-6, gpu.matrix_rate * 1e-6, reached
+        self._read = gpu.read_rate * 1e-6
+        self._matrix = gpu.matrix_rate * 1e-6
+        self._reached = reached
         self._measured = {SpecRecord.of(each.spec).kind: each for each in measured}
         self._asked: dict[tuple[AttentionSpec, Shape], float] = {}
         self._known: dict[AttentionSpec, tuple[MeasuredLayer | None, Source]] = {}

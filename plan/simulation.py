@@ -102,7 +102,8 @@ class Replica:
     _seqs: dict[str, _Times] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        memory, self._stats = self.memory, EngineStats()
+        memory = self.memory
+        self._stats = EngineStats()
         groups = memory.pages.groups
         interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in groups))
         blocks = BlockManager(
@@ -116,7 +117,9 @@ class Replica:
         limits = memory.limits
         self.scheduler = Scheduler(blocks, limits.max_num_batched_tokens, limits.max_num_seqs, stats=self._stats)
         self._parts = dict.fromkeys(StepParts.__dataclass_fields__, 0.0)
-        self._measured, self._left, self._num_live = range(0), 0, 0
+        self._measured = range(0)
+        self._left = 0
+        self._num_live = 0
         self._steps = self._tokens = 0
 
     def run(
@@ -134,7 +137,8 @@ class Replica:
         now = device_free = begin + self.request_seconds
         flights: deque[_InFlight] = deque()
         marks: list[tuple[float, int]] = []
-        self._measured, self._left = measured, len(measured)
+        self._measured = measured
+        self._left = len(measured)
         while self._left:
             while coming and self._arrived(coming[0], now, concurrency):
                 if len(self._seqs) in (measured[0], measured[-1]):

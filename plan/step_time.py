@@ -75,9 +75,12 @@ class StepPredictor:
         self, gpu: GpuKind, costs: RankCosts, reached: Utilisation = H200, attention: AttentionTimes | None = None
     ) -> None:
         """attention: of this kind of GPU; None: by the data sheet alone."""
-        self.gpu, self.costs, self._reached = gpu, costs, reached
+        self.gpu = gpu
+        self.costs = costs
+        self._reached = reached
         self._attention = AttentionTimes(gpu, reached) if attention is None else attention
-        self._read, self._matrix = gpu.read_rate * 1e-6, gpu.matrix_rate * 1e-6  # per microsecond
+        self._read = gpu.read_rate * 1e-6
+        self._matrix = gpu.matrix_rate * 1e-6  # per microsecond
         self._decodes: dict[tuple[int, int], StepParts] = {}
 
     @property

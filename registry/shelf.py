@@ -36,7 +36,10 @@ class BackendShelf(Generic[I, B]):
     ) -> None:
         """kind: for errors, "attention" or "state"; word: what one is called; check: checks a class that `load` returned;
         failures: plugins that are left out."""
-        self._kind, self._word, self._check, self._failures = kind, word, check, failures
+        self._kind = kind
+        self._word = word
+        self._check = check
+        self._failures = failures
         self._classes: dict[str, type[B]] = {}
         self._support: dict[str, Support] = {}
         self.entries: dict[str, BackendEntry[I]] = {}

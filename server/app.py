@@ -63,7 +63,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     direct = {**routes.direct, **messages.direct, **responses.direct}
     answers = LineAnswers(direct, routes.refuse, lambda: llm.has_lost_engine)
     batches = BatchRoutes(service.options, answers, batch_concurrency(service.options, llm.facts.max_num_seqs))
-    app.state.batches, app.state.line_answers = batches, answers
+    app.state.batches = batches
+    app.state.line_answers = answers
     operated = OperatorRoutes(service), AdapterRoutes(service), PageRoutes(service), ProfileRoutes(service)
     app.state.routes = routes, native, messages, responses, batches, *operated
     for each in app.state.routes:
@@ -83,7 +84,9 @@ class Routes:
     """The API's routes."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
-        self._service, self._llm, self._chats = service, service.llm, chats
+        self._service = service
+        self._llm = service.llm
+        self._chats = chats
         self._started = int(time.time())
 
     @property

@@ -65,7 +65,9 @@ class ApiError(Exception):
     ) -> None:
         """status: HTTP status. param: the field that is wrong. code: OpenAI's, for programs. retry_after: seconds."""
         super().__init__(cut(harmless(message, keep="\n"), _LONGEST_MESSAGE))
-        self.status, self.param, self.code = status, None if param is None else cut(harmless(param), _LONGEST_PARAM), code
+        self.status = status
+        self.param = None if param is None else cut(harmless(param), _LONGEST_PARAM)
+        self.code = code
         self.headers: dict[str, str] = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status in (408, 413):
             self.headers["connection"] = "close"  # what is left of the body is not read

@@ -44,7 +44,9 @@ class DirectMiddleware:
     ) -> None:
         """endpoints: path -> endpoint of its POSTs; FastAPI has them too, for its schema and for other paths before them (an
         application that is mounted). refuse: answers a request whose endpoint has raised."""
-        self._app, self._endpoints, self._refuse = app, endpoints, refuse
+        self._app = app
+        self._endpoints = endpoints
+        self._refuse = refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request for one of the endpoints, and pass on all others."""
@@ -75,7 +77,8 @@ def endpoint(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitabl
         assert found is not None, "the application holds its routes"
         return await found(*arguments, **named)
 
-    answer.__name__, answer.__doc__ = method.__name__, method.__doc__
+    answer.__name__ = method.__name__
+    answer.__doc__ = method.__doc__
     answer.__signature__ = inspect.signature(method, eval_str=True)  # type: ignore[attr-defined]
     return answer
 

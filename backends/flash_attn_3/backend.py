@@ -84,7 +84,8 @@ class FlashAttention3(AttentionBackend):
         self._call = library.operators.forward.call
         place = library.operators.forward.place
         self._q, self._k, self._v, self._out = (place[name] for name in ("q", "k", "v", "out"))
-        self._q_v, self._metadata = place.get("q_v", -1), place["scheduler_metadata"]
+        self._q_v = place.get("q_v", -1)
+        self._metadata = place["scheduler_metadata"]
         self._latent = spec.v_head_dim if spec.value_in_key else 0
         window = spec.sliding_window
         # A window of w keys ends at the query itself; the library counts the keys to its left. -1: no bound.
@@ -92,7 +93,8 @@ class FlashAttention3(AttentionBackend):
         if window is not None:
             self._mask |= {"window_size_left": window - 1, "window_size_right": 0 if spec.causal else window - 1}
         self._always: dict[str, Any] = {**self._mask, "softmax_scale": spec.scale, "softcap": spec.softcap or 0.0}
-        self._sinks, self._aux = None, place.get("s_aux", -1)
+        self._sinks = None
+        self._aux = place.get("s_aux", -1)
         if spec.sinks is not None:
             self._sinks = torch.tensor(spec.sinks, dtype=torch.bfloat16, device=spec.device)
         cuda = spec.device.type == "cuda"

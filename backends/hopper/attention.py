@@ -56,7 +56,9 @@ class HopperKernels:
     """
 
     def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
-        self._spec, self._block_size, self._num_splits = spec, block_size, num_splits
+        self._spec = spec
+        self._block_size = block_size
+        self._num_splits = num_splits
         self._tiles = tiles_of(spec.head_dim, spec.v_head_dim)
         self._programs = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._sinks = None

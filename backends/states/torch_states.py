@@ -204,8 +204,11 @@ class _StepStates:
     """Reads and writes the states of a block of sequences that decode."""
 
     def __init__(self, plan: StepPlan, block: StepBlock) -> None:
-        self._block, step = block, plan.metadata.step
-        self._slots, self._empty, self._columns = plan.metadata.slots[block.rows], block.empty, None
+        self._block = block
+        step = plan.metadata.step
+        self._slots = plan.metadata.slots[block.rows]
+        self._empty = block.empty
+        self._columns = None
         if plan.captured:
             self._empty = step.context_lens[block.rows] == 0
             self._columns = torch.where(self._slots[:, None] < 0, -1, plan.metadata.out_slots[block.rows])

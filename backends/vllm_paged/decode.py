@@ -93,7 +93,8 @@ class PagedDecode:
         variant = variant_of(spec.dtype, spec.cache_dtype, spec.head_dim, block_size, arch)
         self._attention = load(variant, "paged_attention", spec.device)
         self._reduce = load(variant, "reduce_partitions", spec.device)
-        self._slopes, self._sinks = per_head(spec.alibi_slopes, spec.device), per_head(spec.sinks, spec.device)
+        self._slopes = per_head(spec.alibi_slopes, spec.device)
+        self._sinks = per_head(spec.sinks, spec.device)
         self._workspace = torch.empty(0, device=spec.device)
         self._outgrown: list[Tensor] = []
 

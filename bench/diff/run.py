@@ -35,7 +35,9 @@ class _Twin:
     """Attends with B; A attends to the same q, k and v beside it. Keeps B's answers of the step."""
 
     def __init__(self, a: SideRun, b: SideRun, counted: RelativeErrors) -> None:
-        self._a, self._b, self._counted = a, b, counted
+        self._a = a
+        self._b = b
+        self._counted = counted
         self.answers: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -48,7 +50,9 @@ class _Lone:
     """Attends with A alone; its answers are held against those of B's run."""
 
     def __init__(self, a: SideRun, answers: dict[int, Tensor], counted: RelativeErrors) -> None:
-        self._a, self._answers, self._counted = a, answers, counted
+        self._a = a
+        self._answers = answers
+        self._counted = counted
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         answer = self._a(layer, q, k, v)

@@ -200,7 +200,9 @@ class _Blocks:
 
 class _PagedRun:
     def __init__(self, attention: PagedAttention, selector: Selector, blocks: _Blocks) -> None:
-        self._attention, self._selector, self._blocks = attention, selector, blocks
+        self._attention = attention
+        self._selector = selector
+        self._blocks = blocks
 
     def begin(self, step: DiffStep) -> None:
         metadata = self._blocks.metadata(step, self._attention.specs[0])
@@ -213,7 +215,9 @@ class _PagedRun:
 
 class _ReferenceRun:
     def __init__(self, specs: Sequence[AttentionSpec], caches: Sequence[LayerCache], blocks: _Blocks) -> None:
-        self._specs, self._caches, self._blocks = specs, caches, blocks
+        self._specs = specs
+        self._caches = caches
+        self._blocks = blocks
         self._metadata: AttentionMetadata | None = None
 
     def begin(self, step: DiffStep) -> None:

@@ -81,7 +81,8 @@ class Roofline:
             spec = config.state.spec
             sections = STATE_PARTS[spec.kind].sections(ModelCut(config).state)
             rows += sum(layer.state for layer in layers) * (sum(axis.size for axis in sections.values()) + spec.out_channels)
-        self._config, self._ranks = config, ranks
+        self._config = config
+        self._ranks = ranks
         self._expert_params = 0
         """One routed expert's in every layer that has experts."""
         if config.experts is not None:

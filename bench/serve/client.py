@@ -76,7 +76,8 @@ class _Reader(asyncio.Protocol):
         self.parts.append((self._now, body))
 
     def on_message_complete(self) -> None:
-        self.status, self.ended = self._parser.get_status_code(), self._now
+        self.status = self._parser.get_status_code()
+        self.ended = self._now
         self._end(None)
         self._transport.close()
 
@@ -108,10 +109,12 @@ class Client:
             raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url), str(error)) from None
         if parts.scheme not in ("http", "https") or not host:
             raise ConfigError("--url", "a URL such as http://127.0.0.1:8000", repr(url))
-        self._host, self._tls = host, parts.scheme == "https"
+        self._host = host
+        self._tls = parts.scheme == "https"
         self._port = port or (443 if self._tls else 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._key, self._timeout = api_key, timeout
+        self._key = api_key
+        self._timeout = timeout
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> ServerAnswer:
         """Send a request, a GET where there is no body; what fails is told in the answer."""
@@ -196,7 +199,8 @@ def _take(answer: ServerAnswer, event: dict[str, Any], at: float, texts: list[st
         answer.error = str(event["error"].get("message", "an error in the stream"))
     used = event.get("usage")
     if used:
-        answer.prompt_tokens, answer.output_tokens = used["prompt_tokens"], used["completion_tokens"]
+        answer.prompt_tokens = used["prompt_tokens"]
+        answer.output_tokens = used["completion_tokens"]
         answer.cached_tokens = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     for choice in event.get("choices", ()):
         delta = choice.get("delta")

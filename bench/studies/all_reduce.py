@@ -73,7 +73,8 @@ class TorchTwoShot(TorchOneShot):
     name = "torch two_shot"
 
     def __init__(self, other: TorchOneShot) -> None:
-        self._buffer, self._group = other._buffer, other._group
+        self._buffer = other._buffer
+        self._group = other._group
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See AllReduce."""

@@ -44,7 +44,8 @@ class CapturedDecode:
     """A graph of one greedy decode step, its next tokens included."""
 
     def __init__(self, model: Decoder, batch_size: int, attention: Attention, context: int) -> None:
-        self._model, self._attention = model, attention
+        self._model = model
+        self._attention = attention
         self._ids = torch.randint(0, model.vocab_size, (batch_size,), device="cuda", dtype=torch.int32)
         self._positions = torch.full_like(self._ids, context)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -32,7 +32,8 @@ class _Client:
     """Sends random prompts."""
 
     def __init__(self, llm: LLM, generator: torch.Generator) -> None:
-        self._llm, self._generator = llm, generator
+        self._llm = llm
+        self._generator = generator
 
     def draw(self, count: int) -> list[int]:
         """Draw a prompt."""

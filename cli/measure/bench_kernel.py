@@ -105,7 +105,8 @@ def with_plugins(command: Callable[..., None], **options: tuple[Any, object]) ->
         given = {name: values.pop(name, default) for name, (_, default) in own.items()}
         command(options_of(**values), **given)
 
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
     run.__signature__ = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run

@@ -80,7 +80,10 @@ class ChatSession:
         adapter: LoRARequest | None = None,
     ) -> None:
         """err: gets everything but answers. stats: show the live line. adapter: writes the answers."""
-        self._llm, self._params, self._err, self._shows_stats = llm, params, err, stats
+        self._llm = llm
+        self._params = params
+        self._err = err
+        self._shows_stats = stats
         self._adapter = adapter
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._start)

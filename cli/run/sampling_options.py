@@ -71,7 +71,9 @@ def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Comma
             given = {flag: values.pop(_word(flag)) for flag in flags}
             command(**values, sampling=_sampling(given))
 
-        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
+        run.__module__ = command.__module__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

@@ -10,7 +10,8 @@ class ThinkReader:
     """Reads the reasoning and passes on the content that follows."""
 
     def __init__(self, tags: ReasoningSyntax, prompt: str) -> None:
-        self._tags, self._begun = tags, tags.begun(prompt)
+        self._tags = tags
+        self._begun = tags.begun(prompt)
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         """See `Program`."""

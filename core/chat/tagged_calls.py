@@ -35,7 +35,8 @@ class TaggedCalls:
     """Reads calls in one family's tags."""
 
     def __init__(self, syntax: TagSyntax, context: ChatContext) -> None:
-        self._syntax, self._tools = syntax, context.tools or {}
+        self._syntax = syntax
+        self._tools = context.tools or {}
 
     def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
         """See `Program`."""

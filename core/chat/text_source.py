@@ -95,11 +95,13 @@ class TextSource:
 
     def kept(self) -> str:
         """What was read since `keep`, which ends."""
-        read, self._read = self._read or [], None
+        read = self._read or []
+        self._read = None
         return "".join(read)
 
     def _take(self, size: int) -> str:
-        taken, self._text = self._text[:size], self._text[size:]
+        taken = self._text[:size]
+        self._text = self._text[size:]
         if self._read is not None:
             self._read.append(taken)
         return taken
@@ -249,7 +251,8 @@ class ProgramParser:
     """A parser that runs a program."""
 
     def __init__(self, program: Program, make_id: Callable[[str, int], str] = call_id) -> None:
-        self._source, self._writer = TextSource(), PieceWriter(make_id)
+        self._source = TextSource()
+        self._writer = PieceWriter(make_id)
         self._running = self._run(program)
 
     def feed(self, text: str) -> list[ChatPiece]:

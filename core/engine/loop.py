@@ -239,7 +239,8 @@ class EngineLoop:
             self.read_launched()  # the last step has written the token that ended a sequence, and may fail yet
             self._offloader.flush(idle=True)
         self.clock.end_step()
-        deltas, self._unreported = self._unreported, []
+        deltas = self._unreported
+        self._unreported = []
         return deltas
 
     def _admit_prepared(self) -> None:

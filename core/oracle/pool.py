@@ -42,7 +42,8 @@ class Foreign:
         geometry = CacheGeometry.of(spec, num_blocks, block_size)
         cache = layout.allocate(geometry, spec.k_scale, spec.v_scale)
         if memory == "own":
-            self.cache, self.bases = cache, _from(cache, first)
+            self.cache = cache
+            self.bases = _from(cache, first)
             return
         if memory in ("spaced", "far"):
             self.cache, bases = _apart(cache, first_far(spec, block_size) if memory == "far" else 0)
@@ -53,7 +54,8 @@ class Foreign:
         kept = 1 if memory == "packed" else 2
         shapes = {name: tensor.shape for name, tensor in cache.tensors.items()}
         together = len({shapes[name][:kept] for name in SCALES if name in shapes}) == 1
-        self.bases, tensors = [], {}
+        self.bases = []
+        tensors = {}
         groups = _by_type(cache, [list(shapes)] if together else [[name] for name in shapes])
         for names in groups:
             sizes = [math.prod(shapes[name][kept:]) for name in names]

@@ -207,7 +207,8 @@ class CellErrors:
     def note(self, error: float, tolerance: float) -> None:
         """Keep an error if its share of its tolerance is the largest; NaN is left to the finding."""
         if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
-            self.error, self.tolerance = error, tolerance
+            self.error = error
+            self.tolerance = tolerance
 
 
 AS_IN_AN_ENGINE = Unlike()

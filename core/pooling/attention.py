@@ -25,7 +25,8 @@ class DenseAttention:
 
     def __init__(self, layers: LayerSpecs, selector: Selector) -> None:
         assert all(spec.dense for spec in layers.cached)
-        self.layers, self._selector = layers, selector
+        self.layers = layers
+        self._selector = selector
         self._kinds = layers.distinct
         self._kind_of = [self._kinds.index(spec) for spec in layers.cached]
         self._block_size = selector.selection.block_size
@@ -58,7 +59,8 @@ class DenseAttention:
         tables = numpy.zeros((len(lens), -(-max(lens) // self._block_size)), dtype=numpy.int32)
         device = self.layers.device
         metadata = AttentionMetadata.build(lens, [0] * len(lens), tables, self._block_size, device, num_blocks=1)
-        self._backends, self._plans = backends, []
+        self._backends = backends
+        self._plans = []
         for spec in self._kinds:
             backend = backends[spec]
             try:

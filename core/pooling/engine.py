@@ -74,7 +74,9 @@ class PoolingEngine:
 
     def __init__(self, network: PooledNetwork, layers: LayerSpecs, selector: Selector, limits: StepLimits) -> None:
         """limits: tokens and texts of a batch, and tokens of the longest text, which may be more than those of a batch."""
-        self.network, self.selector, self.limits = network, selector, limits
+        self.network = network
+        self.selector = selector
+        self.limits = limits
         self.attention = DenseAttention(layers, selector)
         self.device = layers.device
         self.stats = PoolingStats()

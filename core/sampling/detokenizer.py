@@ -39,7 +39,9 @@ class Detokenizer:
     ) -> None:
         """stop: texts that end the sequence, once it has more than min_tokens; include_stop: they stay in `text`."""
         self._tokenizer = tokenizer
-        self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._skip_special = skip_special_tokens
         self._ids: list[int] = []
         self._window = 0
@@ -75,7 +77,8 @@ class Detokenizer:
         known = len(self.text)
         if len(after) > len(before) and (final or not after.endswith("\N{REPLACEMENT CHARACTER}")):
             self.text += after[len(before) :]
-            self._window, self._read = self._read, len(self._ids)
+            self._window = self._read
+            self._read = len(self._ids)
         return len(self.text) > known and len(self._ids) > self._min_tokens and self._cut(known)
 
     def _decode(self, ids: list[int]) -> str:

@@ -56,7 +56,8 @@ class _Rewriter:
     """Reads a pattern from left to right and writes each part as it is read."""
 
     def __init__(self, pattern: str, flags: str) -> None:
-        self._pattern, self._at = pattern, 0
+        self._pattern = pattern
+        self._at = 0
         self._flags = self._with_flags(frozenset(), flags, "")
         self._outer: list[frozenset[str]] = []
         """The flags around each open group."""

@@ -29,7 +29,8 @@ class Grammar:
     """The state of one completion: what has come so far, and hence what may come next."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
-        self.matcher, self._eos = matcher, eos_token_ids
+        self.matcher = matcher
+        self._eos = eos_token_ids
         self.ended = False
         """Whether an end-of-text token has come after a complete text; then any token may come, for the form holds."""
 
@@ -67,13 +68,16 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """tokenizer: transformers' fast tokenizer. vocab_size: of the model; tokens that the tokenizer lacks never come."""
-        self.tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, frozenset(eos_token_ids)
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
         self._loaded: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._bytes = 0
         """Bytes of the compiled forms."""
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
 
     def check(self) -> None:
         """Check that forms can be compiled at all.

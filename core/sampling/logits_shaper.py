@@ -145,7 +145,8 @@ class LogitsShaper:
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+        self._vocab_size = vocab_size
+        self._device = device
         self._numbers = RowTable(0.0, torch.float32, device)
         """Repetition, presence and frequency penalty, 1 / temperature, and a `TokenFilter` but its scale."""
         self._prompt_lens = RowTable(0, torch.int64, device)
@@ -269,7 +270,8 @@ class _Batch:
         self.logits[:, :vocab] = logits if count == len(logits) else logits.index_select(0, at)
         self.logits[:, vocab] = 0
         self.all = _Rows(rows, lens, int(shaped.lens.max()))
-        self._lens, self._device = shaped.lens, device
+        self._lens = shaped.lens
+        self._device = device
 
     def change(self, which: NDArray[numpy.int64], how: Callable[[Tensor, _Rows], Tensor]) -> None:
         """Replace the logits of some rows by what a function makes of them."""

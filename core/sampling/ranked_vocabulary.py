@@ -40,12 +40,15 @@ class RankedVocabulary:
 
     def __init__(self, sampling: SamplingOps, size: int, ranks: Ranks) -> None:
         """sampling: operations on logits of the whole vocabulary, of so many tokens."""
-        self._inner, self._size, self._ranks = sampling, size, ranks
+        self._inner = sampling
+        self._size = size
+        self._ranks = ranks
         width = -(-size // ranks.size)
         self._first = ranks.rank * width
         self._held = min(max(size - self._first, 0), width)
         """Tokens of this rank; logits beyond them are -inf."""
-        self._best, self._winners = sampling.best_of_part or best_of_part, sampling.winners or winners
+        self._best = sampling.best_of_part or best_of_part
+        self._winners = sampling.winners or winners
         self._gathers = Gathers()
         self.sampling = replace(
             sampling,
@@ -143,7 +146,8 @@ class RankedVocabulary:
 
     def take_gathers(self) -> Gathers | None:
         """See `Vocabulary`."""
-        taken, self._gathers = self._gathers, Gathers()
+        taken = self._gathers
+        self._gathers = Gathers()
         return taken
 
     def _count(self, needs: NDArray[numpy.int32]) -> None:

@@ -60,7 +60,8 @@ class _TagGrammar:
     """Collects the rules of a grammar."""
 
     def __init__(self, options: Mapping[str, Any], closed: bool) -> None:
-        self._options, self._closed = options, closed
+        self._options = options
+        self._closed = closed
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
         """Format as JSON -> the rule that it has already."""

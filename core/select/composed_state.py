@@ -23,7 +23,8 @@ class ComposedState(StateBackend):
     def __init__(self, spec: StateSpec, layout: StateLayout, convolution: StateBackend, recurrence: StateBackend) -> None:
         super().__init__(spec, layout)
         self.name = recurrence.name  # type: ignore[misc]
-        self._convolution, self._recurrence = convolution, recurrence
+        self._convolution = convolution
+        self._recurrence = recurrence
         self.graph_level = min(convolution.graph_level, recurrence.graph_level)  # type: ignore[misc]
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:

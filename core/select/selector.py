@@ -37,7 +37,9 @@ class Selector:
 
         :raises HeadwayError: an unknown name, or a request that cannot be served, with every reason.
         """
-        self._source, self._layers, self._options = source, layers, options or {}
+        self._source = source
+        self._layers = layers
+        self._options = options or {}
         for name, chosen in self._options.items():
             source.backend(name).check_options(chosen)
         self._startup = StartupChoice(source, layers, request, costs, workload)

@@ -73,7 +73,9 @@ class StartupChoice:
         costs: Mapping[AttentionSpec, CostTable] | None,
         workload: Workload,
     ) -> None:
-        self._source, self._layers, self._request = source, layers, request
+        self._source = source
+        self._layers = layers
+        self._request = request
         self._measured: MeasuredChoice | None = None
         self._free = [phase for phase in request.auto_phases if phase in layers.phases]
         """The phases that are auto."""

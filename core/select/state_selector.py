@@ -76,7 +76,8 @@ class StateSelector:
         :raises HeadwayError: an unknown name, or layers that nothing serves, with every reason.
         """
         counts = Counter(specs)
-        self._source, self._request = source, request
+        self._source = source
+        self._request = request
         self._able = StateCandidates(source, list(counts), decode_len)
         self._costs = None
         if costs:

@@ -128,7 +128,8 @@ class FinishedOutputs:
 
     def __init__(self, most_tokens: int) -> None:
         self.occurrences = SuffixIndex()
-        self._most, self._held = most_tokens, 0
+        self._most = most_tokens
+        self._held = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Remember an output, and forget the oldest ones that no longer fit."""
@@ -206,7 +207,9 @@ class SequenceSuffixes:
     """The suffixes of one sequence, beside those of finished outputs, which all sequences share."""
 
     def __init__(self, options: ProposerOptions, remembered: FinishedOutputs, num_prompt_tokens: int) -> None:
-        self._options, self._remembered, self._num_prompt_tokens = options, remembered, num_prompt_tokens
+        self._options = options
+        self._remembered = remembered
+        self._num_prompt_tokens = num_prompt_tokens
         self._own = SuffixIndex()
         self._own.begin()
         self._num_read = 0

@@ -32,7 +32,10 @@ class ChildDied(Exception):
         lines = [line.strip()[-_TAIL:] for line in stderr.splitlines() if line.strip()]
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1] if lines else "")
         super().__init__(f"{how}: {last}" if last else how)
-        self.how, self.stderr, self.last_line, self.timed_out = how, stderr, last, timed_out
+        self.how = how
+        self.stderr = stderr
+        self.last_line = last
+        self.timed_out = timed_out
 
 
 def how_it_ended(code: int) -> str:

@@ -172,7 +172,8 @@ class RingReader(_Ring):
         """
         super().__init__(descriptor, size)
         self._line = self._lines[1 + reader]
-        self._wake_pipe, self._spin_seconds = wake_pipe, spin_seconds
+        self._wake_pipe = wake_pipe
+        self._spin_seconds = spin_seconds
         self._read = 0
         self.progress = self.progress_of(reader)
         """Where this reader's process gives signs of life."""

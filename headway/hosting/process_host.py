@@ -91,7 +91,8 @@ class EngineProcess:
         except BaseException:
             self._end()
             raise
-        self.model, self.facts = TextFacts(ready.name, ready.folder, tokenizer), ready.facts
+        self.model = TextFacts(ready.name, ready.folder, tokenizer)
+        self.facts = ready.facts
         self.validator = RequestValidator(self.model, ready.facts.limits, ready.facts.rules)
         freeze_heap()
         Thread(target=self._read, name="headway-engine-process", daemon=True).start()
@@ -229,7 +230,8 @@ class EngineProcess:
             if self._error is not None:
                 return
             self._error = error
-            waiting, self._waiting = self._waiting, {}
+            waiting = self._waiting
+            self._waiting = {}
         for future, _, _ in waiting.values():
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

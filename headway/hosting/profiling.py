@@ -68,7 +68,9 @@ class StepProfiler:
 
     def __init__(self, driver: EngineDriver, folder: Path, request: ProfileRequest) -> None:
         """folder: the folder to write the trace into."""
-        self._driver, self._folder, self._request = driver, folder, request
+        self._driver = driver
+        self._folder = folder
+        self._request = request
         self._device = driver.assembly.device
         self._begun = EngineStats()
         self._started_at = self._traced_from = 0.0
@@ -81,7 +83,8 @@ class StepProfiler:
 
     def start(self) -> None:
         """Begin to count steps."""
-        self._begun, self._started_at = self._driver.engine.stats.snapshot(), time.perf_counter()
+        self._begun = self._driver.engine.stats.snapshot()
+        self._started_at = time.perf_counter()
         self._driver.add_listener(self._stepped)
         if not self._request.skip_steps:
             self._begin_trace()
@@ -140,7 +143,8 @@ class StepProfiler:
 
     def _begin_trace(self) -> None:
         cuda = self._device.type == "cuda"
-        self._before_trace, self._traced_from = self._driver.engine.stats.snapshot(), time.perf_counter()
+        self._before_trace = self._driver.engine.stats.snapshot()
+        self._traced_from = time.perf_counter()
         if cuda:
             torch.cuda.synchronize()
         if self._request.nvtx:
@@ -162,7 +166,8 @@ class StepProfiler:
             torch.cuda.synchronize()
         if self._profiler is not None:
             self._profiler.stop()
-            self._found, self._profiler = self._profiler, None
+            self._found = self._profiler
+            self._profiler = None
         elif cuda:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         self._traced = self._driver.engine.stats.snapshot() - self._before_trace

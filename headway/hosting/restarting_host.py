@@ -27,8 +27,12 @@ class RestartingEngine:
 
     def __init__(self, first: EngineProcess, make: Callable[[], EngineDriver], restarts: int) -> None:
         """make: makes an engine like the first one, in a child process. restarts: how often another engine is started."""
-        self._engine, self._make, self._left, self._restarts = first, make, restarts, restarts
-        self.names, self.validator = first.names, first.validator
+        self._engine = first
+        self._make = make
+        self._left = restarts
+        self._restarts = restarts
+        self.names = first.names
+        self.validator = first.validator
         self._guard = Lock()
         """Protects `_engine`, `_stopped` and the change of `_restarting` from None."""
         self._stopped = False
@@ -156,7 +160,8 @@ class RestartingEngine:
         with self._guard:
             stopped = self._stopped
             if not stopped:
-                self._engine, self._restarting = engine, None
+                self._engine = engine
+                self._restarting = None
         if stopped:
             engine.stop()
         else:

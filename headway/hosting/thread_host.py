@@ -32,8 +32,11 @@ class EngineThread:
 
     def __init__(self, driver: EngineDriver, *, owned: bool = True) -> None:
         """owned: the engine ends with this host; else another one, or an LLM, has it too."""
-        self.driver, self._owned = driver, owned
-        self.model, self.validator, self.names = driver.assembly.model, driver.validator, driver.names
+        self.driver = driver
+        self._owned = owned
+        self.model = driver.assembly.model
+        self.validator = driver.validator
+        self.names = driver.names
         self.facts = EngineFacts.of(driver)
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._guard = Lock()

@@ -200,7 +200,8 @@ def _packed(layer: int, query: Tensor, key: Tensor, options: dict[str, Any]) -> 
         raise ConfigError("continuous batching", "max_blocks_per_request=0", "block tables", "ContinuousBatchingConfig has it")
     if layer <= _STEP.layer:  # a new step: lengths are read again, since their memory stays the same
         _STEP.visibilities = {}
-    _STEP.layer, seen = layer, _STEP.visibilities
+    _STEP.layer = layer
+    seen = _STEP.visibilities
     ends = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
     place = *(each.data_ptr() for each in ends), query.shape[2], key.shape[2]
     if place not in seen:

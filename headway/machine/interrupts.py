@@ -52,7 +52,8 @@ class HeldInterrupts:
         """Hold a first SIGINT back from now on."""
         found = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
         if callable(found):
-            self._handler, self._pending = found, False
+            self._handler = found
+            self._pending = False
             try:
                 signal.signal(signal.SIGINT, self._note)
             except ValueError:  # an interpreter within this one
@@ -62,7 +63,8 @@ class HeldInterrupts:
         """Hold back no more, and handle the SIGINT that has come meanwhile."""
         if current_thread() is not main_thread() or self._handler is None:
             return
-        handler, self._handler = self._handler, None
+        handler = self._handler
+        self._handler = None
         signal.signal(signal.SIGINT, handler)
         if self._pending:
             handler(signal.SIGINT, None)

@@ -43,7 +43,9 @@ class AsyncPooling:
     """Runs the engine of a `PoolingClient` in a thread of its own. Waiting requests take turns, text by text."""
 
     def __init__(self, client: PoolingClient) -> None:
-        self.model, self.jobs, self.stats = client.model, client.jobs, client.engine.stats
+        self.model = client.model
+        self.jobs = client.jobs
+        self.stats = client.engine.stats
         self._engine = client.engine
         self._waiting: deque[_Waiting] = deque()
         self._changed = Condition()

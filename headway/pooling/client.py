@@ -28,7 +28,8 @@ class PoolingClient:
 
     def __init__(self, assembly: PoolingAssembly) -> None:
         self.assembly = assembly
-        self.model, self.engine = assembly.model, assembly.engine
+        self.model = assembly.model
+        self.engine = assembly.engine
         self.jobs = PoolingJobs(assembly.model)
         self._lock = Lock()
 

@@ -70,7 +70,9 @@ class ChatReader:
     ) -> None:
         """hidden: special tokens that stand in the text and are no part of the format. marks: of the format of calls."""
         self._parsers = [parser for parser in (reasoning, calls) if parser is not None]
-        self._one_call, self._hidden, self._marks = one_call, hidden, marks
+        self._one_call = one_call
+        self._hidden = hidden
+        self._marks = marks
         self.has_calls = False
         """Whether a call has begun."""
         self.num_dropped = 0

@@ -55,7 +55,9 @@ class ControlTokens:
         self._longest = max(map(len, names), default=0)
         listed = "|".join(map(re.escape, names)) or "(?!)"
         hidden = rf"{self._nonce}h([0-9a-f]*)h"
-        self._name, self._hidden, self._either = re.compile(listed), re.compile(hidden), re.compile(f"{hidden}|({listed})")
+        self._name = re.compile(listed)
+        self._hidden = re.compile(hidden)
+        self._either = re.compile(f"{hidden}|({listed})")
 
     def protect(self, messages: Iterable[Message]) -> list[Mapping[str, Any]]:
         """Hide the names of control tokens in every text of messages whose role is not system, developer or assistant."""

@@ -40,7 +40,8 @@ class Infill:
         if found is None:
             need = "a model with fill-in-the-middle tokens, such as Qwen-Coder, StarCoder, DeepSeek-Coder or CodeGemma"
             raise ConfigError("suffix", need, model, "leave suffix out")
-        self._tokenizer, self._ids = tokenizer, [known[token] for token in found]
+        self._tokenizer = tokenizer
+        self._ids = [known[token] for token in found]
         self.stop_token_ids = sorted({*self._ids, *(known[token] for token in _ENDS if token in known)})
         """Tokens that what fills a gap does not hold: they end it."""
 

@@ -35,7 +35,8 @@ class Completion:
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.index = index
-        self._params, self._tokenizer = params, tokenizer
+        self._params = params
+        self._tokenizer = tokenizer
         stops = params.include_stop_str_in_output, params.min_tokens
         shown = tokenizer if params.detokenize else NoTokenizer()
         self.text = Detokenizer(shown, params.stop or (), *stops, params.skip_special_tokens)
@@ -56,7 +57,8 @@ class Completion:
     def take(self, delta: OutputDelta) -> None:
         """Add the tokens of a step."""
         self.token_ids += delta.new_token_ids
-        self.finish_reason, self.error = delta.finish_reason, delta.error
+        self.finish_reason = delta.finish_reason
+        self.error = delta.error
         for each in delta.logprobs:
             self._scores.append(each.logprobs[0])
             if self._params.logprobs is not None:
@@ -78,7 +80,8 @@ class Completion:
             if text.append(token) and self.error is None:
                 for each in (tokens, self._scores, self._logprobs):
                     del each[text.num_tokens :]
-                self.finish_reason, self.stop_reason = "stop", text.stopped_by
+                self.finish_reason = "stop"
+                self.stop_reason = text.stopped_by
                 return True
         return False
 
@@ -119,7 +122,8 @@ class RequestState:
     def __init__(self, request_id: str, request: CheckedRequest, tokenizer: Tokenizer, progress: Progress) -> None:
         """progress: of the call that the request belongs to."""
         self.request_id = request_id
-        self.prompt, self.lora_request = request.prompt, request.lora_request
+        self.prompt = request.prompt
+        self.lora_request = request.lora_request
         self.prompt_token_ids = list(request.prompt_token_ids)
         self.params = params = request.params
         self.completions = [Completion(index, params, tokenizer) for index in range(params.num_drawn)]
@@ -156,7 +160,8 @@ class RequestState:
             self._progress.num_tokens += len(delta.new_token_ids)
             return False
         if delta.new_token_ids and self.first_token_time is None:
-            self.first_token_time, self.num_cached_tokens = now, delta.num_cached_tokens
+            self.first_token_time = now
+            self.num_cached_tokens = delta.num_cached_tokens
             self.scheduled_time = delta.admitted_time
             self._plain = not self.watched
         self._prompt_logprobs += [by_token(each, self._tokenizer) for each in delta.prompt_logprobs]
@@ -169,7 +174,8 @@ class RequestState:
 
     def abort(self) -> None:
         """End the completions that run, with finish_reason "abort"."""
-        now, self._changed = time.perf_counter(), True
+        now = time.perf_counter()
+        self._changed = True
         for completion in self.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "abort"

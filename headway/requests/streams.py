@@ -86,7 +86,8 @@ class RequestStream:
 
     def close(self) -> None:
         """End the stream, and a request that still runs; a reader who waits for an output finds the stream at its end."""
-        close, self._close = self._close, None
+        close = self._close
+        self._close = None
         if close is not None:
             self._wake_reader()
             close()

@@ -32,7 +32,8 @@ class TokenBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         """tokenizer: transformers' tokenizer; None if there is none, and no token has bytes."""
-        self._tokenizer, self._decoder = tokenizer, fastest_decoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._decoder = fastest_decoder(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", None) or {}
         self.special = frozenset(token for token, each in added.items() if each.special)
         """Special tokens, which most texts leave out."""
@@ -64,7 +65,8 @@ class TextBytes:
 
     def __init__(self, tokens: TokenBytes, hides_special: bool) -> None:
         """hides_special: True if the text leaves special tokens out."""
-        self._tokens, self._hidden = tokens, tokens.special if hides_special else frozenset()
+        self._tokens = tokens
+        self._hidden = tokens.special if hides_special else frozenset()
         self._before: int | None = None
 
     def take(self, candidates: Sequence[int]) -> list[bytes]:

@@ -27,7 +27,8 @@ class ToolForms:
 
     def __init__(self, calls: ChatParserInfo, reasoning: ChatParserInfo | None, tokens: Mapping[str, int]) -> None:
         """tokens: added tokens of the tokenizer, which a grammar must name where a text holds one."""
-        self._calls, self._tokens = calls, tokens
+        self._calls = calls
+        self._tokens = tokens
         self._reasoning = None if reasoning is None else reasoning.reasoning
         names = sorted(tokens, key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None

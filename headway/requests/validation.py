@@ -48,7 +48,10 @@ class RequestValidator:
     """Checks what callers ask of one engine, which does not check again. Any thread may call it, several at a time."""
 
     def __init__(self, model: TextModel, limits: RequestLimits, rules: RequestRules = _NO_RULES) -> None:
-        self.model, self.tokenizer, self.limits, self._rules = model, model.tokenizer, limits, rules
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.limits = limits
+        self._rules = rules
 
     def check(
         self,

@@ -50,7 +50,10 @@ class OneShotAllReduce:
         block_bytes: of a program, a power of two.
         """
         self._block_bytes = block_bytes
-        self._rank, self._size, self._device, self._keeps = rank, len(addresses), device, keeps
+        self._rank = rank
+        self._size = len(addresses)
+        self._device = device
+        self._keeps = keeps
         self._buffers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._state = torch.zeros(3, dtype=torch.int32, device=device)
         self._ended = torch.zeros(1, dtype=torch.int32, device=device)

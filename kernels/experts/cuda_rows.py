@@ -62,7 +62,11 @@ class CudaRows:
     ) -> None:
         """lot: of LOTS. arranged: what several of these share."""
         self.name = f"cuda.rows{lot}"
-        self._lot, self._config, self._router, self._device, self._arranged = lot, config, router, device, arranged
+        self._lot = lot
+        self._config = config
+        self._router = router
+        self._device = device
+        self._arranged = arranged
         self._cut = cut
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._launchers: dict[ExpertVariant, _Launcher] = {}

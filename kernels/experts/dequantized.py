@@ -25,7 +25,9 @@ class Dequantized:
 
     def __init__(self, inner: Method, config: ExpertsConfig, ways: QuantizedWays) -> None:
         self.name = f"dequantize+{inner.name}"
-        self._inner, self._config, self._ways = inner, config, ways
+        self._inner = inner
+        self._config = config
+        self._ways = ways
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method. For experts of some pairs each: with fewer, expanding takes longer than all the rest."""

@@ -46,10 +46,13 @@ class FusedExperts:
         forms: of the layers' two weights (`forms_of`).
         """
         assert config.held is None, "the kernels read the weights of every expert"
-        self.config, self.dtype, self.device = config, dtype, device
+        self.config = config
+        self.dtype = dtype
+        self.device = device
         self.forms = forms
         router, quantized = Router(config, device, batch_invariant), forms != ("", "")
-        self._router, self._batch_invariant = router, batch_invariant
+        self._router = router
+        self._batch_invariant = batch_invariant
         if batch_invariant:
             tiling = QUANTIZED_INVARIANT if quantized else INVARIANT
             ways: list[Method] = [TileMethod(tiling, config, router, device, always=True)]
@@ -134,7 +137,9 @@ class FusedLayer:
     """One layer: its tensors, and its kind."""
 
     def __init__(self, kind: FusedExperts, weights: ExpertWeights, norm: Norm) -> None:
-        self.kind, self._weights, self._norm = kind, weights, norm
+        self.kind = kind
+        self._weights = weights
+        self._norm = norm
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream; onto: what is added to in its place; either in place."""

@@ -91,7 +91,9 @@ class RowMethod:
         self._quantized_cut = quantized_cut
         whole = config.intermediate_size % 256 == 0
         self._cut = cut or (RowCut() if whole else RowCut(down_chunk=128, down_depth=24, down_warps=8))
-        self._config, self._router, self._launchers = config, router, Launchers(device)
+        self._config = config
+        self._router = router
+        self._launchers = Launchers(device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
@@ -165,7 +167,10 @@ class TileMethod:
         """always: for any number of tokens, not only for those that such tiles may suit."""
         sizes = f"{tiling.block_m}x{tiling.block_n}x{tiling.block_k}"
         self.name = f"triton.tiles{sizes}{'.swapped' if tiling.swapped else ''}{'.whole' if tiling.whole else ''}"
-        self._tiling, self._config, self._router, self._launchers = tiling, config, router, Launchers(device)
+        self._tiling = tiling
+        self._config = config
+        self._router = router
+        self._launchers = Launchers(device)
         self._always = always
         self._shared_memory = shared_memory(device)
         self._places = torch.arange(tiling.block_m * config.num_slots if tiling.whole else 0, dtype=torch.int32, device=device)
@@ -258,7 +263,9 @@ class GroupedMM:
     name = "torch.grouped_mm"
 
     def __init__(self, config: ExpertsConfig, router: Router, device: torch.device) -> None:
-        self._config, self._router, self._launchers = config, router, Launchers(device)
+        self._config = config
+        self._router = router
+        self._launchers = Launchers(device)
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""

@@ -59,7 +59,9 @@ class Router:
 
     def __init__(self, config: ExpertsConfig, device: torch.device, batch_invariant: bool = False) -> None:
         """batch_invariant: one size of tile for any number of tokens."""
-        self._config, self._device, self._one_size = config, device, batch_invariant
+        self._config = config
+        self._device = device
+        self._one_size = batch_invariant
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._arrivals = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
 

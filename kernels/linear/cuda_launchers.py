@@ -76,7 +76,9 @@ class ClusterLauncher:
         self._kernel: Kernel = load(variant.source, variant.name, device, specific)
         self._kernel.allow_shared(variant.shared_bytes)
         self._arrange: Kernel = load(variant.source, arranging, device, specific)
-        self._variant, self._device, self._sharing = variant, device, sharing
+        self._variant = variant
+        self._device = device
+        self._sharing = sharing
         self._tiles = -(-variant.out_features // variant.tile_rows)
         cluster, shared = (1, cut.splits, 1), variant.shared_bytes
         self._launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)

@@ -34,7 +34,8 @@ class CudaProducts:
 
     def __init__(self, device: torch.device, cut: CudaCutRule, arranged: Arrangements | None = None) -> None:
         """arranged: what several of these share."""
-        self._device, self._arranged = device, arranged or Arrangements()
+        self._device = device
+        self._arranged = arranged or Arrangements()
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         room = shared_memory(device)

@@ -26,7 +26,8 @@ class Cutlass(ProductWay):
     library = norms = rounds = True
 
     def __init__(self, device: torch.device, rounding: RowRounding) -> None:
-        self._device, self._rounding = device, rounding
+        self._device = device
+        self._rounding = rounding
         self._operators: dict[str, BoundOperator] = {}
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:

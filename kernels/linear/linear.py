@@ -64,7 +64,8 @@ class Linear:
         kept: a quantised weight stays as it is on a CPU too, for operations that multiply it themselves. origin: what the weight
         was made of; None: nobody asks.
         """
-        self.summed, self.origin = summed, origin
+        self.summed = summed
+        self.origin = origin
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.expanded_bytes = 0
@@ -75,7 +76,8 @@ class Linear:
         self.held_bytes = weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
         """Bytes that a product reads: of a quantised weight with its scales, and of what it became where it was expanded."""
         if isinstance(weight, Tensor):
-            self.dtype, self.device = weight.dtype, weight.device
+            self.dtype = weight.dtype
+            self.device = weight.device
         else:
             self.device = device_of(weight)
             usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -93,7 +95,8 @@ class Linear:
             self.panels = dense_panels(weight, bias)
         self._packed = False
         if self.panels is not None:
-            weight, self.held_bytes = self.panels.data, self.panels.nbytes
+            weight = self.panels.data
+            self.held_bytes = self.panels.nbytes
         elif self._product is None and isinstance(weight, Tensor) and _to_pack(weight):
             self._packed = True
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)

@@ -147,7 +147,8 @@ class QuantizedProducts:
     """
 
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
-        self._device, self._cut = device, cut
+        self._device = device
+        self._cut = cut
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._in_order = InOrder()

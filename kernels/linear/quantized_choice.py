@@ -97,7 +97,8 @@ class ProductKind:
 
     def __init__(self, name: str, ways: Iterable[MeasuredWay], gated: bool, refused: Mapping[str, Support] | None = None) -> None:
         """name: form, shape and whatever else tells kinds apart. ways: that compute it. refused: the other ways, and why not."""
-        self.name, self.gated = name, gated
+        self.name = name
+        self.gated = gated
         self.ways = {way.name: way for way in ways}
         self.refused = dict(refused or {})
         self.compute: Callable[[Tensor, Linear], Tensor] | None = None

@@ -41,7 +41,9 @@ class KernelWay(ProductWay):
     norms = True
 
     def __init__(self, name: str, kernel: QuantizedProducts, most_rows: int | None) -> None:
-        self.name, self.kernel, self.most_rows = name, kernel, most_rows
+        self.name = name
+        self.kernel = kernel
+        self.most_rows = most_rows
         self._kernel = kernel
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
@@ -65,7 +67,9 @@ class CudaWay(ProductWay):
     ) -> None:
         """hopper: whether it multiplies by the matrix units of compute capability 9.0."""
         self._hopper = hopper
-        self.name, self.most_rows, self._arranged = name, most_rows, arranged
+        self.name = name
+        self.most_rows = most_rows
+        self._arranged = arranged
         self.kernel = self._kernel = CudaProducts(device, cut, arranged)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
@@ -93,7 +97,9 @@ class Float8Way(ProductWay):
     most_rows = MOST_FLOAT8_ROWS
 
     def __init__(self, name: str, device: torch.device, cut: CudaCutRule, arranged: Arrangements) -> None:
-        self.name, self._device, self._arranged = name, device, arranged
+        self.name = name
+        self._device = device
+        self._arranged = arranged
         self.kernel = self._kernel = Float8Products(device, cut, arranged)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
@@ -123,7 +129,8 @@ class QuantizedWays:
 
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
         self.kernel = QuantizedProducts(device, cut)
-        self.rounding, self.dequantize = RowRounding(device), Dequantize(device)
+        self.rounding = RowRounding(device)
+        self.dequantize = Dequantize(device)
         arranged = Arrangements()
         changes = {f"{KERNEL} {name}": QuantizedProducts(device, changed(change)) for name, change in CHANGES.items()}
         self.ways: dict[str, ProductWay] = {

@@ -42,7 +42,8 @@ class RowRounding:
     """Rounds rows to floats of 8 bits, normed first, in one launch."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._launchers = device, _Launchers(device)
+        self._device = device
+        self._launchers = _Launchers(device)
 
     def __call__(self, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """x in floats of 8 bits, a multiple of four rows, and its scales, which multiply: [rows, columns / group]."""
@@ -126,7 +127,8 @@ class Dequantize(ProductWay):
     name = DEQUANTIZED
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._launchers = device, _Launchers(device)
+        self._device = device
+        self._launchers = _Launchers(device)
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """A launch that expands the weight, and one for the product."""

@@ -45,7 +45,8 @@ class FusedAdditions:
     def __init__(self, device: torch.device, bank: AdapterBank) -> None:
         """:raises ModelError: a product whose modules do not begin at multiples of what a kernel's program serves."""
         self._device = device
-        self._sums, self._squares = Workspace(device), Workspace(device)
+        self._sums = Workspace(device)
+        self._squares = Workspace(device)
         self._launchers: dict[Hashable, FixedLauncher] = {}
         self._modules: dict[tuple[AdaptedProduct, int], Tensor] = {}
         self._blocks = {product: _block_n(product) for product in bank.products.values()}

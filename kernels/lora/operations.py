@@ -67,13 +67,22 @@ class AdaptedOperations:
 
     def __init__(self, inner: Operations, bank: AdapterBank, additions: Additions, always: bool = False) -> None:
         """additions: of the device. always: take that path also where no row has an adapter, so that bits do not depend on it."""
-        self._inner, self._bank, self._additions = inner, bank, additions
+        self._inner = inner
+        self._bank = bank
+        self._additions = additions
         self._none: Callable[[int], Tensor] | None = None
         if always:
             self._none = lambda rows: torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=next(iter(bank.products)).device)
-        self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, inner.softcap
-        self.rotate_latent, self.latent_layer, self.gate = inner.rotate_latent, inner.latent_layer, inner.gate
-        self.experts, self.turn_heads, self.activated = inner.experts, inner.turn_heads, inner.activated
+        self.embed = inner.embed
+        self.norm = inner.norm
+        self.add_norm = inner.add_norm
+        self.softcap = inner.softcap
+        self.rotate_latent = inner.rotate_latent
+        self.latent_layer = inner.latent_layer
+        self.gate = inner.gate
+        self.experts = inner.experts
+        self.turn_heads = inner.turn_heads
+        self.activated = inner.activated
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are: what an adapter reads is normed with the norm's own weight."""

@@ -119,7 +119,8 @@ class FixedLauncher:
     def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
         self.kernel = kernel
         self._launch = Launcher(kernel)
-        self._num_warps, self._constants = num_warps, {**constants, "PDL": launches_early(device)}
+        self._num_warps = num_warps
+        self._constants = {**constants, "PDL": launches_early(device)}
 
     def __call__(self, grid: Grid, *arguments: Tensor | float) -> None:
         """Run the kernel; arguments in its order."""

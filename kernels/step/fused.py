@@ -46,10 +46,12 @@ class Fused:
 
     def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
-        self._inv_freq, self._factors = inv_freq, factors
+        self._inv_freq = inv_freq
+        self._factors = factors
         self._device = inv_freq.device
         self._launchers: dict[Hashable, FixedLauncher] = {}
-        self._few_rows, self._tiles = FewRows(self._device), TiledProducts(self._device)
+        self._few_rows = FewRows(self._device)
+        self._tiles = TiledProducts(self._device)
         self._quantized = QuantizedWays(self._device)
         self._latent = LatentKernels(self._device)
         self._experts: dict[tuple[ExpertsConfig, int, tuple[str, str]], FusedExperts] = {}

@@ -45,9 +45,13 @@ class InvariantOperations:
         self._inner = inner
         self._rows = rows
         self._activate = activate
-        self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
+        self.rotate_latent = inner.rotate_latent
+        self.latent_layer = inner.latent_layer
         self.gate = inner.gate
-        self.embed, self.norm, self.add_norm, self.softcap = inner.embed, inner.norm, inner.add_norm, cap
+        self.embed = inner.embed
+        self.norm = inner.norm
+        self.add_norm = inner.add_norm
+        self.softcap = cap
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""

@@ -106,7 +106,9 @@ class FusedLatentLayer(PlainLatentLayer):
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor, kernels: LatentKernels) -> None:
         """kv_b: see Operations.latent_layer."""
         super().__init__(expanded, config, kv_b)
-        self._config, self._kv_b, self._kernels = config, kv_b, kernels
+        self._config = config
+        self._kv_b = kv_b
+        self._kernels = kernels
 
     def absorb(self, q: Tensor) -> Tensor:
         """One launch for few rows, else two."""

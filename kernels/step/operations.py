@@ -242,7 +242,8 @@ class TorchOperations:
 
     def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
-        self._inv_freq, self._factors = inv_freq, factors
+        self._inv_freq = inv_freq
+        self._factors = factors
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """As they are."""
@@ -370,7 +371,10 @@ class PlainLayer:
 
     def __init__(self, experts: PlainExperts, norm: Norm, ops: Operations, gate: Callable[[Tensor], Tensor] = silu) -> None:
         """gate: SiLU of a matrix."""
-        self.experts, self._norm, self._ops, self._gate = experts, norm, ops, gate
+        self.experts = experts
+        self._norm = norm
+        self._ops = ops
+        self._gate = gate
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See Experts."""

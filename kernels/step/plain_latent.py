@@ -16,7 +16,8 @@ class PlainLatentLayer:
     def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
         """kv_b: see Operations.latent_layer."""
         self.expanded = expanded
-        self._nope_dim, self._rank = config.qk_nope_head_dim, config.kv_lora_rank
+        self._nope_dim = config.qk_nope_head_dim
+        self._rank = config.kv_lora_rank
         of_heads = kv_b.view(expanded.num_heads, -1, self._rank)
         self._to_key = of_heads[:, : self._nope_dim]
         """[num_heads, nope_dim, rank]"""

@@ -120,7 +120,8 @@ class _CountedAttention:
     """Sees whether each layer's attention is one call of our C."""
 
     def __init__(self, attention: WatchedAttention, calls: Recording) -> None:
-        self._attention, self._calls = attention, calls
+        self._attention = attention
+        self._calls = calls
         self.one_call_each = True
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

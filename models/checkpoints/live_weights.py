@@ -22,8 +22,11 @@ class GivenWeights(PlainSource):
 
     def __init__(self, given: Mapping[str, Tensor], checkpoint: WeightSource, aliases: tuple[tuple[str, str], ...]) -> None:
         """aliases: see `Weights`."""
-        self.dtype, self.device = checkpoint.dtype, checkpoint.device
-        self._given, self._checkpoint, self._aliases = given, checkpoint, aliases
+        self.dtype = checkpoint.dtype
+        self.device = checkpoint.device
+        self._given = given
+        self._checkpoint = checkpoint
+        self._aliases = aliases
         self.taken: set[str] = set()
         """Names of the given tensors that were asked for."""
 
@@ -85,7 +88,9 @@ class LiveWeights:
 
         dummy: which of them it has now.
         """
-        self._decoder, self._checkpoint, self.dummy = decoder, checkpoint, dummy
+        self._decoder = decoder
+        self._checkpoint = checkpoint
+        self.dummy = dummy
         self._given: dict[str, Tensor] = {}
 
     @property

@@ -34,11 +34,18 @@ class QuantizeOnLoading:
 
         experts_alone: nothing else is rounded.
         """
-        self._inner, self._quantize, self._keeps, self._keeps_experts = inner, quantize, keeps, keeps_experts
+        self._inner = inner
+        self._quantize = quantize
+        self._keeps = keeps
+        self._keeps_experts = keeps_experts
         self._experts_alone = experts_alone
-        self.dtype, self.device = inner.dtype, inner.device
-        self.take, self.take_merged, self.take_as = inner.take, inner.take_merged, inner.take_as
-        self.take_number, self.take_head = inner.take_number, inner.take_head
+        self.dtype = inner.dtype
+        self.device = inner.device
+        self.take = inner.take
+        self.take_merged = inner.take_merged
+        self.take_as = inner.take_as
+        self.take_number = inner.take_number
+        self.take_head = inner.take_head
         self._plain = self._bytes = 0
         """Bytes of the weights that were rounded, before and after."""
         self._forms: dict[str, None] = {}
@@ -105,7 +112,8 @@ class DummyInFormat(QuantizeOnLoading):
     ) -> None:
         """form: of the checkpoint's weights; what it expands is drawn as plain weights are. keeps: see `QuantizeOnLoading`."""
         super().__init__(inner, lambda weight: weight, keeps, keeps_experts, form.of_experts)
-        self._dummy, self._form = inner, form
+        self._dummy = inner
+        self._form = form
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """See WeightSource."""

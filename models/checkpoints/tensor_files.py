@@ -56,7 +56,9 @@ class TensorFiles:
         :raises ModelError: no safetensors file in the folder, one that is missing or truncated, an index that does not fit the
             files, or two files with a tensor of one name and no index that chooses between them.
         """
-        self.folder, self.device, self._aliases = folder, device, aliases
+        self.folder = folder
+        self.device = device
+        self._aliases = aliases
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
         for path, listed in [*_files(folder).items(), *({} if beside is None else _files(folder / beside)).items()]:

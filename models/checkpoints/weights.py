@@ -127,9 +127,13 @@ class Weights:
 
         :raises ModelError: no safetensors file in the folder, or one that is missing or truncated.
         """
-        self.folder, self.dtype, self.device = folder, dtype, device
+        self.folder = folder
+        self.dtype = dtype
+        self.device = device
         self._files = TensorFiles(folder, device, aliases, quantization.beside if quantization else None)
-        self.quantization, self._keeps, self._keeps_experts = quantization, keeps, keeps_experts
+        self.quantization = quantization
+        self._keeps = keeps
+        self._keeps_experts = keeps_experts
         self._counted = Expansion()
 
     def __contains__(self, name: str) -> bool:
@@ -360,7 +364,8 @@ class DummyWeights(PlainSource):
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, unit: Container[str] = ()) -> None:
         """unit: tensors drawn with deviation 1, as the embedding before experts, so that a random router tells tokens apart."""
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self._unit = unit
         # On torch's device `meta` tensors have shapes and no elements.
         self.generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)

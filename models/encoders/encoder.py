@@ -81,7 +81,9 @@ class EncoderTensors:
     """Takes an encoder's norms and products below a prefix."""
 
     def __init__(self, config: EncoderConfig, weights: WeightSource, prefix: str = "") -> None:
-        self.weights, self._config, self._prefix = weights, config, prefix
+        self.weights = weights
+        self._config = config
+        self._prefix = prefix
 
     def norm(self, module: str) -> Norm:
         """LayerNorm over the residual stream; without a bias in the checkpoint zeros, for a `Norm` without is an RMSNorm."""
@@ -102,10 +104,13 @@ class Encoder:
 
     def __init__(self, config: EncoderConfig, weights: WeightSource) -> None:
         """Take the tensors from `weights`, and leave it to the caller to finish with it."""
-        self.config, names, hidden = config, config.names, config.hidden_size
+        self.config = config
+        names = config.names
+        hidden = config.hidden_size
         tensors = EncoderTensors(config, weights)
         table = weights.take(f"{names.embed}.weight", (config.vocab_size, hidden))
-        positions, self._types = _positions(config, weights), None
+        positions = _positions(config, weights)
+        self._types = None
         if names.token_types is not None:
             kinds = weights.take(f"{names.token_types}.weight", (config.type_vocab_size, hidden))
             assert positions is not None, "families that tell kinds of tokens have a table of positions"
@@ -138,13 +143,15 @@ class EncoderLayer:
         names, hidden, inner = config.names, config.hidden_size, config.intermediate_size
         tensors = EncoderTensors(config, weights, names.layer.format(index))
         whole = {names.qkv[0]: 3 * hidden} if len(names.qkv) == 1 else dict.fromkeys(names.qkv, hidden)
-        self._index, self._rope = index, config.layers[index].rope
+        self._index = index
+        self._rope = config.layers[index].rope
         self.qkv_proj = tensors.linear(whole, hidden, config.qkv_bias)
         self.heads = Heads(config.num_heads, config.num_heads, config.head_dim)
         self.o_proj = tensors.linear({names.o: hidden}, hidden, config.o_bias)
         self.up_proj = tensors.linear({names.up: inner * (2 if config.gated else 1)}, hidden, config.mlp_bias)
         self.down_proj = tensors.linear({names.down: hidden}, inner, config.mlp_bias)
-        self._gated, self._activation = config.gated, config.activation
+        self._gated = config.gated
+        self._activation = config.activation
         without = config.norm_first and index == 0  # the norm of the embedding stands for it
         self.attention_norm = None if without else tensors.norm(names.attention_norm)
         self.mlp_norm = tensors.norm(names.mlp_norm)

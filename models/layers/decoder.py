@@ -88,8 +88,11 @@ class Decoder:
         :raises ModelError: batch_invariant is asked for, and this machine's products depend on the batch.
         :raises ConfigError: the model does not divide among so many ranks.
         """
-        self.config, names, self._invariant = config, config.names, batch_invariant
-        self.device, self.dtype = weights.device, weights.dtype
+        self.config = config
+        names = config.names
+        self._invariant = batch_invariant
+        self.device = weights.device
+        self.dtype = weights.dtype
         cut = ModelCut(config, ranks.rank, ranks.size, by_expert=weights.device.type == "cpu")
         ranks = SumsInOrder(ranks) if batch_invariant else ranks
         tensors, vocabulary = LayerTensors(cut.own, weights, cut, ranks), cut.vocabulary

@@ -33,7 +33,10 @@ class LatentAttention:
             raise ModelError("deterministic: the products of latent attention are not batch invariant; use another model")
         if config.qkv_bias and latent.q_lora_rank is None:
             raise ModelError("attention_bias: needs false where q_lora_rank is null, got true")
-        self._place, self._latent, heads, rank = place, latent, config.num_heads, latent.q_lora_rank
+        self._place = place
+        self._latent = latent
+        heads = config.num_heads
+        rank = latent.q_lora_rank
         q_rows = tensors.cut.heads * latent.q_dim
         name, first = (names.q, q_rows) if rank is None else (names.q_a, Axis.all(rank))
         rows = _turned(latent, heads) if rank is None else [*range(rank)]
@@ -42,7 +45,8 @@ class LatentAttention:
         self.first_proj = tensors.linear({name: first, names.kv_a: latent.kv_dim}, hidden, config.qkv_bias, rows)
         """To queries or to latents of theirs, and to the latents of keys and values."""
         self._first_size = first.size
-        self.q_norm, self.q_proj = None, None
+        self.q_norm = None
+        self.q_proj = None
         if rank is not None:
             self.q_norm = Norm(tensors.take(f"{names.q_a_norm}.weight", rank), _EPS)
             self.q_proj = tensors.linear({names.q_b: q_rows}, rank, False, _turned(latent, heads))

@@ -26,7 +26,8 @@ class MLP:
 
     def __init__(self, config: DecoderConfig, tensors: LayerTensors) -> None:
         names, hidden, inner = config.names, config.hidden_size, tensors.cut.inner
-        self._gated, self._activation = config.gated, config.activation
+        self._gated = config.gated
+        self._activation = config.activation
         rows = inner + inner if config.gated and len(names.up) == 1 else inner
         self.norm = tensors.norm_if_any(names.mlp_norm, hidden)
         by = config.multipliers

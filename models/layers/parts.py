@@ -71,7 +71,9 @@ class OntoNormed:
 
     def __init__(self, norm: Norm, kept: float, part: MixerPart) -> None:
         """kept: multiplies the normed input before that; part: without a norm of its own."""
-        self.norm, self._kept, self._part = norm, kept, part
+        self.norm = norm
+        self._kept = kept
+        self._part = part
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""
@@ -85,7 +87,9 @@ class SideBySide:
 
     def __init__(self, norm: Norm, attention: AttentionPart, state: StatefulPart) -> None:
         """attention, state: without norms of their own, before them or after."""
-        self.norm, self._attention, self._state = norm, attention, state
+        self.norm = norm
+        self._attention = attention
+        self._state = state
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """See MixerPart."""

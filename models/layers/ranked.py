@@ -25,12 +25,21 @@ class RankedOperations:
 
     def __init__(self, inner: Operations, ranks: Ranks) -> None:
         """inner: what computes the rank's own."""
-        self._inner, self._ranks = inner, ranks
-        self.absorb, self.norm, self.add_norm, self.softcap = inner.absorb, inner.norm, inner.add_norm, inner.softcap
-        self.norm_product, self.norm_gated_product = inner.norm_product, inner.norm_gated_product
-        self.norm_qkv, self.gate, self.product_kinds = inner.norm_qkv, inner.gate, inner.product_kinds
-        self.rotate_latent, self.latent_layer = inner.rotate_latent, inner.latent_layer
-        self.turn_heads, self.activated = inner.turn_heads, inner.activated
+        self._inner = inner
+        self._ranks = ranks
+        self.absorb = inner.absorb
+        self.norm = inner.norm
+        self.add_norm = inner.add_norm
+        self.softcap = inner.softcap
+        self.norm_product = inner.norm_product
+        self.norm_gated_product = inner.norm_gated_product
+        self.norm_qkv = inner.norm_qkv
+        self.gate = inner.gate
+        self.product_kinds = inner.product_kinds
+        self.rotate_latent = inner.rotate_latent
+        self.latent_layer = inner.latent_layer
+        self.turn_heads = inner.turn_heads
+        self.activated = inner.activated
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """See Operations. Every token's row is one rank's, and zeros on the others."""
@@ -67,7 +76,8 @@ class RankedExperts:
 
     def __init__(self, inner: Experts, ranks: Ranks) -> None:
         """inner: the rank's part."""
-        self._inner, self._ranks = inner, ranks
+        self._inner = inner
+        self._ranks = ranks
         self.kind: Any = getattr(inner, "kind", None)
         """What chooses among ways of computing the part; None where there is one."""
 
@@ -85,8 +95,10 @@ class SumsInOrder:
 
     def __init__(self, inner: Ranks) -> None:
         """inner: what gathers."""
-        self.rank, self.size = inner.rank, inner.size
-        self.all_gather, self.broadcast = inner.all_gather, inner.broadcast
+        self.rank = inner.rank
+        self.size = inner.size
+        self.all_gather = inner.all_gather
+        self.broadcast = inner.broadcast
 
     def all_reduce(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """See `Ranks.all_reduce`."""

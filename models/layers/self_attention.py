@@ -24,7 +24,8 @@ class SelfAttention:
         self, config: DecoderConfig, layer: LayerConfig, place: int, tensors: LayerTensors, batch_invariant: bool
     ) -> None:
         """place: index among the model's layers of attention; batch_invariant: what the layer asks of its backend."""
-        self._place, names = place, config.names
+        self._place = place
+        names = config.names
         hidden, dim = config.hidden_size, config.head_dim
         heads, kv_heads = tensors.cut.heads, tensors.cut.kv_heads
         q, kv = heads * (2 * dim if config.output_gate else dim), kv_heads * dim

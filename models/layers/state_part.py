@@ -36,7 +36,8 @@ class StatePart(ABC):
             raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
         state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
         self._place = place
-        self.spec, cut = state_spec(state, weights.dtype, weights.device), tensors.cut.state
+        self.spec = state_spec(state, weights.dtype, weights.device)
+        cut = tensors.cut.state
         sizes = self.sections(cut)
         self.norm = tensors.norm_if_any(names.norm, hidden)
         groups, factors = cut.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)

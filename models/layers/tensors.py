@@ -33,7 +33,10 @@ class LayerTensors:
         """config: the family's conventions. cut: what the rank holds. prefix: what every name below begins with, such as
         `model.layers.0.`
         """
-        self.weights, self.cut, self.ranks, self.prefix = weights, cut, ranks, prefix
+        self.weights = weights
+        self.cut = cut
+        self.ranks = ranks
+        self.prefix = prefix
         self._config = config
 
     def below(self, prefix: str, config: DecoderConfig) -> LayerTensors:

@@ -50,7 +50,8 @@ class TransformersModel:
         self.max_position_embeddings = _positions(text)
         fix_rope(model, longest or self.max_position_embeddings)
         self._current = Current()
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         with probe.probing(model, interface.NAME):
             calls = self._probe()
         self.attention_specs = [spec_of(call, dtype, device) for call in calls]

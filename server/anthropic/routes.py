@@ -24,7 +24,8 @@ class MessagesRoutes:
     """/v1/messages, and the count of its tokens."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
-        self._service, self._chats = service, chats
+        self._service = service
+        self._chats = chats
 
     @property
     def direct(self) -> dict[str, Endpoint]:

@@ -22,7 +22,8 @@ class Admission:
     """The names of a server's model and its queue; for the server's event loop alone."""
 
     def __init__(self, names: Sequence[str], options: ServerOptions) -> None:
-        self.names, self.options = list(names), options
+        self.names = list(names)
+        self.options = options
         self.adapters: dict[str, LoRARequest] = {}
         """Adapters by the names that requests give as their model."""
         self.num_queued = 0

@@ -25,9 +25,13 @@ class ClientProbe:
 
     def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop, begun: bool, gone: Callable[[], None]) -> None:
         """begun: an answer is being written already. gone: called once nobody reads any more."""
-        self._transport, self._loop, self._gone = transport, loop, gone
-        self._sent, self._unsent = b"", b"" if begun else _START
-        self._look_after, self._pause = _FIRST_LOOK, _FIRST_PAUSE
+        self._transport = transport
+        self._loop = loop
+        self._gone = gone
+        self._sent = b""
+        self._unsent = b"" if begun else _START
+        self._look_after = _FIRST_LOOK
+        self._pause = _FIRST_PAUSE
         self._due = 0.0
         """When the next byte is sent."""
         self._timer: asyncio.TimerHandle | None = None
@@ -35,7 +39,9 @@ class ClientProbe:
 
     def write(self, data: bytes) -> None:
         """Write a part of the answer, without the bytes that were sent early."""
-        sent, self._sent, self._unsent = self._sent, b"", b""
+        sent = self._sent
+        self._sent = b""
+        self._unsent = b""
         self._transport.write(data.removeprefix(sent))
 
     def stop(self) -> None:
@@ -49,9 +55,11 @@ class ClientProbe:
             return
         now = self._loop.time()
         if self._unsent and now >= self._due:
-            early, self._unsent = self._unsent[:1], self._unsent[1:]
+            early = self._unsent[:1]
+            self._unsent = self._unsent[1:]
             self._sent += early
-            self._due, self._pause = now + self._pause, 3 * self._pause
+            self._due = now + self._pause
+            self._pause = 3 * self._pause
             self._transport.write(early)
         self._timer = self._loop.call_later(self._look_after, self._look)
         self._look_after = min(2 * self._look_after, _LONGEST_LOOK)

@@ -49,7 +49,9 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: App, api_key: str | None, open_paths: Collection[str], refusals: Refusals) -> None:
         """api_key: None lets everybody in. open_paths: need no key."""
-        self._app, self._open_paths, self._refusals = app, frozenset(open_paths), refusals
+        self._app = app
+        self._open_paths = frozenset(open_paths)
+        self._refusals = refusals
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -87,7 +89,8 @@ class HostMiddleware:
 
     def __init__(self, app: App, allowed: Collection[str], refusals: Refusals) -> None:
         """allowed: names and addresses without ports; "*.example.org": every host below example.org."""
-        self._app, self._refusals = app, refusals
+        self._app = app
+        self._refusals = refusals
         names = [(f"[{name}]" if ":" in name and name[0] != "[" else name).lower() for name in allowed]
         self._names = frozenset(names)
         self._ends = tuple(name[1:] for name in names if name.startswith("*."))
@@ -120,7 +123,8 @@ class JsonMiddleware:
     """
 
     def __init__(self, app: App, refusals: Refusals) -> None:
-        self._app, self._refusals = app, refusals
+        self._app = app
+        self._refusals = refusals
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass on a request, or refuse one with a body of another type."""

@@ -54,7 +54,8 @@ class PacedStarts:
         while self._waiting and self._begun < _AT_ONCE:
             self._begun += 1
             self._waiting.popleft()()
-        loop, self._loop = self._loop, None
+        loop = self._loop
+        self._loop = None
         if self._begun and loop is not None:
             self._loop = loop
             loop.call_soon(self._next)
@@ -238,7 +239,8 @@ class LimitedProtocol(HttpToolsProtocol):
         Clients that would rather speak HTTP/2, Java's among them, ask for it in the head of any request (`Upgrade: h2c`), which a
         server may ignore (RFC 9110, 7.8). But httptools' parser takes the body for another protocol's.
         """
-        self._owes_body, self._told_again = False, True
+        self._owes_body = False
+        self._told_again = True
         known = b"".join(b"%s: %s\r\n" % header for header in self.headers if header[0] in _BODY_HEADERS)
         self.parser = HttpRequestParser(self)
         if hasattr(self.parser, "set_dangerous_leniencies"):  # as uvicorn does
@@ -352,7 +354,9 @@ class _Closing:
     """A connection as an answer sees it, whose end is the protocol's to choose."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self._transport, self.close, self.write = transport, close, transport.write
+        self._transport = transport
+        self.close = close
+        self.write = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -40,7 +40,9 @@ class Answer(ABC):
         self.id = f"{self.prefix}{name or uuid4().hex}"
         self.key = f"{self.id}-{uuid4().hex[:8]}" if name else self.id
         """The id where it must be the only one: clients may give two requests the same name."""
-        self.body, self.model, self.created = body, model, int(time.time())
+        self.body = body
+        self.model = model
+        self.created = int(time.time())
         options = body.stream_options
         self.tells_usage = options is not None and options.continuous_usage_stats
         """Whether every chunk has the usage so far."""

@@ -30,8 +30,10 @@ class ChatAnswer(ChunkedAnswer):
     def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes, name: str = "") -> None:
         """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
         super().__init__(body, model, bool(body.logprobs), name)
-        self._most, self._logprobs = body.top_logprobs or 0, bool(body.logprobs)
-        self._token_bytes, self.hides_special = token_bytes, True
+        self._most = body.top_logprobs or 0
+        self._logprobs = bool(body.logprobs)
+        self._token_bytes = token_bytes
+        self.hides_special = True
         """The bytes of tokens, and whether the texts leave special tokens out."""
         self._text_bytes: dict[int, TextBytes] = {}
         """Index of a choice -> the bytes of its text."""

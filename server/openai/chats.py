@@ -55,7 +55,8 @@ class Chats:
         prompt = await self.prompt(body, use)
         formed = chats.params(params, use, prompt)
         if formed.structured_outputs is not None and params.structured_outputs is None:
-            answer.is_structured, answer.form_field = True, "tools"
+            answer.is_structured = True
+            answer.form_field = "tools"
         answer.hides_special = formed.skip_special_tokens
         answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens))
         try:

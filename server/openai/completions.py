@@ -23,7 +23,9 @@ class CompletionAnswer(ChunkedAnswer):
     def __init__(self, body: CompletionRequest, model: str, decode: Callable[[list[int]], str], name: str = "") -> None:
         """model, name: see `Answer`. decode: the text of tokens, special ones included."""
         super().__init__(body, model, body.logprobs is not None, name)
-        self._echo, self._most, self._decode = body.echo, body.logprobs, decode
+        self._echo = body.echo
+        self._most = body.logprobs
+        self._decode = decode
         self._prompt_only = body.echo and body.max_tokens == 0
         self._offsets: dict[int, int] = {}
         """Index of a choice -> its characters so far."""

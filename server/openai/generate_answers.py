@@ -26,7 +26,8 @@ class NativeAnswer(Answer):
 
     def __init__(self, asked: NativeRequest, body: CompletionRequest, model: str) -> None:
         super().__init__(body, model)
-        self._asked, self._began = asked, time.perf_counter()
+        self._asked = asked
+        self._began = time.perf_counter()
         self.tells_usage = True  # an event has what came before it, too
 
     def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:

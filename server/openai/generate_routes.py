@@ -35,7 +35,9 @@ class GenerateRoutes:
 
     def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
         """posts: the paths of OpenAI's API, which /invocations passes requests on to."""
-        self._service, self._llm, self._posts = service, service.llm, posts
+        self._service = service
+        self._llm = service.llm
+        self._posts = posts
 
     @property
     def direct(self) -> dict[str, Endpoint]:

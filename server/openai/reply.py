@@ -33,7 +33,11 @@ class PromptReader:
 
     def __init__(self, stream: RequestStream, number: int, answer: Answer, ticket: Ticket, metrics: Metrics, end: Ended) -> None:
         """number: the prompt's place in its request. end: called with the output and its tokens when the prompt has ended."""
-        self._stream, self._answer, self._ticket, self._metrics, self._end = stream, answer, ticket, metrics, end
+        self._stream = stream
+        self._answer = answer
+        self._ticket = ticket
+        self._metrics = metrics
+        self._end = end
         self._n = answer.body.n or 1
         self._first = number * self._n
         """Index of the prompt's first choice."""
@@ -99,7 +103,8 @@ class PromptReader:
         """Count the prompt, which has ended, once. A completion without a reason was ended by its client or by the server."""
         if self._noted:
             return
-        self._noted, output = True, self.output
+        self._noted = True
+        output = self.output
         self.num_written = max(self.num_written, num_written(output))
         self._end(output, self.num_written)
         ended = [self._reasons.get(index, "abort") for index in range(self._n)]
@@ -128,7 +133,9 @@ class Reply(Response):
         """ignored: names of fields of the request that are ignored."""
         super().__init__()
         self._ignored = ignored
-        self._service, self._answer, self._prepare = service, answer, prepare
+        self._service = service
+        self._answer = answer
+        self._prepare = prepare
         self._body = answer.body
         self._streams: list[RequestStream] = []
         self._readers: Sequence[PromptReader] = ()
@@ -141,7 +148,8 @@ class Reply(Response):
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         """Serve the request, which ends with its client's connection."""
         arrived, ticket = time.perf_counter(), None
-        self._path, self._asked_headers = scope["path"], scope["headers"]
+        self._path = scope["path"]
+        self._asked_headers = scope["headers"]
         self._more_headers = self._service.ignored_fields.header(self._ignored, self._path)
         try:
             ticket = self._service.admit()

@@ -40,7 +40,8 @@ class AdapterRoutes:
     """Loads adapters into a server, and takes them out of it; 404 unless the operator's paths are switched on."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+        self._service = service
+        self._llm = service.llm
         self._numbers = max((each.lora_int_id for each in service.adapters.values()), default=0)
         self._loading: set[str] = set()
 

@@ -38,7 +38,8 @@ class OperatorRoutes:
     """The operator's routes; those that change something are 404 unless they are switched on."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+        self._service = service
+        self._llm = service.llm
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""

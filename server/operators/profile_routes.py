@@ -22,7 +22,8 @@ class ProfileRoutes:
     """Routes that start and stop a profile; 404 unless a folder for traces is named, for a profile slows everybody down."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+        self._service = service
+        self._llm = service.llm
         self._profiling = False
         self._turn = asyncio.Lock()
         """Held while a profile is started or stopped: the next begins when the trace of the last is written."""

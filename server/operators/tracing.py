@@ -25,7 +25,8 @@ class Tracing:
         """model: the name that the server answers by."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider, self._model = provider, model
+        self._provider = provider
+        self._model = model
         self._tracer = provider.get_tracer("headway.server")
         self._propagator = TraceContextTextMapPropagator()
 

@@ -26,7 +26,8 @@ class Choices:
     """Explains what a selector chooses between, without changing the choices of the engine's steps."""
 
     def __init__(self, selector: Selector, device_type: str) -> None:
-        self.selector, self._device_type = selector, device_type
+        self.selector = selector
+        self._device_type = device_type
 
     @cached_property
     def reasons(self) -> Mapping[Phase, dict[str, list[str]]]:

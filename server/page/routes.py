@@ -47,7 +47,8 @@ class PageRoutes:
     """The routes of the web UI."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._llm = service, service.llm
+        self._service = service
+        self._llm = service.llm
         self._state: asyncio.Task[bytes] | None = None
         self._stale_at = 0.0
         self._table: bytes | None = None

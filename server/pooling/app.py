@@ -23,7 +23,9 @@ def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = No
     routes = PoolingRoutes(pooling, options)
     answers = LineAnswers(routes.posts, routes.refuse, lambda: pooling.has_lost_engine)
     batches = BatchRoutes(options, answers, options.batch_concurrency or max(options.max_queue // 2, 1))
-    app.state.routes, app.state.batches, app.state.line_answers = routes, batches, answers
+    app.state.routes = routes
+    app.state.batches = batches
+    app.state.line_answers = answers
     routes.add_to(app)
     batches.add_to(app)
     app.state.refused = routes.refused

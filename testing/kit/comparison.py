@@ -22,7 +22,8 @@ class ReportComparison:
     """Differences of two reports, the second of which is the newer one."""
 
     def __init__(self, first: CheckReport, second: CheckReport) -> None:
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
         self._old, self._new = ({cell.cell: cell for cell in report.cells} for report in (first, second))
 
     @property

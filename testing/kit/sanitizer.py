@@ -60,7 +60,8 @@ class Sanitizer:
         """The first error that was logged since the last call, in one line; empty where there is none."""
         with suppress(OSError):
             text = self._log.read_text(encoding="utf-8", errors="replace")
-            new, self._read = text[self._read :], len(text)
+            new = text[self._read :]
+            self._read = len(text)
             return first_error(new)
         return ""
 

@@ -74,10 +74,15 @@ class Session:
         """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
         cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block; unlike: what is
         simpler than in an engine, None: nothing; errors: where the error of each judged step is noted."""
-        self.unlike, self.errors = unlike or AS_IN_AN_ENGINE, errors or CellErrors()
+        self.unlike = unlike or AS_IN_AN_ENGINE
+        self.errors = errors or CellErrors()
         zero_in_use = zero_in_use and not self.unlike.zero_unused
-        self.spec, self.block_size, self.layouts, self.memory = spec, block_size, layouts, memory
-        self.prefill, self.decode = prefill, decode
+        self.spec = spec
+        self.block_size = block_size
+        self.layouts = layouts
+        self.memory = memory
+        self.prefill = prefill
+        self.decode = decode
         spare = 4
         before = (first_far(spec, block_size) if memory == "far" else 0) + _NULL + 1
         self._null = 0 if zero_in_use and memory != "far" and spec.sliding_window is not None else _NULL

@@ -25,7 +25,8 @@ class Stage:
 
     def __init__(self, subject: Subject, layers: Mapping[str, ModelLayer]) -> None:
         """layers: of the model that the subject is tried on, by name."""
-        self.subject, self._layers = subject, layers
+        self.subject = subject
+        self._layers = layers
         self.unlike = AS_IN_AN_ENGINE
         """What its sessions have simpler than an engine has it."""
         self.errors = CellErrors()

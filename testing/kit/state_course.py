@@ -18,7 +18,8 @@ class Course:
     """Sequences that are cut anywhere, guess, take a prefix up, are moved, forked and set back from outside, and end."""
 
     def __init__(self, session: StateSession, drafts: int) -> None:
-        self._session, self._drafts = session, drafts
+        self._session = session
+        self._drafts = drafts
         self._numbers = torch.Generator().manual_seed(2)
         self._steps = 0
         self._set_back = False

@@ -96,7 +96,8 @@ class StateSession:
     """
 
     def __init__(self, served: Served, spec: StateSpec, layout: StateLayout, num_slots: int = 64, seed: int = 0) -> None:
-        self.served, self.spec = served, spec
+        self.served = served
+        self.spec = spec
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters: list[StateParameters] = [random_parameters(spec, self.generator) for _ in range(_LAYERS)]
         self.caches: list[StateCache] = [layout.allocate(spec, num_slots) for _ in range(_LAYERS)]
@@ -132,7 +133,8 @@ class StateSession:
 
     def move(self, seq: StateTokens) -> None:
         """Move a sequence to another slot."""
-        old, seq.slot = seq.slot, self.take()
+        old = seq.slot
+        seq.slot = self.take()
         self.copy(old, seq.slot)
         self.give_back(old)
 

@@ -86,7 +86,8 @@ class _Tries(AbstractContextManager["_Tries"]):
     """Plugins that one child process tries one after the other; after one that ends the child, another child goes on."""
 
     def __init__(self, requests: list[dict[str, Any]], seconds: float) -> None:
-        self._requests, self._seconds = requests, seconds
+        self._requests = requests
+        self._seconds = seconds
         self._child: Child | None = None
         self._start(0)
 

@@ -261,7 +261,8 @@ class SampleProduct:
     """Random rows, and a model's own layers of one kind, one after the other: so weights come from memory as in a step."""
 
     def __init__(self, kind: ProductKind) -> None:
-        self.kind, self.device = kind, kind.examples[0].device
+        self.kind = kind
+        self.device = kind.examples[0].device
         self._generator = torch.Generator(self.device).manual_seed(0)
         self._x = torch.empty(0, 0)
         self._expected: tuple[int, Tensor] | None = None

@@ -138,7 +138,10 @@ class _Search:
         self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Mapping[str, str]]
     ) -> None:
         """given_up: as in `CrossoverOptions`."""
-        self._bench, self._names, self._pairs, self._given_up = bench, names, pairs, given_up
+        self._bench = bench
+        self._names = names
+        self._pairs = pairs
+        self._given_up = given_up
         self._dropped = dict(given_up)
         self._level = 0
         self._slowest = 0.0
@@ -156,7 +159,8 @@ class _Search:
                 if self._slowest and remaining < self._slowest:
                     return
                 if point.level > self._level and cells:
-                    self._level, self._pairs = point.level, surviving_pairs(cells, self._pairs)
+                    self._level = point.level
+                    self._pairs = surviving_pairs(cells, self._pairs)
                     found = {phase: losers(cells, phase, self._names) for phase in {cell.phase for cell in cells}}
                     self._dropped = {phase: {**lost, **self._given_up.get(phase, {})} for phase, lost in found.items()}
             if (point.phase, point.case) in done:
@@ -235,7 +239,9 @@ def _resumed(table: CrossoverTable, old: CrossoverTable, options: CrossoverOptio
         raise UnsupportedError(
             f"--resume {options.output}: the table", reasons, "measure anew without --resume, or into another file"
         )
-    table.cells, table.noise, table.prior = cells, old.noise, old.prior
+    table.cells = cells
+    table.noise = old.noise
+    table.prior = old.prior
     return table
 
 

@@ -39,7 +39,8 @@ class TritonStates(StateBackend):
         self.tuning = StateTuning()
         cuda = spec.device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count if cuda else 4
-        self._step, self._scan = StateStep(spec, Workspace(spec.device)), StateScan(spec, multiprocessors)
+        self._step = StateStep(spec, Workspace(spec.device))
+        self._scan = StateScan(spec, multiprocessors)
 
     @classmethod
     def available(cls) -> Support:

@@ -66,14 +66,16 @@ class StateScan:
     """Launches the prompts of one kind of layer."""
 
     def __init__(self, spec: StateSpec, multiprocessors: int) -> None:
-        self._spec, self._multiprocessors = spec, multiprocessors
+        self._spec = spec
+        self._multiprocessors = multiprocessors
         self._shared = shared_memory(spec.device)
         kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens, walk_turned
         self._convolve, self._leave, self._cut, self._walk, self._walk_tokens, self._walk_turned = map(Launcher, kernels)
         whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
-        self._row, self._aligned = _whole_rows(spec), _aligned(spec)
+        self._row = _whole_rows(spec)
+        self._aligned = _aligned(spec)
         self._sum = torch.float64 if whole else torch.float32
         self._inverse_dot = tl.float32 if exact else tl.float16  # its elements are at most about 2, and float16 has more digits
 

@@ -44,9 +44,11 @@ class StateStep:
     """Launches the decode of one kind of layer."""
 
     def __init__(self, spec: StateSpec, workspace: Workspace) -> None:
-        self._spec, self._workspace = spec, workspace
+        self._spec = spec
+        self._workspace = workspace
         self._early = launches_early(spec.device)
-        self._heads, self._channels = Launcher(step_heads), Launcher(step_channels)
+        self._heads = Launcher(step_heads)
+        self._channels = Launcher(step_channels)
 
     def plan(self, metadata: StateMetadata) -> StatesStepPlan:
         """Plan a view of sequences that decode. Nothing is copied: a graph finds each step's values in the same tensors."""

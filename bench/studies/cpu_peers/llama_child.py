@@ -51,7 +51,9 @@ def main() -> None:
     for count, prompt, new, passes in asked["work"]:
         settings = llama.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = count * (prompt + new + 32)
-        settings.n_seq_max, settings.n_threads, settings.n_threads_batch = count, asked["threads"], asked["threads"]
+        settings.n_seq_max = count
+        settings.n_threads = asked["threads"]
+        settings.n_threads_batch = asked["threads"]
         settings.kv_unified = True
         context = llama.llama_init_from_model(model, settings)
         batch = llama.llama_batch_init(count * prompt, 0, 1)

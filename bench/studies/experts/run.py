@@ -166,7 +166,8 @@ class RandomLayer:
         :raises ConfigError: the kernels do not read what it makes of them.
         """
         config, hidden, inner = shape.config, shape.hidden_size, shape.config.intermediate_size
-        self._shape, self._generator = shape, torch.Generator(device).manual_seed(0)
+        self._shape = shape
+        self._generator = torch.Generator(device).manual_seed(0)
 
         def draw(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
             scale = sizes[-1] ** -0.5 if len(sizes) > 1 else 0.1

@@ -174,7 +174,8 @@ class _Direct:
                 answer.token_ids += choice.token_ids
         except HeadwayError as error:
             answer.error = str(error)
-        answer.text, answer.output_tokens = "".join(texts), len(answer.token_ids)
+        answer.text = "".join(texts)
+        answer.output_tokens = len(answer.token_ids)
         answer.ended = time.perf_counter()
         answer.status = 200
         return answer

@@ -57,12 +57,15 @@ class PacedEngine:
         self.executor = SimpleNamespace(call_when_lost=lambda tell: None, shutdown=lambda: None)
         self.stats = EngineStats()
         self.clock = StepClock(self.stats)
-        self.step_seconds, self._work, self._prompt = step_seconds, work_seconds, prompt_seconds
+        self.step_seconds = step_seconds
+        self._work = work_seconds
+        self._prompt = prompt_seconds
         self._launches = launches
         self._num_new = 0
         self._live: dict[str, list[int]] = {}
         self._due = 0.0
-        self.num_steps, self.late_seconds = 0, 0.0
+        self.num_steps = 0
+        self.late_seconds = 0.0
 
     @property
     def has_unfinished(self) -> bool:

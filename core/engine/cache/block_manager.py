@@ -123,7 +123,8 @@ class BlockManager:
         for number, (prefixes, table) in enumerate(zip(self.prefixes, seq.tables, strict=True)):
             first, pages, source, count = prefixes.hit(seq, length)
             table.pages = [NULL_PAGE] * first + pages
-            table.num_given_back, table.num_published = first, len(table.pages)
+            table.num_given_back = first
+            table.num_published = len(table.pages)
             if table.pages:
                 seq.table_changes.append((number, 0, list(table.pages)))
             for page in pages:
@@ -311,7 +312,8 @@ class BlockManager:
         seq.capacity = seq.num_computed = seq.num_unverified = 0
         seq.next_boundary = 0
         seq.newest_at = -1
-        seq.state_index, seq.junction = 0, 0
+        seq.state_index = 0
+        seq.junction = 0
         self._let_state_go(seq)
         if self.checkpoints is not None:
             for each in seq.checkpoints:

@@ -28,7 +28,9 @@ class Checkpoints:
 
     def __init__(self, slots: StateSlots, interval: int, stats: EngineStats) -> None:
         """interval: tokens; a checkpoint lies at a multiple of it, where whole pages end in every group."""
-        self.interval, self.slots, self._stats = interval, slots, stats
+        self.interval = interval
+        self.slots = slots
+        self._stats = stats
         self._free = list(range(slots.num_slots - 1, slots.first_checkpoint - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._held: Counter[int] = Counter()

@@ -54,7 +54,8 @@ class StepClock:
         """now: the time in seconds."""
         self.enter_range: EnterRange = no_ranges
         """Replaced while a profiler is attached."""
-        self._stats, self._now = stats, now
+        self._stats = stats
+        self._now = now
         self._seconds = dict.fromkeys(_ANY, 0.0)
         """Seconds of each part that are not in the statistics yet."""
         self._part = ""
@@ -64,14 +65,17 @@ class StepClock:
 
     def begin_step(self) -> None:
         """Begin a step; a part that an interrupt has cut short is not counted."""
-        self._part, self._entered = "", self._now()
-        self._began, self._waited_before = self._entered, self._stats.wait_seconds
+        self._part = ""
+        self._entered = self._now()
+        self._began = self._entered
+        self._waited_before = self._stats.wait_seconds
 
     def enter(self, part: str) -> float:
         """End the part under way and enter one of PARTS, or "" for what belongs to none; returns the time."""
         now = self._now()
         self._seconds[self._part] += now - self._entered
-        self._part, self._entered = part, now
+        self._part = part
+        self._entered = now
         self.enter_range(part)
         return now
 
@@ -87,7 +91,8 @@ class StepClock:
         stats.wait_seconds += seconds["wait"]
         stats.read_seconds += seconds["read"]
         stats.output_seconds += seconds["outputs"]
-        self._waited, self._seconds = stats.wait_seconds, dict.fromkeys(_ANY, 0.0)
+        self._waited = stats.wait_seconds
+        self._seconds = dict.fromkeys(_ANY, 0.0)
         return now
 
     def end_step(self) -> None:

@@ -76,7 +76,8 @@ class DecodeBatch:
 
     def take_changed(self) -> list[Sequence]:
         """The members whose tables have changed since the last call; some may have no change that the executor does not know."""
-        changed, self._changed = self._changed, []
+        changed = self._changed
+        self._changed = []
         return changed
 
     def add(self, seqs: Items[Sequence]) -> None:
@@ -107,8 +108,11 @@ class DecodeBatch:
             return
         kept = numpy.array([seq not in gone for seq in self.members], dtype=numpy.bool_)
         self.members = [seq for seq in self.members if seq not in gone]
-        self.rows, self._offsets = self.rows[kept], self._offsets[kept]
-        self._due, self._boundaries, self.state_indices = self._due[kept], self._boundaries[kept], self.state_indices[kept]
+        self.rows = self.rows[kept]
+        self._offsets = self._offsets[kept]
+        self._due = self._due[kept]
+        self._boundaries = self._boundaries[kept]
+        self.state_indices = self.state_indices[kept]
         self.adapter_slots = self.adapter_slots[kept]
         self._changed = [seq for seq in self._changed if seq not in gone]
         for seq in gone:

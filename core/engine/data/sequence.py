@@ -153,9 +153,12 @@ class Sequence:
         turn: tuple[int, int] = (0, 0),
         adapter: KnownAdapter | None = None,
     ) -> None:
-        self.request_id, self.index = request_id, index
-        self.params, self.stop_token_ids = params, stop_token_ids
-        self.seed, self.turn = seed, turn
+        self.request_id = request_id
+        self.index = index
+        self.params = params
+        self.stop_token_ids = stop_token_ids
+        self.seed = seed
+        self.turn = turn
         self.num_prompt_tokens = len(prompt_token_ids)
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)
@@ -167,16 +170,28 @@ class Sequence:
         self._newest_at = -1
         self.status = Status.WAITING
         self.finish_reason = self.error = None
-        self.row, self.started = None, False
-        self.num_cached_tokens, self.admitted_time = 0, None
+        self.row = None
+        self.started = False
+        self.num_cached_tokens = 0
+        self.admitted_time = None
         self.num_preemptions = 0
         self.prompt_logprobs = []
-        self.draft_token_ids, self.num_unverified = [], 0
-        self.tables, self.capacity, self.next_boundary = [], 0, 0
-        self.prefix_copies, self.table_changes, self.block_hashes = [], [], []
-        self.state_index, self.restored_from, self.junction, self.checkpoints = 0, None, 0, []
+        self.draft_token_ids = []
+        self.num_unverified = 0
+        self.tables = []
+        self.capacity = 0
+        self.next_boundary = 0
+        self.prefix_copies = []
+        self.table_changes = []
+        self.block_hashes = []
+        self.state_index = 0
+        self.restored_from = None
+        self.junction = 0
+        self.checkpoints = []
         self.held_state = None
-        self.adapter, self.adapter_slot, self.num_passed = adapter, NO_ADAPTER, 0
+        self.adapter = adapter
+        self.adapter_slot = NO_ADAPTER
+        self.num_passed = 0
         self.prefix_root = b"".join(each.digest for each in (adapter, self.embedded) if each is not None)
 
     @property
@@ -221,12 +236,14 @@ class Sequence:
         assert self.newest_at == self.num_computed
         self._num_computed -= steps.taken
         self._newest_at -= steps.taken
-        self._steps, self.in_decode_batch = steps, True
+        self._steps = steps
+        self.in_decode_batch = True
 
     def leave(self) -> None:
         """Leave the decode batch, and count steps individually again."""
         computed, pending = self.num_computed, self.num_pending
-        self._steps, self.in_decode_batch = _NO_STEPS, False
+        self._steps = _NO_STEPS
+        self.in_decode_batch = False
         self._num_computed = self._newest_at = computed
         self._num_pending = pending
 
@@ -303,4 +320,5 @@ class Sequence:
 
     def finish(self, reason: str) -> None:
         """End the sequence for this reason."""
-        self.status, self.finish_reason = Status.FINISHED, reason
+        self.status = Status.FINISHED
+        self.finish_reason = reason

@@ -21,7 +21,8 @@ class AdapterStore:
 
     def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
         """most: adapters that stay when nobody wants them (max_cpu_loras). follows: the rank hears of adapters by steps alone."""
-        self.slots, self._most = adapters, most
+        self.slots = adapters
+        self._most = most
         self.num_slots = adapters.num_slots
         self._follows = follows
         self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()

@@ -62,7 +62,9 @@ class PagedAttention:
         self.states = states
         specs = layers.cached
         assert len(specs) == len(caches)
-        self.layers, self.specs, self.value_head_dims = layers, specs, layers.value_head_dims
+        self.layers = layers
+        self.specs = specs
+        self.value_head_dims = layers.value_head_dims
         self._latents = [(latents or {}).get(layer) for layer in range(len(specs))]
         self._gathering = gathering or {}
         self._kinds = layers.distinct

@@ -89,7 +89,8 @@ class MirroredTables:
             for mirror, known in zip(self._mirror, tables.tables, strict=True):
                 blocks = min(mirror.shape[1], known.shape[1])
                 mirror[stale, :blocks] = known[rows[stale], :blocks]
-        self._rows[:], self._num_updates = rows, tables.num_updates
+        self._rows[:] = rows
+        self._num_updates = tables.num_updates
         return len(stale)
 
 

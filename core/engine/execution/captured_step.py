@@ -59,13 +59,19 @@ class CapturedStep(ABC):
         """fields: the static inputs. size: sequences of a decode or a verification, tokens of a prefill. metadata: of the step,
         for each cache group. plans: what `PagedAttention` has planned for it; states: what `LayersWithState` has, None: there
         are none."""
-        self._step, self._fields, self.size = step, fields, size
-        self._by_spec, self._metadata, self._plans, self._states = backends, metadata, plans, states
+        self._step = step
+        self._fields = fields
+        self.size = size
+        self._by_spec = backends
+        self._metadata = metadata
+        self._plans = plans
+        self._states = states
         self.backends = (name_of(backends),)
         """Name of the backend."""
         self.rows = fields.rows
         """Rows of `newest` that the last replay wrote, padding included."""
-        self._keys, self._scales = fields.keys.view(-1), fields.scales.view(-1)
+        self._keys = fields.keys.view(-1)
+        self._scales = fields.scales.view(-1)
         self._filters = fields.filters.view(len(fields.filters), -1)
         self.num_rows = len(self._scales)
         """Rows of logits, padding included."""
@@ -153,7 +159,8 @@ class DecodeGraph(CapturedStep):
     """A captured decode of `size` sequences."""
 
     def __init__(self, step: ModelStep, inputs: DecodeInputs, size: int, backends: Backends) -> None:
-        self._inputs, self._shapes = inputs, decode_shapes(step, size)
+        self._inputs = inputs
+        self._shapes = decode_shapes(step, size)
         fields = inputs.fields(self._shapes)
         self.description = f"decode of {size} sequences with {name_of(backends)}"
         metadata = decode_metadata(step, fields, size, 1, context_lens=fields.positions)
@@ -192,7 +199,9 @@ class PrefillGraph(CapturedStep):
 
     def __init__(self, step: ModelStep, inputs: PrefillInputs, size: int, backends: Backends, positions: Tensor) -> None:
         """positions: 0, 1, 2, ... on the device, for at least `size` tokens."""
-        self._inputs, self._shapes, self._positions = inputs, prefill_shapes(step, size), positions[:size]
+        self._inputs = inputs
+        self._shapes = prefill_shapes(step, size)
+        self._positions = positions[:size]
         fields = inputs.fields(self._shapes)
         self.description = f"a prompt of {size} tokens with {name_of(backends)}"
         metadata = [
@@ -274,7 +283,9 @@ class VerifyGraph(CapturedStep):
 
     def __init__(self, step: ModelStep, inputs: VerifyInputs, size: int, width: int, backends: Backends, logits: Tensor) -> None:
         """logits: [at least size * width, vocab_size], where the graph computes its own into the first rows."""
-        self._inputs, self._shapes, self.width = inputs, verify_shapes(step, size, width), width
+        self._inputs = inputs
+        self._shapes = verify_shapes(step, size, width)
+        self.width = width
         self._memory = logits[: size * width]
         fields = inputs.fields(self._shapes)
         self.description = f"verification of {width - 1} drafts for each of {size} sequences with {name_of(backends)}"

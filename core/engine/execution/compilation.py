@@ -43,7 +43,8 @@ class CompilationWatch:
         """The names since the last call."""
         if not self._names:
             return ()
-        names, self._names = tuple(self._names), []
+        names = tuple(self._names)
+        self._names = []
         return names
 
     def take_late(self) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ class CudaGraphRecorder:
         except BaseException:
             torch.cuda.set_stream(before)
             raise
-        self._graph, self._before = graph, before
+        self._graph = graph
+        self._before = before
 
     def end(self) -> Callable[[], None]:
         """See GraphRecorder."""

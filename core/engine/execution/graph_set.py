@@ -58,8 +58,11 @@ class GraphSet:
     """All captured steps of an engine."""
 
     def __init__(self, step: ModelStep, selector: Selector) -> None:
-        self._decodes, self._prefills, self._verifications = DecodeGraphs(step), PrefillGraphs(step), VerifyGraphs(step)
-        self._selector, self._states = selector, step.attention.states
+        self._decodes = DecodeGraphs(step)
+        self._prefills = PrefillGraphs(step)
+        self._verifications = VerifyGraphs(step)
+        self._selector = selector
+        self._states = step.attention.states
 
     def capture(
         self, batch_sizes: Sequence[int], prompt_lengths: Sequence[int], max_decode_len: int, recorder: GraphRecorder

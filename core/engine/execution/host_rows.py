@@ -74,7 +74,9 @@ class HostRows:
 
         batch: of the engine's own processors; None: there are none.
         """
-        self._grammars, self._infos, self._batch = grammars, processors, batch
+        self._grammars = grammars
+        self._infos = processors
+        self._batch = batch
         self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}

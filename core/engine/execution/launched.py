@@ -20,7 +20,8 @@ class HostResults:
 
     def __init__(self, num_longs: int, device: torch.device) -> None:
         """num_longs: numbers that most steps have; after a step with more there is room for as many in each."""
-        self._num_longs, self._gpu = num_longs, device.type == "cuda"
+        self._num_longs = num_longs
+        self._gpu = device.type == "cuda"
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def copy(self, tensor: Tensor) -> HostCopy:
@@ -39,7 +40,8 @@ class HostResults:
 
     def _take(self, length: int) -> tuple[Tensor, torch.cuda.Event | None]:
         if length > self._num_longs:
-            self._num_longs, self._free = length, []
+            self._num_longs = length
+            self._free = []
         if self._free:
             return self._free.pop()
         memory = torch.empty(self._num_longs, dtype=torch.int64, pin_memory=self._gpu)
@@ -55,7 +57,9 @@ class HostCopy:
     """A tensor on its way to the host."""
 
     def __init__(self, owner: HostResults, memory: Tensor, done: torch.cuda.Event | None, view: Tensor) -> None:
-        self._owner, self._done, self._view = owner, done, view
+        self._owner = owner
+        self._done = done
+        self._view = view
         self.memory = memory
         """The pinned memory that it goes to."""
 

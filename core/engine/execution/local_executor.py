@@ -92,12 +92,15 @@ class LocalExecutor:
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
-        self._config, self._compile_ahead, self._max_decode_len = config, compile_ahead, max_decode_len
+        self._config = config
+        self._compile_ahead = compile_ahead
+        self._max_decode_len = max_decode_len
         self._model = model
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
         """What sleeps."""
-        self._device, self._ranks = layers.device, ranks
+        self._device = layers.device
+        self._ranks = ranks
         self.selector = _select(layers, source, config, costs, compile_ahead)
         self.selection = self.selector.selection
         """Which backend serves which phase, over which layout and block size."""

@@ -74,7 +74,9 @@ class _PiecewiseGraph:
         self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
     ) -> None:
         self.size = size
-        self._calls, self._graphs, self._hidden = calls, graphs, hidden
+        self._calls = calls
+        self._graphs = graphs
+        self._hidden = hidden
 
     def run(self, attention: PagedAttention, count: int) -> Tensor:
         """Hidden states of the first `count` tokens; the rows after them are padding, which attention never sees."""
@@ -100,7 +102,10 @@ class PiecewiseGraphs:
         self._adapters = adapters
         self._slots = torch.zeros(0, dtype=torch.int32, device=device)
         """Slots of the rows' adapters; those of padding are left from other steps."""
-        self._model, self._attention, self._device, self._ranks = model, attention, device, ranks
+        self._model = model
+        self._attention = attention
+        self._device = device
+        self._ranks = ranks
         self._by_size: list[_PiecewiseGraph] = []
         """The smallest first."""
         self._inputs = torch.zeros(2, 0, dtype=torch.int64, device=device)

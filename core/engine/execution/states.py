@@ -37,8 +37,11 @@ class LayersWithState:
 
     def __init__(self, layers: Sequence[StateLayer], memory: StateMemory, scan: StateBackends, step: StateBackends) -> None:
         """scan: serves sequences that prefill or extend; step: those that decode."""
-        self._layers, self.memory, self.slots = layers, memory, memory.slots
-        self._scan, self._step = scan, step
+        self._layers = layers
+        self.memory = memory
+        self.slots = memory.slots
+        self._scan = scan
+        self._step = step
         self.kinds: list[StateSpec] = list(dict.fromkeys(layer.spec for layer in layers))
         """The distinct specs, in the order of the layers."""
         self._kind_of = [self.kinds.index(layer.spec) for layer in layers]

@@ -120,8 +120,10 @@ class TokenSampler:
         """ops: choose from logits of the whole vocabulary."""
         self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
         """What chooses from the logits that the model computes."""
-        self._vocab_size, self._device = vocab_size, device
-        self._hosts, self._ranks = hosts or HostRows(None, {}), ranks
+        self._vocab_size = vocab_size
+        self._device = device
+        self._hosts = hosts or HostRows(None, {})
+        self._ranks = ranks
         self._shaper = LogitsShaper(vocab_size, device)
         self._seeds = numpy.zeros(max_num_seqs, dtype=numpy.uint64)
         self._scales = numpy.zeros(max_num_seqs, dtype=numpy.float32)
@@ -311,7 +313,9 @@ class PromptScorer:
     """Scores the tokens of prompts, for the rows that want log-probabilities of them."""
 
     def __init__(self, model: Model, vocabulary: Vocabulary, device: torch.device) -> None:
-        self._model, self._vocabulary, self._device = model, vocabulary, device
+        self._model = model
+        self._vocabulary = vocabulary
+        self._device = device
         self._prompts: dict[int, tuple[tuple[int, ...], int]] = {}
         """The prompt of each row that wants log-probabilities, and how many of the most likely tokens it wants."""
 

@@ -61,9 +61,15 @@ class WarmUp:
         size: PoolSize,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        self._runner, self._model, self._attention, self._selector = runner, model, attention, selector
-        self._limits, self._block_size, self._groups = limits, size.page_format.block_size, size.page_format.groups
-        self._device, self._ranks = attention.layers.device, ranks
+        self._runner = runner
+        self._model = model
+        self._attention = attention
+        self._selector = selector
+        self._limits = limits
+        self._block_size = size.page_format.block_size
+        self._groups = size.page_format.groups
+        self._device = attention.layers.device
+        self._ranks = ranks
         self._num_pages = size.num_pages
         self._adapters = adapters_of(model)
         self._failed: set[str] = set()

@@ -82,7 +82,9 @@ class PrefillTimer:
 
     def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
         """stats: counts every step that is launched. now: the time in seconds."""
-        self._costs, self._stats, self._now = costs, stats, now
+        self._costs = costs
+        self._stats = stats
+        self._now = now
         self._counted = 0, 0
         """Prompt tokens and decodes that were launched before the newest step."""
         self._launched: deque[tuple[float, int, int]] = deque()
@@ -92,7 +94,8 @@ class PrefillTimer:
 
     def launched(self, began: float) -> None:
         """Note a step that has been launched and counted. began: when its launch began."""
-        before, self._counted = self._counted, (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
+        before = self._counted
+        self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
         self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
 
     def forget(self) -> None:

@@ -28,7 +28,10 @@ class DiskTier:
     """
 
     def __init__(self, mover: PageMover, tier: HostTiers, stats: EngineStats, failures: OffloadFailures) -> None:
-        self._mover, self._tier, self._stats, self._failures = mover, tier, stats, failures
+        self._mover = mover
+        self._tier = tier
+        self._stats = stats
+        self._failures = failures
         self._names: OrderedDict[PageName, None] = OrderedDict.fromkeys(mover.stored)
         self._unread: list[KeptPage] = []
         """Copied out since the last flush: the step that computed them may not have been read."""
@@ -116,7 +119,8 @@ class DiskTier:
             except Exception as error:
                 self._failures.count("not written to disk", len(names), error)
                 self._stored(names, names)
-        self._unwritten, self._unread = [] if idle else self._unread, []
+        self._unwritten = [] if idle else self._unread
+        self._unread = []
         surplus = [name for name, _ in zip(self._names, range(len(self._names) - self._mover.max_stored), strict=False)]
         for name in surplus:
             del self._names[name]
@@ -155,11 +159,13 @@ class DiskTier:
     def forget_unwritten(self) -> None:
         """Write no page that has not been written yet: a step has failed."""
         self._tier.unlock(page.name for page in (*self._unread, *self._unwritten))
-        self._unread, self._unwritten = [], []
+        self._unread = []
+        self._unwritten = []
 
     def empty(self) -> None:
         """Delete every page."""
-        names, self._names = list(self._names), OrderedDict()
+        names = list(self._names)
+        self._names = OrderedDict()
         self._discard(names)
 
 
@@ -193,7 +199,8 @@ class DiskStore:
         :raises ConfigError: the folder cannot be made or read.
         """
         self._folder = folder / salt
-        self._parts, self._wait = parts, wait_for_slot
+        self._parts = parts
+        self._wait = wait_for_slot
         self._warned: set[str] = set()
         try:
             _make_folders(folder, self._folder)

@@ -99,7 +99,8 @@ class HostTiers:
     """The tiers of pages and of states, between which the kind of a name decides."""
 
     def __init__(self, num_slots: int, num_state_slots: int = 0) -> None:
-        self.pages, self.states = HostTier(num_slots), HostTier(num_state_slots)
+        self.pages = HostTier(num_slots)
+        self.states = HostTier(num_state_slots)
 
     def __contains__(self, name: PageName) -> bool:
         return name in self.of(name)

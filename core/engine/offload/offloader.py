@@ -54,7 +54,9 @@ class Offloader:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """mode: of preemption, AUTO, RECOMPUTE or SWAP. lookahead: pages that one step may take. now: the time in seconds."""
-        self._blocks, self._mover, self._stats = blocks, mover, stats
+        self._blocks = blocks
+        self._mover = mover
+        self._stats = stats
         self.costs = costs
         """What decides between copying and computing again."""
         self.timer = PrefillTimer(costs, stats, now)
@@ -62,7 +64,8 @@ class Offloader:
         self.tier = HostTiers(mover.num_slots, mover.num_state_slots)
         self._failures = OffloadFailures(stats)
         self._disk = DiskTier(mover, self.tier, stats, self._failures)
-        self._mode, self._lookahead = mode, blocks.num_pages if mover.max_stored else lookahead
+        self._mode = mode
+        self._lookahead = blocks.num_pages if mover.max_stored else lookahead
         self._dirty: OrderedDict[int, int] = OrderedDict()
         """Free pages that are to be copied out, in the order in which they were freed, and their cache groups."""
         self._out: dict[PageName, tuple[int, int]] = {}

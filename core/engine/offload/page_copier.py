@@ -249,7 +249,8 @@ class PageCopier:
             salt = _salt(caches, size, weights)
             folder = Path(config.kv_offload_dir).expanduser()
             self._disk = DiskStore(folder, salt, page_bytes, disk_bytes, slots.parts, self._transfers.wait_for_slot)
-        self.num_slots, self.rates = slots.num_slots, self._transfers.measure()
+        self.num_slots = slots.num_slots
+        self.rates = self._transfers.measure()
         self.stored: Sequence[PageName] = self._disk.stored if self._disk is not None else ()
         self.max_stored = self._disk.max_stored if self._disk is not None else 0
 

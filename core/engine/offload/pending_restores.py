@@ -35,7 +35,8 @@ def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[Absen
     which only a sequence with a state has, and the state are among them, the state being the last. Until the caller sets
     `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is not enough room.
     """
-    seq.tables, seq.num_computed = [PageTable(group.page_size) for group in blocks.groups], length
+    seq.tables = [PageTable(group.page_size) for group in blocks.groups]
+    seq.num_computed = length
     taken: list[int] = []
     absent: list[tuple[int, int]] = []
     for number, (group, prefixes, table) in enumerate(zip(blocks.groups, blocks.prefixes, seq.tables, strict=True)):
@@ -111,7 +112,11 @@ class PendingRestores:
     def __init__(
         self, blocks: BlockManager, tier: HostTiers, disk: DiskTier, stats: EngineStats, failures: OffloadFailures
     ) -> None:
-        self._blocks, self._tier, self._disk, self._stats, self._failures = blocks, tier, disk, stats, failures
+        self._blocks = blocks
+        self._tier = tier
+        self._disk = disk
+        self._stats = stats
+        self._failures = failures
         self._restores: list[Restore] = []
         self._returned: list[Sequence] = []
         """Sequences that have stopped waiting since they were last asked for."""
@@ -184,7 +189,8 @@ class PendingRestores:
         """Begin to read pages from the disk."""
         for restore in [restore for restore in self._restores if restore.to_fetch]:
             try:
-                restore.fetching, restore.to_fetch = self._disk.fetch(restore.to_fetch), []
+                restore.fetching = self._disk.fetch(restore.to_fetch)
+                restore.to_fetch = []
             except Exception as error:
                 self._fail(restore, "not read from disk", len(restore.to_fetch), error)
 
@@ -223,7 +229,8 @@ class PendingRestores:
 
     def take_returned(self) -> list[Sequence]:
         """Sequences that have stopped waiting: with the pages that came for them, or with none where something failed."""
-        returned, self._returned = self._returned, []
+        returned = self._returned
+        self._returned = []
         return returned
 
     def wait(self) -> None:

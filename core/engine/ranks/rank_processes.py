@@ -41,7 +41,9 @@ class RankProcesses:
 
         :raises OSError: the system starts no more processes.
         """
-        self.size, self._devices, self._num_threads = size, devices, num_threads
+        self.size = size
+        self._devices = devices
+        self._num_threads = num_threads
         self._shape = RingSize(size - 1)
         memory = shared_memory(self._shape.num_bytes)
         wake_pipes: list[int] = []

@@ -59,7 +59,8 @@ class RankWatch:
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
         """ranks: all but rank 0. own: rank 0's signs of life."""
-        self._ranks, self._own = ranks, own
+        self._ranks = ranks
+        self._own = own
         self._heard: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         """(rank, message), with None for the end of a rank's wire."""
         self._messages: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
@@ -238,7 +239,8 @@ class _Silence:
     """
 
     def __init__(self, ranks: list[RankProcess], own: LifeSigns) -> None:
-        self._ranks, self._own = ranks, own
+        self._ranks = ranks
+        self._own = own
         self._beats = {each.rank: (-1, 0.0) for each in ranks}
         self._places: dict[int, tuple[tuple[int, ...], float]] = {each.rank: ((), 0.0) for each in ranks}
         self._looked = time.monotonic()
@@ -247,7 +249,8 @@ class _Silence:
         """The fault of a rank that is stuck. ready: whether all ranks wait for steps."""
         limit = SILENT_SECONDS if ready else START_SILENT_SECONDS
         now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 2 * _TICK), now
+        passed = min(now - self._looked, 2 * _TICK)
+        self._looked = now
         ahead = self._own.place
         for each in self._ranks:
             beats, silent = self._beats[each.rank]

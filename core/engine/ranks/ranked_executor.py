@@ -32,9 +32,12 @@ class RankedExecutor:
 
     def __init__(self, local: LocalExecutor, processes: RankProcesses) -> None:
         """local: rank 0's. processes: the other ranks, which have joined."""
-        self._local, self._processes = local, processes
+        self._local = local
+        self._processes = processes
         self._shows_logits = False
-        self.capacity, self.selector, self.selection = local.capacity, local.selector, local.selection
+        self.capacity = local.capacity
+        self.selector = local.selector
+        self.selection = local.selection
         self.adapters = local.adapters
 
     @property

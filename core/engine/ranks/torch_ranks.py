@@ -36,7 +36,8 @@ class GroupAllReduce:
     """Sums by a process group of torch: of any tensor."""
 
     def __init__(self, group: Any, name: str) -> None:
-        self._group, self.name = group, name
+        self._group = group
+        self.name = name
 
     def takes(self, x: Tensor) -> bool:
         """Any."""
@@ -63,9 +64,13 @@ class TorchRanks:
 
         :raises RuntimeError: a rank has not come.
         """
-        self._rank, self._size, self._device, self._progress = rank, size, device, progress
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._progress = progress
         self._group = _joined(store, rank, size, device)
-        self.store, self.device = store, device
+        self.store = store
+        self.device = device
         self._sums: Sequence[AllReduce] = [GroupAllReduce(self._group, "gloo" if device.type == "cpu" else "nccl")]
         self.times: AllReduceChoice | None = None
         self._chosen: dict[tuple[int, torch.dtype], AllReduce] = {}
@@ -92,7 +97,8 @@ class TorchRanks:
 
     def sum_by(self, sums: Sequence[AllReduce], times: AllReduceChoice | None) -> None:
         """Sum in these ways from now on, before any graph is captured. sums: see `sums`; times: None: in their order."""
-        self._sums, self.times = sums, times
+        self._sums = sums
+        self.times = times
         self._chosen.clear()
 
     @property

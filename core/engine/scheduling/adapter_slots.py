@@ -124,7 +124,8 @@ class AdapterTable:
 
     def take_loads(self) -> tuple[AdapterLoad, ...]:
         """What slots must be given before the next step runs."""
-        loads, self._loads = self._loads, []
+        loads = self._loads
+        self._loads = []
         return tuple(loads)
 
     def _free_slot(self) -> int | None:

@@ -22,7 +22,8 @@ class AdmissionQueue:
 
     def __init__(self, scheduler: Scheduler, shares_prompts: bool) -> None:
         """shares_prompts: whether there is a prefix cache."""
-        self._scheduler, self._shares = scheduler, shares_prompts
+        self._scheduler = scheduler
+        self._shares = shares_prompts
         self._preparing: list[tuple[Future[None], list[Completion]]] = []
         self._siblings: dict[str, list[Completion]] = {}
 

@@ -60,17 +60,25 @@ class Drafting:
 
     def __init__(self, proposer: Proposer, vocab_size: int, most: int = MAX_DRAFT_TOKENS, times: StepTimes | None = None) -> None:
         """most: guesses per sequence and step. times: None: every guess is verified, whatever it costs."""
-        self._proposer, self._vocab_size, self._times = proposer, vocab_size, times
+        self._proposer = proposer
+        self._vocab_size = vocab_size
+        self._times = times
         self._at_once = proposer if isinstance(proposer, BatchProposer) else None  # asking costs every step 10 us
         self._widths = sorted({*(width for width in WIDTHS if width <= most), most + 1})
         self._known: dict[Sequence, _GuessRecord] = {}
-        self._acceptance, self._seen = FIRST_ACCEPTANCE, _PRIOR
+        self._acceptance = FIRST_ACCEPTANCE
+        self._seen = _PRIOR
         """Acceptance over all sequences, which is what a new one is expected to have; and the guesses in that mean."""
-        self._resting, self._rest, self._rest_class = 0, _SHORT_REST, -1
-        self._trial, self._measuring, self._refused = False, False, 0
+        self._resting = 0
+        self._rest = _SHORT_REST
+        self._rest_class = -1
+        self._trial = False
+        self._measuring = False
+        self._refused = 0
         """Whether the next step may try guesses after a rest; whether it does so to measure, which takes several in a row, for a
         step after a rest takes longer than one after its like; and the trials that the times of steps have refused."""
-        self._reason, self._rest_reason = "", COSTLY
+        self._reason = ""
+        self._rest_reason = COSTLY
         self._last: tuple[float, int, int] | None = None
         """When the last step was launched, its number of sequences, and its width."""
 
@@ -169,8 +177,10 @@ class Drafting:
         if reason is MEASURING:
             self._resting = _SHORT_REST
         else:
-            self._resting, self._rest = self._rest, min(2 * self._rest, _LONG_REST)
-        self._rest_class, self._rest_reason = size_class(count), reason
+            self._resting = self._rest
+            self._rest = min(2 * self._rest, _LONG_REST)
+        self._rest_class = size_class(count)
+        self._rest_reason = reason
         return reason
 
     def _of(self, seq: Sequence) -> _GuessRecord:
@@ -217,7 +227,8 @@ class Drafting:
 
     def _learn(self, known: _GuessRecord, held: int, failed: int) -> None:
         for hit in (1.0,) * held + (0.0,) * failed:
-            known.seen, self._seen = min(known.seen + 1, _MEMORY), min(self._seen + 1, _LONG_MEMORY)
+            known.seen = min(known.seen + 1, _MEMORY)
+            self._seen = min(self._seen + 1, _LONG_MEMORY)
             known.share += (hit - known.share) / known.seen
             self._acceptance += (hit - self._acceptance) / self._seen
 
@@ -225,7 +236,8 @@ class Drafting:
         """Note a step that was launched. read: it has been read too; else the step before it was, since the last call of this."""
         now = time.perf_counter()
         drafts = max((each.num_draft_tokens for each in step.individual), default=0)  # the batch's members have none
-        reason, self._reason = self._reason, ""
+        reason = self._reason
+        self._reason = ""
         width = width_of(drafts + 1) if drafts else UNGUESSED if reason is NO_GUESS else PLAIN
         decodes = bool(step) and all(
             each.num_new_tokens == each.num_draft_tokens + 1 and each.context_len for each in step.individual

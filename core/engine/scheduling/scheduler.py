@@ -83,7 +83,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.offloader, self.adapters = offloader, adapters
+        self.offloader = offloader
+        self.adapters = adapters
         self.stats = EngineStats() if stats is None else stats
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -208,7 +209,8 @@ class Scheduler:
         drafts = seq.num_drafts(plan.budget - count) if seq.draft_token_ids else 0
         while not self.blocks.reserve(seq, self._tokens_to_hold(seq, count + drafts)):
             if drafts:
-                drafts, seq.draft_token_ids = 0, []  # guesses are not worth anybody's pages
+                drafts = 0
+                seq.draft_token_ids = []  # guesses are not worth anybody's pages
             elif batching:
                 return None
             elif not self._take_pages_of_waiting():
@@ -255,7 +257,8 @@ class Scheduler:
             able = count == wanted or (self.enable_chunked_prefill and self.blocks.has_room(seq, wanted))
             if count and able and self.blocks.reserve(seq, self._tokens_to_hold(seq, count)):
                 if seq.num_preemptions == 0:
-                    seq.num_cached_tokens, seq.admitted_time = spared, time.perf_counter()
+                    seq.num_cached_tokens = spared
+                    seq.admitted_time = time.perf_counter()
                     self.stats.num_prompt_tokens += seq.num_prompt_tokens
                     self.stats.num_cached_tokens += spared
                 return count
@@ -285,7 +288,8 @@ class Scheduler:
         if self.offloader is not None:
             self.offloader.started(seq)
         self._insert(self.running, seq)
-        seq.status, seq.row = Status.RUNNING, heappop(self._free_rows)
+        seq.status = Status.RUNNING
+        seq.row = heappop(self._free_rows)
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
         """Tokens that a sequence gets of what is left of a step."""
@@ -330,7 +334,8 @@ class Scheduler:
         self.stats.num_preemptions += 1
         self.stats.preemptions_by_kind[kind] += 1
         self._release(seq)
-        seq.status, seq.draft_token_ids = Status.WAITING, []
+        seq.status = Status.WAITING
+        seq.draft_token_ids = []
         seq.num_preemptions += 1
         self.add_first([seq])
 

@@ -29,7 +29,9 @@ class StepResults:
     """Appends what steps have sampled to their sequences, and makes the deltas that clients get."""
 
     def __init__(self, scheduler: Scheduler, drafting: Drafting | None, stats: EngineStats) -> None:
-        self._scheduler, self._drafting, self._stats = scheduler, drafting, stats
+        self._scheduler = scheduler
+        self._drafting = drafting
+        self._stats = stats
 
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None

@@ -31,7 +31,8 @@ class Compiler:
         from cuda.bindings import nvrtc
         from cuda.core import Program, ProgramOptions
 
-        self._program, self._options = Program, ProgramOptions
+        self._program = Program
+        self._options = ProgramOptions
         _, major, minor = nvrtc.nvrtcVersion()
         self.version = f"{major}.{minor}"
 

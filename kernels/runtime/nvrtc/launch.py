@@ -34,8 +34,11 @@ class Launch:
         """
         from cuda.bindings import driver
 
-        self.grid, self.block, self.shared_bytes = grid, (threads, 1, 1), shared_bytes
-        self.overlaps, self.cluster = overlaps, cluster
+        self.grid = grid
+        self.block = (threads, 1, 1)
+        self.shared_bytes = shared_bytes
+        self.overlaps = overlaps
+        self.cluster = cluster
         self.config = driver.CUlaunchConfig()
         """The driver's form; its stream is set by each launch."""
         self.config.gridDimX, self.config.gridDimY, self.config.gridDimZ = grid
@@ -53,7 +56,8 @@ class Launch:
             dims = attribute.value.clusterDim
             dims.x, dims.y, dims.z = cluster
             attributes.append(attribute)
-        self.config.attrs, self.config.numAttrs = attributes, len(attributes)
+        self.config.attrs = attributes
+        self.config.numAttrs = len(attributes)
 
     def __repr__(self) -> str:
         text = f"grid {self.grid}, {self.block[0]} threads, {self.shared_bytes} bytes of shared memory"
@@ -67,8 +71,11 @@ class Kernel:
         """cubin: gives the machine code; it is asked once, by `load` or by the first launch."""
         from cuda.bindings import driver
 
-        self._cubin, self._name, self._device = cubin, name, device
-        self._driver, self._index = driver, device.index or 0
+        self._cubin = cubin
+        self._name = name
+        self._device = device
+        self._driver = driver
+        self._index = device.index or 0
         self._attributes: dict[Any, int] = {}
         """What the function is to be allowed, by the driver's name."""
         self._shared_limit = _UNASKED_SHARED

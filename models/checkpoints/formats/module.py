@@ -20,7 +20,9 @@ class QuantizedModule:
 
     def __init__(self, files: TensorFiles, name: str, axes: tuple[Axis, ...], dtype: torch.dtype) -> None:
         """name: without `.weight`; axes: out_features and in_features, or those of a tensor of experts; dtype: the model's."""
-        self.name, self.axes, self.dtype = name, axes, dtype
+        self.name = name
+        self.axes = axes
+        self.dtype = dtype
         self.num_bytes = 0
         """What was read of it."""
         self._files = files

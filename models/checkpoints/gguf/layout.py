@@ -58,7 +58,9 @@ class _Layout:
     """A header that is read from its beginning to its end."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
-        self._path, self._content, self._at = path, content, 4
+        self._path = path
+        self._content = content
+        self._at = 4
         version = int.from_bytes(content[4:8], "little")
         self._order = "<" if version & 0xFFFF else ">"
 

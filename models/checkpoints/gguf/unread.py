@@ -89,7 +89,8 @@ def _by_divisors(header: Header, config: Any, nested: bool) -> dict[str, Any]:
     if nested or not math.isfinite(factor):
         raise _refused(header, "rope_freqs.weight")
     plain = torch.tensor(read_rope(config, head_dim).inv_freq)
-    given, config.rope_parameters = config.rope_parameters, {**config.rope_parameters, **scaling}
+    given = config.rope_parameters
+    config.rope_parameters = {**config.rope_parameters, **scaling}
     expected = plain / torch.tensor(read_rope(config, head_dim).inv_freq)
     config.rope_parameters = given
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-3):

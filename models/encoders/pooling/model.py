@@ -19,7 +19,8 @@ class PooledModel:
 
     def __init__(self, body: Encoder | Decoder, head: PoolingHead, causal: bool) -> None:
         """causal: whether a query sees no later key; an encoder's sees all."""
-        self._body, self.head = body, head
+        self._body = body
+        self.head = head
         self.attention_specs: Sequence[AttentionSpec] = [
             replace(spec, dense=True, causal=causal) for spec in body.attention_specs
         ]

@@ -61,7 +61,8 @@ class Journal:
         :raises ConfigError: the file is another batch's.
         :raises OSError: it cannot be opened.
         """
-        self.path, self._name = path, name
+        self.path = path
+        self._name = name
         self._start = f'{{"id":"batch_req_{name}_'.encode()
         self._places: dict[int, Place] = {}
         self.num_failed = 0

@@ -49,7 +49,8 @@ class LineError(Exception):
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         """code: for programs. custom_id: the line's, where it has one."""
         super().__init__(message)
-        self.code, self.custom_id = code, custom_id
+        self.code = code
+        self.custom_id = custom_id
 
 
 def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
@@ -110,7 +111,8 @@ class LineAnswers:
     ) -> None:
         """endpoints: path -> what answers it. refuse: answers where an endpoint raises. is_lost: whether the engine has ended
         for good."""
-        self.urls, self.is_lost = endpoints, is_lost
+        self.urls = endpoints
+        self.is_lost = is_lost
         self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
 
     async def answer(self, line: BatchLine) -> tuple[int, Any]:

@@ -48,7 +48,8 @@ class BatchRoutes:
 
         :raises ConfigError: the folder cannot be used.
         """
-        self._options, self._answers = options, answers
+        self._options = options
+        self._answers = answers
         self._stores: tuple[FileStore, BatchStore] | None = None
         self._worker: BatchWorker | None = None
         if options.files_dir is not None:

@@ -30,7 +30,10 @@ class BatchRun:
         self, source: Path, journal: Journal, answers: LineAnswers, *, most_bytes: int, endpoint: str | None = None
     ) -> None:
         """most_bytes: of a line. endpoint: the path that all lines must name; None: any that there is."""
-        self._source, self.journal, self._answers, self._most_bytes = source, journal, answers, most_bytes
+        self._source = source
+        self.journal = journal
+        self._answers = answers
+        self._most_bytes = most_bytes
         self._urls = answers.urls if endpoint is None else {endpoint: answers.urls[endpoint]}
         self._ids: set[str] = set()
 

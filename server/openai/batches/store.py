@@ -80,7 +80,9 @@ class Records:
     def __init__(self, folder: Path, shape: type[StoredFile | StoredBatch]) -> None:
         """:raises OSError: the folder cannot be made."""
         make_private(folder)
-        self.folder, self._shape, self._kind = folder, shape, "file" if shape is StoredFile else "batch"
+        self.folder = folder
+        self._shape = shape
+        self._kind = "file" if shape is StoredFile else "batch"
         self._damaged: set[str] = set()
         for left in folder.glob(f"*{_UNFINISHED}"):
             with suppress(OSError):  # a folder, which is none of ours

@@ -26,8 +26,11 @@ class BatchWorker:
 
     def __init__(self, files: FileStore, batches: BatchStore, answers: LineAnswers, most_bytes: int, concurrency: int) -> None:
         """most_bytes: of a line. concurrency: lines at a time."""
-        self._files, self._batches, self._answers = files, batches, answers
-        self._most_bytes, self._concurrency = most_bytes, concurrency
+        self._files = files
+        self._batches = batches
+        self._answers = answers
+        self._most_bytes = most_bytes
+        self._concurrency = concurrency
         self._turn = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, tuple[dict[str, Any], BatchRun | None]] = {}

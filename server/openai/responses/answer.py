@@ -32,7 +32,9 @@ class OpenItem:
 
     def __init__(self, piece: ChatPiece, place: int) -> None:
         """piece: its first. place: its number among the items of the answer."""
-        self.kind, self.call, self.place = _TYPES[piece.kind], piece.call, place
+        self.kind = _TYPES[piece.kind]
+        self.call = piece.call
+        self.place = place
         self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
         self._call_id = piece.id
         self.name = piece.text if piece.kind == "call" else ""
@@ -84,7 +86,9 @@ class ResponsesAnswer(ConvertedAnswer):
     ) -> None:
         """default: values of fields that a request leaves out. keep: called with the response when it is complete."""
         super().__init__(chat)
-        self._asked, self._default, self._keep = asked, default, keep
+        self._asked = asked
+        self._default = default
+        self._keep = keep
         self._items: list[Item] = []
         self._open: OpenItem | None = None
         self._status = "completed"
@@ -128,7 +132,8 @@ class ResponsesAnswer(ConvertedAnswer):
 
     def _close(self, status: str) -> bytes:
         """Write the end of the item that is being written, if any."""
-        opened, self._open = self._open, None
+        opened = self._open
+        self._open = None
         if opened is None:
             return b""
         kind, place = opened.kind, self._place(opened)

@@ -25,7 +25,8 @@ class ResponsesRoutes:
     """/v1/responses and what hangs below it."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
-        self._service, self._chats = service, chats
+        self._service = service
+        self._chats = chats
         self.store = ResponseStore(service.options.max_stored_responses)
 
     @property

@@ -37,7 +37,8 @@ class ResponseStore:
 
     def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
         """most: number of responses; 0: none is stored. most_bytes: of their JSON; the newest stays, whatever its size."""
-        self.most, self._most_bytes = most, most_bytes
+        self.most = most
+        self._most_bytes = most_bytes
         self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
         self._bytes = 0
 

@@ -220,7 +220,9 @@ class _Recorded:
     def __init__(self, backend: StateBackend, static: StateCase) -> None:
         decode = static.metadata.decode
         assert decode is not None
-        self._backend, self._static, self._metadata = backend, static, decode
+        self._backend = backend
+        self._static = static
+        self._metadata = decode
         self._width = decode.step.max_query_len
         if self._width > 1:
             none = torch.zeros(_ROWS, dtype=torch.int64, device=static.spec.device)

@@ -95,7 +95,8 @@ def _turns(stage: Stage, cell: CheckCell, poison: float) -> None:
     work = open_all(session, lens)
     seqs = [turn.seq for turn in work]
     for prefill, decode in (subject, (baseline, subject[1]), (subject[0], baseline), (baseline, baseline), subject):
-        session.prefill, session.decode = prefill, decode
+        session.prefill = prefill
+        session.decode = decode
         session.step(work)
         work = [Turn(seq, 4 if number < 2 else 1) for number, seq in enumerate(seqs)]
 

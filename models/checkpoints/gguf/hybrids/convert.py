@@ -104,7 +104,8 @@ class _Names(PlainSource):
     """A source of weights that only notes what a decoder asks for. See WeightSource."""
 
     def __init__(self, known: Mapping[str, _Piece]) -> None:
-        self.dtype, self.device = torch.float32, torch.device("meta")
+        self.dtype = torch.float32
+        self.device = torch.device("meta")
         self._known = known
         self.shapes: dict[str, tuple[int, ...]] = {}
 
