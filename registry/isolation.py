@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from headway.core.contract.backend import API_VERSION
-from headway.core.system.files import read_text, write_whole
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, read_text, write_whole
 from headway.core.system.json_text import parse_json
 from headway.core.system.provenance import compiler_versions
 from headway.registry.plugin_sources import PluginSource

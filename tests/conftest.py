@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from headway.machine import memory
 from headway.registry import Registry, create_registry
 

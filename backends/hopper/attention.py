@@ -11,11 +11,11 @@ from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, AttentionTile, box_of, tiles_of, variant_of
+from headway.core.contract.compiled import upload
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.transfer import upload
 from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
 from headway.kernels.runtime.nvrtc.store import load

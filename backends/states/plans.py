@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.core.contract.compiled import upload
 from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
-from headway.core.contract.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
 from headway.backends.triton.splits import RunRule
+from headway.core.contract.compiled import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.transfer import upload
 from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, Workspace, aligned, launches_early
 
 FEW_TOKENS = 1024

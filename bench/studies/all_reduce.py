@@ -24,8 +24,7 @@ from torch import Tensor
 from headway.bench.studies.command import run_study
 from headway.cli.options import sizes_of
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.ranks.all_reduce import SIZES, AllReduce
-from headway.core.engine.ranks.torch_ranks import TorchRanks, find_store, make_store
+from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, TorchRanks, find_store, make_store
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.shared_ring import LifeSigns

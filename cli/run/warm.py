@@ -17,7 +17,7 @@ from rich.table import Table
 
 from headway.cli.engine_options import takes_engine_options
 from headway.core.contract.errors import ConfigError
-from headway.core.system.folders import kernel_folders
+from headway.core.system.files import kernel_folders
 from headway.core.system.terminal import Terminal
 from headway.engine_args import help_texts
 

@@ -2,26 +2,273 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import secrets
 import string
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
-from headway.core.chat.harmony import harmony
-from headway.core.chat.json_calls import HeadedCalls, JsonCalls
-from headway.core.chat.pythonic import pythonic
-from headway.core.chat.reasoning import ThinkReader
-from headway.core.chat.tagged_calls import TaggedCalls, TagSyntax
-from headway.core.chat.text_source import Program, ProgramParser
-from headway.core.contract.chat_parsers import (
-    CallSyntax,
-    ChatContext,
-    ChatParserInfo,
-    ReasoningSyntax,
-    call_id,
-    recognizes_none,
-)
+from headway.core.chat.json_calls import HeadedCalls, JsonCalls, as_json
+from headway.core.chat.text_source import PieceWriter, Program, ProgramParser, TextSource, Waiting
+from headway.core.contract.chat_parsers import CallSyntax, ChatContext, ChatParserInfo, ReasoningSyntax, call_id, recognizes_none
+from headway.core.system.json_text import parse_json
+
+_BODY: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_HEADS: Final = ("<|start|>assistant", "<|start|>", "<|channel|>", " to=")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+
+
+def harmony(source: TextSource, writer: PieceWriter) -> Waiting:
+    """Read an assistant's messages. The prompt has ended with the start of the first."""
+    while True:
+        found = yield from source.starts(_HEADS)
+        if not found:  # a text without any head
+            mark = yield from source.until(_ENDS[:-1] + _HEADS, writer.content)
+            if not mark:
+                return
+            if mark in _ENDS[:-1]:
+                continue
+            found = mark
+        yield from _message(source, writer, found)
+
+
+def _message(source: TextSource, writer: PieceWriter, start: str) -> Waiting:
+    """Read a message whose head has begun."""
+    parts = [start]
+    if not (yield from source.until((_BODY,), parts.append)):
+        writer.content("".join(parts).removeprefix("<|start|>assistant") if len(parts) > 1 else "")
+        return
+    head = "".join(parts)
+    recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+    if recipient is not None:
+        writer.call(recipient[1].removeprefix("functions."))
+        begun = yield from _body(source, writer.arguments)
+        if not begun:
+            writer.arguments("{}")
+    elif channel is not None and channel[1] == "analysis":
+        yield from _body(source, writer.reasoning)
+    else:
+        yield from _body(source, writer.content)
+
+
+def _body(source: TextSource, write: object) -> Generator[None, None, bool]:
+    """Hand on a message's text; False: it has none."""
+    seen: list[int] = []
+
+    def note(text: str) -> None:
+        seen.append(len(text))
+        write(text)  # type: ignore[operator]
+
+    mark = yield from source.until(_ENDS, note)
+    if mark == "<|start|>":  # the next head, whose start is read already
+        yield from source.starts(("assistant",))
+    return any(seen)
+
+
+def pythonic(source: TextSource, writer: PieceWriter) -> Waiting:
+    """Read a list of calls, whose end must have come before it can be read; an answer that is none is content."""
+    source.keep()
+    yield from source.space()
+    yield from source.starts(("<|python_start|>", "<|python_tag|>"))
+    if (yield from source.peek()) != "[":
+        writer.content(source.kept())
+        yield from source.everything(writer.content)
+        return
+    parts: list[str] = []
+    yield from source.everything(parts.append)
+    text = "".join(parts)
+    calls = _calls_of(text.strip().removesuffix("<|python_end|>").strip())
+    if not calls:
+        writer.content(source.kept())
+    for name, arguments in calls:
+        writer.call(name)
+        writer.arguments(json.dumps(arguments, ensure_ascii=False))
+
+
+def _calls_of(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The name and the arguments of each call; none where the text is anything else."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else []
+        return [_call_of(each) for each in calls]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _call_of(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    """:raises ValueError: something else than a call of a name with named constants."""
+    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
+        raise ValueError("no call with named arguments")
+    values = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+    json.dumps(values)
+    return ast.unparse(node.func), values
+
+
+class ThinkReader:
+    """Reads the reasoning and passes on the content that follows."""
+
+    def __init__(self, tags: ReasoningSyntax, prompt: str) -> None:
+        self._tags = tags
+        self._begun = tags.begun(prompt)
+
+    def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        """See `Program`."""
+        tags, begun = self._tags, self._begun
+        if begun is not False:
+            source.keep()
+            yield from source.space()
+            found = yield from source.starts((tags.opens,))
+            before = source.kept()
+            if found or begun or tags.assumed:
+                yield from self._reasoning(source, writer)
+            else:
+                writer.content(before)
+        yield from source.everything(writer.content)
+
+    def _reasoning(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        """Read up to the mark that closes; white space around it is nobody's."""
+        held = ""
+
+        def write(text: str) -> None:
+            nonlocal held
+            text = held + text
+            kept = text.rstrip()
+            held = text[len(kept) :]
+            writer.reasoning(kept)
+
+        yield from source.space()
+        mark = yield from source.until((self._tags.closes, *self._tags.ends_before), write)
+        if mark in self._tags.ends_before:
+            writer.content(mark)
+        yield from source.space()
+
+
+@dataclass(frozen=True)
+class TagSyntax:
+    """The tags of a family."""
+
+    opens: str
+    """What begins a call."""
+    name: tuple[str, str]
+    """What stands before and after a function's name; an empty text before: the name follows at once."""
+    key: tuple[str, str]
+    """What stands before and after a parameter's name."""
+    value: tuple[str, str]
+    """What stands between a parameter's name and its value, up to this mark (empty: nothing), and after the value."""
+    closes: tuple[str, ...]
+    """What may end a call."""
+    around: tuple[str, ...] = ()
+    """Marks around all calls."""
+
+
+class TaggedCalls:
+    """Reads calls in one family's tags."""
+
+    def __init__(self, syntax: TagSyntax, context: ChatContext) -> None:
+        self._syntax = syntax
+        self._tools = context.tools or {}
+
+    def __call__(self, source: TextSource, writer: PieceWriter) -> Waiting:
+        """See `Program`."""
+        syntax = self._syntax
+        while mark := (yield from source.until((syntax.opens, *syntax.around), writer.content)):
+            if mark != syntax.opens:
+                continue
+            source.keep()
+            name, mark = yield from self._name(source)
+            if not name:
+                writer.content(syntax.opens + source.kept())
+                continue
+            source.kept()
+            writer.call(name)
+            yield from self._parameters(source, writer, _properties(self._tools.get(name)), mark)
+
+    def _name(self, source: TextSource) -> Generator[None, None, tuple[str, str]]:
+        """The function's name, and the mark that was read behind it; an empty name: there is none."""
+        before, after = self._syntax.name
+        if before:
+            yield from source.space()
+            if not (yield from source.starts((before,))):
+                return "", ""
+        parts: list[str] = []
+        mark = yield from source.until((after, self._syntax.key[0], *self._syntax.closes), parts.append)
+        name = "".join(parts).strip()
+        return (name if mark and not set(name) & set("{}<>\n\"'") else ""), mark
+
+    def _parameters(self, source: TextSource, writer: PieceWriter, properties: Mapping[str, Any], mark: str) -> Waiting:
+        syntax, count = self._syntax, 0
+        writer.arguments("{")
+        while mark not in syntax.closes:
+            if mark != syntax.key[0]:
+                source.keep()
+                yield from source.space()
+                mark = yield from source.starts((syntax.key[0], *syntax.closes))
+                space = source.kept()
+                if not mark:  # what stands here belongs to no parameter
+                    if not source.ended:
+                        writer.arguments("}")
+                    writer.content(space)
+                    return
+                continue
+            parts: list[str] = []
+            yield from source.until((syntax.key[1],), parts.append)
+            key = "".join(parts).strip()
+            writer.arguments(f"{', ' if count else ''}{json.dumps(key, ensure_ascii=False)}: ")
+            count += 1
+            if not (yield from self._value(source, writer, properties.get(key))):
+                return  # the text has ended within the value, and so the object must not look complete
+            mark = ""
+        writer.arguments("}")
+
+    def _value(self, source: TextSource, writer: PieceWriter, schema: Any) -> Generator[None, None, bool]:
+        """Read a parameter's value, and hand on a text as it comes; False: the value has no end."""
+        said: list[str] = []
+        if self._syntax.value[0]:
+            yield from source.until((self._syntax.value[0],), said.append)
+        if (yield from source.peek()) == "\n":
+            source.skip()
+        end = self._syntax.value[1]
+        ends = (f"\n{end}", end)
+        if 'string="true"' in "".join(said) or _is_text(schema):
+            writer.arguments('"')
+            if not (yield from source.until(ends, lambda text: writer.arguments(as_json(text)))):
+                return False
+            writer.arguments('"')
+            return True
+        parts: list[str] = []
+        found = yield from source.until(ends, parts.append)
+        writer.arguments(_value_of("".join(parts)) if found else "".join(parts))
+        return bool(found)
+
+
+def _value_of(text: str) -> str:
+    """A value as JSON: the text itself where it is JSON, else as a string."""
+    try:
+        return json.dumps(parse_json(text, "value", any_number=True), ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        words = {"True": "true", "False": "false", "None": "null"}
+        return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
+
+
+def _properties(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    found = (schema or {}).get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a schema takes texts alone, so that a value needs no reading to be known for one."""
+    if not isinstance(schema, Mapping):
+        return False
+    if schema.get("type") in ("string", ["string"]):
+        return True
+    options = schema.get("enum")
+    return "type" not in schema and isinstance(options, list) and bool(options) and all(isinstance(each, str) for each in options)
+
 
 _SIGNS: Final = string.ascii_letters + string.digits
 _DEEPSEEK: Final = (

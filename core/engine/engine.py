@@ -20,7 +20,7 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor
-from headway.core.engine.scheduling import deterministic
+from headway.core.engine.scheduling import scheduler as deterministic
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps

@@ -1,6 +1,6 @@
 """The process that tries forms: it compiles each within limits of processor time, memory and stack, and may die of one.
 
-`headway.core.sampling.grammar_trial` is the parent's side.
+`headway.core.sampling.grammar_queue` is the parent's side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from headway.core.sampling.grammar_text import brief_reason, grammar_text
+from headway.core.sampling.grammar import brief_reason, grammar_text
 from headway.core.sampling.structured import StructuredOutputsParams
 from headway.core.system.child import die_with_parent, message_of, open_replies, reply
 from headway.core.system.threads import stack_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headway.core.sampling.ecma_regex import rust_regex
@@ -92,3 +92,175 @@ def guidance_lark(grammar: str, options: Mapping[str, Any]) -> str:
 def lark_regex(pattern: str, flags: str = "") -> str:
     """Return a regular expression as a terminal of a Lark grammar. Arguments and errors: see `rust_regex`."""
     return f"/{rust_regex(pattern, flags) or '(?:)'}/"
+
+
+_TEXT: Final = r"/(.|\n)+/"
+_LAZY: Final = r"/(.|\n)*/"
+
+
+def structural_tag_text(tag: Mapping[str, Any], options: Mapping[str, Any], closed: bool = False) -> str:
+    """A structural tag as a grammar in llguidance's notation.
+
+    tag: {"format": {...}}, or the older {"structures": [...], "triggers": [...]}. options, closed: see `guidance_json`.
+
+    :raises ValueError: a part of it is of an unknown type, lacks a field, or holds a pattern that is no regular expression.
+    """
+    return _TagGrammar(options, closed).text(format_of(tag))
+
+
+def format_of(tag: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The format of a structural tag in either notation.
+
+    :raises ValueError: it has neither.
+    """
+    if isinstance(found := tag.get("format"), Mapping):
+        return found
+    structures, triggers = tag.get("structures"), tag.get("triggers")
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise ValueError("a structural tag needs a format, or structures and triggers")
+    tags = [
+        {
+            "begin": _field(each, "begin", str),
+            "content": {"type": "json_schema", "json_schema": each.get("schema", True)},
+            "end": _field(each, "end", str),
+        }
+        for each in structures
+    ]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+
+def _field(part: Any, name: str, kind: type | tuple[type, ...]) -> Any:
+    value = part.get(name) if isinstance(part, Mapping) else None
+    if not isinstance(value, kind):
+        what = part.get("type", "a part") if isinstance(part, Mapping) else "a part"
+        raise ValueError(f"{what} of a structural tag needs {name}")
+    return value
+
+
+class _TagGrammar:
+    """Collects the rules of a grammar."""
+
+    def __init__(self, options: Mapping[str, Any], closed: bool) -> None:
+        self._options = options
+        self._closed = closed
+        self._rules: list[str] = []
+        self._names: dict[str, str] = {}
+        """Format as JSON -> the rule that it has already."""
+        self._others: list[dict[str, Any]] = []
+
+    def text(self, form: Mapping[str, Any]) -> str:
+        """The grammar whose texts have this format."""
+        start = self._rule(form)
+        lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
+
+    def _rule(self, form: Any) -> str:
+        """The name of a format's rule, or what stands for it."""
+        if isinstance(form, str):
+            form = {"type": "const_string", "value": form}
+        kind = _field(form, "type", str)
+        write = getattr(self, f"_write_{kind}", None)
+        if write is None:
+            known = sorted(name.removeprefix("_write_") for name in dir(self) if name.startswith("_write_"))
+            raise ValueError(f"a structural tag has no format {kind!r}; there are {', '.join(known)}")
+        key = json.dumps(form, default=dict)
+        if key not in self._names:
+            body = write(form)
+            self._names[key] = self._add(body)
+        return self._names[key]
+
+    def _add(self, body: str, options: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def _write_const_string(self, form: Mapping[str, Any]) -> str:
+        return json.dumps(_field(form, "value", str))
+
+    def _write_token(self, form: Mapping[str, Any]) -> str:
+        token = _field(form, "token", (str, int))
+        return f"<[{token}]>" if isinstance(token, int) else f"<{token.strip('<>')}>"
+
+    def _write_any_text(self, form: Mapping[str, Any]) -> str:
+        return f"{_TEXT}?"
+
+    def _write_free_tokens(self, form: Mapping[str, Any]) -> str:
+        return f"<[^{','.join(map(str, _field(form, 'except', list)))}]>*"
+
+    def _write_json_schema(self, form: Mapping[str, Any]) -> str:
+        closed = form.get("closed", self._closed)
+        return f"%json {guidance_json(_field(form, 'json_schema', (Mapping, bool)), self._options, closed)}"
+
+    def _write_regex(self, form: Mapping[str, Any]) -> str:
+        return self._other({"lark_grammar": f"start: {lark_regex(_field(form, 'pattern', str))}"})
+
+    def _write_grammar(self, form: Mapping[str, Any]) -> str:
+        from llguidance import grammar_from
+
+        lark = guidance_lark(grammar_from("grammar", _field(form, "grammar", str)), self._options)
+        return self._other({"lark_grammar": lark})
+
+    def _other(self, grammar: Mapping[str, Any]) -> str:
+        name = f"g{len(self._others)}"
+        self._others.append({**grammar, "name": name})
+        return f"@{name}"
+
+    def _write_sequence(self, form: Mapping[str, Any]) -> str:
+        return " ".join(map(self._rule, _field(form, "elements", list))) or '""'
+
+    def _write_or(self, form: Mapping[str, Any]) -> str:
+        return " | ".join(map(self._rule, _field(form, "elements", list))) or '""'
+
+    def _write_optional(self, form: Mapping[str, Any]) -> str:
+        return f"{self._rule(_field(form, 'element', Mapping))}?"
+
+    def _write_tag(self, form: Mapping[str, Any]) -> str:
+        return f"{self._rule(_field(form, 'begin', (str, Mapping)))} {self._behind(form)}"
+
+    def _behind(self, form: Mapping[str, Any]) -> str:
+        """What stands behind a tag's beginning. Free text goes on until the end has come."""
+        content, end = _field(form, "content", Mapping), _field(form, "end", (str, Mapping))
+        if content.get("type") != "any_text":
+            return f"{self._rule(content)} {self._rule(end)}"
+        if isinstance(end, str):
+            return self._add(f"{_LAZY} {json.dumps(end)}", "[lazy]") if end else self._rule(content)
+        return f"{self._rule(content)} {self._rule(end)}"
+
+    def _write_tags_with_separator(self, form: Mapping[str, Any]) -> str:
+        tags = " | ".join(map(self._write_tag, _field(form, "tags", list)))
+        one = self._add(tags)
+        several = one if form.get("stop_after_first") else f"{one} ({self._rule(form.get('separator', ''))} {one})*"
+        return several if form.get("at_least_one") else f"({several})?"
+
+    def _write_triggered_tags(self, form: Mapping[str, Any]) -> str:
+        """Free text, in which a trigger must go on as a tag that begins with it."""
+        triggers = _field(form, "triggers", list)
+        if "" in triggers:
+            raise ValueError("a structural tag needs triggers that are not empty")
+        tags: list[Mapping[str, Any]] = list(_field(form, "tags", list))
+        ids = [_field(each, "token", (str, int)) for each in triggers if isinstance(each, Mapping)]
+        free = self._rule({"type": "free_tokens", "except": ids}) if ids else self._rule({"type": "any_text"})
+        bodies = []
+        for trigger in triggers:
+            rests = [rest for each in tags if (rest := _without(each, trigger)) is not None]
+            if not rests:
+                continue
+            head = f"{free} {self._rule(trigger)}" if ids else self._add(f"{_LAZY} {json.dumps(trigger)}", "[lazy]")
+            bodies += [f"{head} {self._rule(begin)} {self._behind(each)}" for begin, each in rests]
+        if not bodies:
+            raise ValueError("a structural tag needs tags that begin with its triggers")
+        one = self._add(" | ".join(bodies))
+        if form.get("stop_after_first"):
+            return f"{one}" if form.get("at_least_one") else f"{one} | {free}"
+        return f"{one}{'+' if form.get('at_least_one') else '*'} {free}"
+
+
+def _without(tag: Mapping[str, Any], trigger: str | Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]] | None:
+    """What stands behind the trigger in a tag's beginning, and the tag; None: the tag begins otherwise."""
+    begin = _field(tag, "begin", (str, Mapping))
+    if isinstance(trigger, str):
+        if isinstance(begin, str) and begin.startswith(trigger):
+            return begin[len(trigger) :], tag
+        return None
+    elements: Sequence[Any] = begin.get("elements", [begin]) if isinstance(begin, Mapping) else []
+    return ({"type": "sequence", "elements": list(elements[1:])}, tag) if elements and elements[0] == trigger else None

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.transfer import upload
+from headway.core.contract.compiled import upload
 from headway.core.sampling.verification import AcceptDrafts, accept_drafts
 
 NOT_A_TOKEN = -1

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.compiled import upload
 from headway.core.contract.layout import NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.transfer import upload
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from headway.core.system.folders import cache_folder, kernel_folders, obstacle
+from headway.core.system.files import cache_folder, kernel_folders, obstacle
 from headway.core.system.provenance import installed_versions
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final, TypedDict
 from torch import Tensor
 
 from headway.core.contract.errors import PromptError
-from headway.core.engine.data.embedded_prompt import EmbeddedPrompt
+from headway.core.engine.data.sequence import EmbeddedPrompt
 from headway.core.system.text import shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

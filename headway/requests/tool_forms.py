@@ -10,7 +10,7 @@ from typing import Any, Final
 from headway.core.chat.builtin import BUILTIN, HERMES
 from headway.core.contract.chat_parsers import CallSyntax, ChatParserInfo
 from headway.core.contract.errors import ConfigError
-from headway.core.sampling.structural_tag import format_of
+from headway.core.sampling.guidance_notation import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.requests.tool_use import ToolUse
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
-from headway.core.engine.data.embedded_prompt import EmbeddedPrompt
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
+from headway.core.engine.data.sequence import EmbeddedPrompt
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
 from headway.requests.control_tokens import ControlTokens

@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 from headway.core.system.child import Child, ChildDied, python_command
-from headway.core.system.files import read_text, write_whole
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, read_text, write_whole
 from headway.core.system.json_text import parse_json
 
 log = logging.getLogger("headway")

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
 
-from headway.core.system.files import read_text, write_whole
-from headway.core.system.folders import kernel_folders, warn_unwritable
+from headway.core.system.files import kernel_folders, read_text, warn_unwritable, write_whole
 from headway.core.system.json_text import parse_json
 
 _SHARED_MEMORY = Path("/dev/shm")

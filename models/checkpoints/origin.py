@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.files import read_text, write_whole
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, read_text, write_whole
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 

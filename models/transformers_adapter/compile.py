@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import AttentionFunctions
-from headway.core.system.folders import cache_folder, kernel_folders, obstacle
+from headway.core.system.files import cache_folder, kernel_folders, obstacle
 from headway.models.transformers_adapter.model import TransformersModel
 
 log = logging.getLogger("headway")

@@ -10,8 +10,8 @@ from io import BytesIO
 from typing import Any, Final
 
 from headway.core.contract.errors import ConfigError
+from headway.core.sampling.guidance_notation import format_of
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
-from headway.core.sampling.structural_tag import format_of
 from headway.core.sampling.structured import StructuredOutputsParams, may_be_closed
 from headway.core.system.text import shown
 from headway.requests.tool_use import ToolUse

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from headway.core.contract.metadata import Phase
 from headway.core.engine.execution.graph_set import as_run
-from headway.core.engine.occupancy import Occupancy
+from headway.core.engine.loop import Occupancy
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
 from headway.hosting.driver import EngineDriver

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Query
 from starlette.responses import Response
 
 from headway.core.contract.metadata import Phase
-from headway.core.engine.occupancy import Occupancy, occupancy
+from headway.core.engine.loop import Occupancy, occupancy
 from headway.core.select.costs import Shape
 from headway.server.errors import ApiError
 from headway.server.page.live import MOST_SEQUENCES, explained, state_of, table_of

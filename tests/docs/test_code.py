@@ -18,7 +18,7 @@ import typer
 from documentation_blocks import ROOT, Block, blocks, headway_arguments, nav_pages, pages, pattern
 from headway.cli.app import command as COMMAND
 from headway.core.contract.errors import ConfigError
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from sandbox import install
 
 BLOCKS = [block for page in pages() for block in blocks(page)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.core.engine.ranks.all_reduce import SIZES, AllReduceChoice
+from headway.core.engine.ranks.torch_ranks import SIZES, AllReduceChoice
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.all_reduce import AllReduceFile, describe_kept, kept_path, kept_times

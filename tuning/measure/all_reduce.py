@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.ranks.all_reduce import SIZES, AllReduce, AllReduceChoice
-from headway.core.system.folders import cache_folder
+from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, AllReduceChoice
+from headway.core.system.files import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.device import identify_device

@@ -19,7 +19,7 @@ from torch import Tensor
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes

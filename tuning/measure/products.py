@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.support import Support
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.linear.forms import num_bytes

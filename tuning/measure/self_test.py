@@ -24,8 +24,7 @@ from headway.core.oracle.cases import Case, make_case, parse_case
 from headway.core.oracle.inputs import Numbers
 from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.core.select.startup import DEFAULT_BLOCK_SIZES
-from headway.core.system.files import write_whole
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
 from headway.tuning.measure.measure_point import Pair

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.files import read_text
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, read_text
 from headway.core.system.json_text import JsonError, parse_json
 from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.schema import CrossoverTable, SpecRecord

@@ -8,8 +8,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from headway.core.contract.compiled import Packed
 from headway.core.contract.state import CHECKPOINT_TOKENS, StateMetadata
-from headway.core.contract.transfer import Packed
 
 CHUNK = CHECKPOINT_TOKENS
 """Tokens of a chunk: states are known at its multiples."""

@@ -9,8 +9,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from headway.core.contract.adapters import AdapterSlots
+from headway.core.contract.capabilities import BLOCK_MULTIPLE
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.sizes import BLOCK_MULTIPLE
 from headway.core.sampling.params import SEED_RANGE, is_seed
 from headway.core.system.text import shown
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.embedded_prompt import EmbeddedPrompt
+from headway.core.engine.data.sequence import EmbeddedPrompt
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.text import shown
 

@@ -15,8 +15,14 @@ from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.ranks import Ranks
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph, name_of
-from headway.core.engine.execution.cuda_graph import GraphRecorder
+from headway.core.engine.execution.captured_step import (
+    CapturedStep,
+    DecodeGraph,
+    GraphRecorder,
+    PrefillGraph,
+    VerifyGraph,
+    name_of,
+)
 from headway.core.engine.execution.piecewise import MAX_TOKENS
 from headway.core.engine.execution.static_inputs import (
     PADDING_CONTEXT,

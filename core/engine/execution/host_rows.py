@@ -17,9 +17,8 @@ from headway.core.contract.errors import ConfigError, PluginError, made_by
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.data.step import Sampled, StartedRow
 from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
-from headway.core.sampling.grammar import Grammar, GrammarCompiler
+from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError
 from headway.core.sampling.grammar_queue import GrammarQueue
-from headway.core.sampling.grammar_text import GrammarError
 from headway.core.sampling.params import LogitsProcessor, SamplingParams
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Plan
+from headway.core.contract.compiled import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer
 from headway.core.contract.spec import AttentionSpec
-from headway.core.contract.transfer import upload
 
 GATHERED_BYTES = 2**29
 """Most bytes of the expanded keys and values of one step's contexts, which lie in memory while one layer is computed."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.contract.adapters import adapters_of
+from headway.core.contract.adapters import HostAdapter, LoRARequest, ModelAdapters, adapters_of
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.errors import UnsupportedError
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, latent_layers
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -26,23 +27,21 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.contract.support import YES
 from headway.core.engine.data import pool
+from headway.core.engine.data.adapters import AdapterLoad
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import CACHE, WEIGHTS, Capacity, ExecutorLostError
 from headway.core.engine.data.page_mover import MakePageMover
 from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.adapter_store import AdapterStore
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.execution.captured_step import name_of
+from headway.core.engine.execution.captured_step import CudaGraphRecorder, GraphRecorder, name_of
 from headway.core.engine.execution.compilation import CompilationWatch
-from headway.core.engine.execution.cuda_graph import CudaGraphRecorder, GraphRecorder
 from headway.core.engine.execution.graph_set import capture_sizes
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.memory import ReleasedMemory, StatePlan, gathered, plan_pool
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.execution.piecewise import piecewise_sizes
-from headway.core.engine.execution.pool_plan import StatePlan, gathered, plan_pool
-from headway.core.engine.execution.released_memory import ReleasedMemory
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
@@ -56,6 +55,63 @@ from headway.core.select.workload import Workload
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
+
+
+class AdapterStore:
+    """Keeps adapters as a model's slots take them, by their content.
+
+    On rank 0 requests have them read before they run; another rank reads one when a step wants it in a slot.
+    """
+
+    def __init__(self, adapters: ModelAdapters, most: int, follows: bool = False) -> None:
+        """most: adapters that stay when nobody wants them (max_cpu_loras). follows: the rank hears of adapters by steps alone."""
+        self.slots = adapters
+        self._most = most
+        self.num_slots = adapters.num_slots
+        self._follows = follows
+        self._kept: OrderedDict[bytes, HostAdapter] = OrderedDict()
+        """The one that was used last stands last."""
+
+    @classmethod
+    def of(cls, model: object, most: int, follows: bool) -> AdapterStore | None:
+        """Make one for the slots of a model; None: it has none. most, follows: as of the class."""
+        slots = adapters_of(model)
+        return None if slots is None else cls(slots, most, follows)
+
+    def read(self, request: LoRARequest) -> HostAdapter:
+        """See `ModelAdapters.read`; any thread may call it."""
+        return self.slots.read(request)
+
+    def keep(self, request: LoRARequest, adapter: HostAdapter | None = None, digest: bytes | None = None) -> HostAdapter:
+        """See AdapterReader."""
+        found = adapter or (None if digest is None else self._kept.get(digest))
+        if found is None:
+            found = self.slots.read(request)
+            log.info("adapter %s: read from %s", request.lora_name, request.lora_path)
+        if digest is not None and found.digest != digest:
+            need = "the files that were read when it was loaded"
+            raise ConfigError(f"adapter {request.lora_name}", need, "others in their place", "unload it, and load it again")
+        self._kept[found.digest] = found
+        self._kept.move_to_end(found.digest)
+        return found
+
+    def trim(self, wanted: Iterable[bytes] = ()) -> None:
+        """See AdapterReader."""
+        must_stay = set(wanted)
+        spare = [digest for digest in self._kept if digest not in must_stay]
+        for digest in spare[: max(len(self._kept) - self._most, 0)]:
+            del self._kept[digest]
+
+    def put(self, loads: Iterable[AdapterLoad]) -> None:
+        """Copy adapters into slots, before the step that wants them there.
+
+        :raises HeadwayError: one has to be read again, and cannot be.
+        """
+        for slot, request, digest in loads:
+            self.slots.put(slot, self.keep(request, digest=digest))
+        if self._follows:
+            self.trim()
+
 
 _MOST_ROUNDS = 3
 """Rounds of warm-up: the first compiles, the second finds nothing; a kernel that is compiled in every step would keep the warm-up

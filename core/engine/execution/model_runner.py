@@ -13,17 +13,15 @@ from torch import Tensor
 
 from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends
+from headway.core.contract.compiled import upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.transfer import upload
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import NEWEST, StepInput
-from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.execution.block_tables import HostBlockTables, copy_slots
-from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, PrefillGraph, VerifyGraph
+from headway.core.engine.execution.attention import HostBlockTables, PagedAttention, copy_slots
+from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, GraphRecorder, PrefillGraph, VerifyGraph
 from headway.core.engine.execution.compilation import CompilationWatch
-from headway.core.engine.execution.cuda_graph import GraphRecorder
 from headway.core.engine.execution.graph_set import GraphSet
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.launched import DeviceExtras, HostResults, Launched, PromptScores

@@ -19,7 +19,7 @@ from headway.core.contract.adapters import ModelAdapters, rows_with
 from headway.core.contract.model import AttentionFunctions, Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.execution.cuda_graph import GraphRecorder, borrowed, explain_failure
+from headway.core.engine.execution.captured_step import GraphRecorder, borrowed, explain_failure
 
 log = logging.getLogger("headway")
 

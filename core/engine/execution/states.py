@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel, Plan
+from headway.core.contract.compiled import Packed, upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import StateLayer
 from headway.core.contract.state import StateMetadata, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateBackends
-from headway.core.contract.transfer import Packed, upload
 from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.faults import blame
+from headway.core.engine.execution.attention import blame
 
 
 class StateStepPart(NamedTuple):

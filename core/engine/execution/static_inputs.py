@@ -19,8 +19,7 @@ from headway.core.contract.adapters import NO_ADAPTER, ModelAdapters
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.execution.block_tables import HostBlockTables, MirroredTables
+from headway.core.engine.execution.attention import HostBlockTables, MirroredTables, PagedAttention
 from headway.core.sampling.filtering import NO_FILTER
 from headway.core.sampling.sampler import Draws, SamplingOps
 

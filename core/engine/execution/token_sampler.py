@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.contract.compiled import upload
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
-from headway.core.contract.transfer import upload
 from headway.core.engine.data.step import StartedRow, StepInput
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.launched import PromptScores

@@ -73,7 +73,7 @@ def run_rank(wire_fd: int, memory_fd: int, wake_fd: int, ready: Callable[[], Non
 
 def follow(executor: LocalExecutor, reader: RingReader, stepped: Callable[[], None]) -> None:
     """Run the steps that come through the ring, for ever. stepped: called after each."""
-    from headway.core.engine.ranks.step_messages import decode
+    from headway.core.engine.ranks.rank_messages import decode
 
     launched: deque[Launched] = deque()
     while True:

@@ -7,13 +7,85 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import numpy
+
+from headway.core.engine.data.step import NEWEST, NewPages, StartedRow, StepInput
+from headway.core.sampling.params import SamplingParams
 from headway.core.system.shared_ring import RingSize
 
 if TYPE_CHECKING:
     from headway.core.engine.execution.local_executor import LocalExecutor
     from headway.core.engine.ranks.torch_ranks import TorchRanks
+
+_DECODE: Final = 1
+_PICKLED: Final = 2
+"""First number of a message: which kind it is."""
+_ELSEWHERE: Final = "rank 0 has it"
+"""Stands for logits processors, which rank 0 alone calls; they need not be picklable."""
+
+
+def encode(step: StepInput) -> bytes:
+    """Turn a step's input into bytes. 64 sequences that decode take about 600."""
+    rows = step.started or step.copies or step.restored or len(step.checkpoints) or not step.samples.all() or step.embedded
+    if not step.goes_on or rows or step.shows_logits or step.adapters is not None or step.adapter_loads:
+        return bytes((_PICKLED,)) + pickle.dumps(_portable(step), pickle.HIGHEST_PROTOCOL)
+    states = step.state_indices is not None
+    pages: list[int] = []
+    for row, start, new, group in step.new_pages:
+        pages += (row, start, group, len(new), *new)
+    head = numpy.array((len(step.rows), states, len(pages)), dtype=numpy.int32)
+    parts = [head.tobytes(), step.rows.tobytes(), step.context_lens.tobytes()]
+    if step.state_indices is not None:
+        parts.append(step.state_indices.tobytes())
+    if pages:
+        parts.append(numpy.array(pages, dtype=numpy.int32).tobytes())
+    return b"".join((bytes((_DECODE,)), *parts))
+
+
+def decode(message: bytes) -> StepInput:
+    """Turn what `encode` has made back into a step's input."""
+    if message[0] == _PICKLED:
+        step: StepInput = pickle.loads(memoryview(message)[1:])
+        return step
+    numbers = numpy.frombuffer(message, dtype=numpy.int32, offset=1).copy()  # the offset leaves them unaligned
+    count, states, num_pages = numbers[:3].tolist()
+    arrays = numbers[3 : 3 + (2 + states) * count].reshape(2 + states, count)
+    pages = numbers[len(numbers) - num_pages :].tolist()
+    return StepInput(
+        rows=arrays[0],
+        query_lens=numpy.ones(count, dtype=numpy.int32),
+        context_lens=arrays[1],
+        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
+        samples=numpy.ones(count, dtype=numpy.bool_),
+        token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
+        goes_on=True,
+        new_pages=_pages_of(pages),
+        state_indices=arrays[2] if states else None,
+    )
+
+
+def _pages_of(numbers: list[int]) -> tuple[NewPages, ...]:
+    found, at = [], 0
+    while at < len(numbers):
+        row, start, group, count = numbers[at : at + 4]
+        found.append(NewPages(row, start, numbers[at + 4 : at + 4 + count], group))
+        at += 4 + count
+    return tuple(found)
+
+
+def _portable(step: StepInput) -> StepInput:
+    """The step with parameters that another process can read."""
+    if not any(each.params.logits_processors or each.params.extra_args for each in step.started):
+        return step
+    return replace(step, started=tuple(StartedRow(*each)._replace(params=_portable_params(each.params)) for each in step.started))
+
+
+def _portable_params(params: SamplingParams) -> SamplingParams:
+    processors = (_ELSEWHERE,) * len(params.logits_processors or ())
+    return replace(params, logits_processors=processors, extra_args=None)
 
 
 class RankStart(NamedTuple):

@@ -16,8 +16,8 @@ from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.step import StepInput
 from headway.core.engine.execution.launched import Launched
 from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.ranks.rank_messages import encode
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.ranks.step_messages import encode
 from headway.core.sampling.params import SamplingParams
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from headway.core.contract.adapters import NO_ADAPTER
+from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
+from headway.core.contract.model import StateLayer
 from headway.core.engine.cache.block_manager import BlockManager
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
+from headway.core.select.backend_request import AUTO, BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import Selector
+from headway.core.select.startup import BackendSource
+
+log = logging.getLogger("headway")
 
 _turn = attrgetter("turn")
 _FARTHEST = 1024
@@ -400,3 +412,148 @@ class Scheduler:
             self.offloader.remove_finished()
         self.running = [seq for seq in self.running if not seq.finished]
         self.waiting = deque(seq for seq in self.waiting if not seq.finished)
+
+
+_LONGEST_WAIT = 0.02
+"""Seconds that an idle engine waits for a request's preparation before it looks for new requests again."""
+
+
+class AdmissionQueue:
+    """Holds sequences back that cannot run yet, or had better wait.
+
+    The first completion of a request goes ahead; the others follow once its prompt is under way, and find it in the prefix cache:
+    whole blocks are shared, and the part of a block is copied, so that the prompt is computed once.
+    """
+
+    def __init__(self, scheduler: Scheduler, shares_prompts: bool) -> None:
+        """shares_prompts: whether there is a prefix cache."""
+        self._scheduler = scheduler
+        self._shares = shares_prompts
+        self._preparing: list[tuple[Future[None], list[Sequence]]] = []
+        self._siblings: dict[str, list[Sequence]] = {}
+
+    @property
+    def occupied(self) -> bool:
+        """Whether any sequence is held back."""
+        return bool(self._preparing or self._siblings)
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that are held back."""
+        return sum(len(seqs) for _, seqs in self._preparing) + sum(map(len, self._siblings.values()))
+
+    def add(self, seqs: list[Sequence], ready: Future[None] | None) -> None:
+        """Take the completions of a request. ready: ends when the request has been prepared; None: nothing was to be prepared."""
+        if ready is not None:
+            self._preparing.append((ready, seqs))
+            return
+        ahead = 1 if self._shares else len(seqs)
+        for seq in seqs[:ahead]:
+            self._scheduler.add(seq)
+        if seqs[ahead:]:
+            self._siblings[seqs[0].request_id] = seqs[ahead:]
+
+    def poll(self, idle: bool) -> list[tuple[list[Sequence], str]]:
+        """Hand prepared requests on; returns the completions of requests that cannot be prepared, with the reason.
+
+        idle: there is nothing else to do, so wait for the first request, for a moment at most: new ones may come.
+        """
+        if not self._preparing:
+            return []
+        if idle:
+            wait([ready for ready, _ in self._preparing], _LONGEST_WAIT, return_when=FIRST_COMPLETED)
+        failed = []
+        done = [each for each in self._preparing if each[0].done()]
+        self._preparing = [each for each in self._preparing if each not in done]
+        for ready, seqs in done:
+            error = ready.exception()
+            if error is None:
+                self.add(seqs, None)
+            else:
+                failed.append((seqs, str(error)))
+        return failed
+
+    def launched(self, step: ScheduledStep) -> None:
+        """Hand on the siblings of sequences whose whole prompt this step computes."""
+        if not self._siblings:
+            return
+        for seq, _, _, samples, _ in step.individual:  # the batch's members had their prompts computed before
+            if samples and seq.request_id in self._siblings:
+                self._scheduler.add_first(self._siblings.pop(seq.request_id))
+
+    def ended(self, seqs: Items[Sequence]) -> None:
+        """Forget sequences that ended, and hand on siblings that waited for one of them."""
+        if not self.occupied:
+            return
+        kept = [(ready, [seq for seq in waiting if not seq.finished]) for ready, waiting in self._preparing]
+        for ready, waiting in kept:
+            if not waiting:
+                ready.cancel()  # nobody waits for the request's preparation any more
+        self._preparing = [each for each in kept if each[1]]
+        for seq in seqs:
+            waiting = [other for other in self._siblings.pop(seq.request_id, ()) if not other.finished]
+            if waiting and seq not in waiting:
+                self.add(waiting, None)
+
+
+def prepare(source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
+    """The options with one backend pinned and the prefix cache off. states: the model's layers with a state.
+
+    :raises ConfigError: the model's layers do not ask to be batch invariant, or keep states.
+    """
+    if states:
+        need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
+        raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
+    if not all(spec.batch_invariant for spec in layers.cached):
+        need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
+        raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")
+    pinned = pin(source, layers, config)
+    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts cut at fixed places", pinned)
+    return replace(config, attn_backend=pinned, enable_prefix_caching=False)
+
+
+def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
+    """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
+
+    PREFILL and EXTEND always get the same one: whether a step of prompts counts as the one or the other depends on what else is
+    in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons.
+    """
+    asked = config.backend_request
+    if not asked.auto_phases or not layers.cached:
+        return asked
+    for name in source.rank(layers.cached[0], Phase.DECODE, list(source.backends)):
+        prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))
+        pinned = BackendRequest(prefill, decode)
+        try:
+            Selector(
+                source,
+                layers,
+                pinned,
+                kv_layout=config.kv_layout,
+                block_size=config.block_size,
+                options=config.attn_options,
+            )
+        except UnsupportedError:
+            continue
+        return pinned
+    return asked
+
+
+class IndependentScheduler(Scheduler):
+    """Takes every sequence through the same steps, whatever other sequences run.
+
+    A prompt's chunks have a fixed size, half the budget, so that decodes have room beside one; a chunk that does not fit waits
+    whole. A sequence is admitted once the pool has room for all of it: nothing is preempted, because a preempted sequence would
+    recompute as a prompt what it decoded before, with other bits.
+    """
+
+    def _num_tokens(self, seq: Sequence, budget: int) -> int:
+        count = min(seq.num_to_compute, self._chunk) if self.enable_chunked_prefill else seq.num_to_compute
+        return count if count <= budget else 0
+
+    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+        return max(count, seq.max_len - seq.num_computed)
+
+    @property
+    def _chunk(self) -> int:
+        return max(self.max_num_batched_tokens // 2, 1)

@@ -21,8 +21,7 @@ import torch
 
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
-from headway.core.system.files import write_whole
-from headway.core.system.folders import kernel_folders, warn_unwritable
+from headway.core.system.files import kernel_folders, warn_unwritable, write_whole
 
 log = logging.getLogger("headway")
 

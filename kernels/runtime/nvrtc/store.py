@@ -15,8 +15,7 @@ import torch
 
 from headway.core.contract.compiled import AHEAD, announce_compilation
 from headway.core.contract.errors import UnsupportedError
-from headway.core.system.files import write_whole
-from headway.core.system.folders import kernel_folders, warn_unwritable
+from headway.core.system.files import kernel_folders, warn_unwritable, write_whole
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant, architecture, find_compiler
 from headway.kernels.runtime.nvrtc.launch import Kernel
 

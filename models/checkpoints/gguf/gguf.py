@@ -24,8 +24,7 @@ from typing import Any, cast
 import torch
 
 from headway.core.contract.errors import ModelError
-from headway.core.system.files import new_folder
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder, new_folder
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoints.checkpoint import check_bounds, check_sizes

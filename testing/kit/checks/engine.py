@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from headway.core.contract.capabilities import BLOCK_MULTIPLE
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.model import Attention, AttentionFunctions
-from headway.core.contract.sizes import BLOCK_MULTIPLE
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine

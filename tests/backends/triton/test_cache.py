@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime.cache import get_cache_manager
 
-from headway.core.system import files, folders
+from headway.core.system import files
+from headway.core.system import files as folders
 from headway.kernels.runtime.triton_cache import KernelCache, use_kernel_cache
 
 KEY = "ab" * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.core.engine.cache.usage import OWN, RESERVED, SHARED
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.occupancy import occupancy
+from headway.core.engine.loop import occupancy
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from tiny_model import TinyModel

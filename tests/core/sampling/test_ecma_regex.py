@@ -13,7 +13,7 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway
 from llguidance import LLMatcher, LLTokenizer
 
 from headway.core.sampling.ecma_regex import rust_regex
-from headway.core.sampling.grammar_text import grammar_text
+from headway.core.sampling.grammar import grammar_text
 from headway.core.sampling.structured import StructuredOutputsParams
 
 BYTES = LLTokenizer("byte")

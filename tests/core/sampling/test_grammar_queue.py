@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 
 from headway import StructuredOutputsParams
 from headway.core.contract.errors import ConfigError
-from headway.core.sampling.grammar import GrammarCompiler
+from headway.core.sampling.grammar import GrammarCompiler, GrammarError
 from headway.core.sampling.grammar_queue import SMALL_FORM_BYTES, GrammarQueue
-from headway.core.sampling.grammar_text import GrammarError
 from headway.core.sampling.structured import MOST_FORM_BYTES, MOST_SCHEMA_LEVELS
 from sandbox import save_tiny_model
 

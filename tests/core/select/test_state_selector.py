@@ -15,8 +15,7 @@ from headway.core.contract.state import GATED_DELTA, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import CostTable, Sample
-from headway.core.select.state_costs import NO_BLOCKS, state_shape
-from headway.core.select.state_selector import StateSelector
+from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape
 from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
 

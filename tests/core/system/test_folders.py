@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.core.system.folders import kernel_folders, obstacle
+from headway.core.system.files import kernel_folders, obstacle
 
 
 def test_cache_folders_are_the_users_or_those_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mixtral
 from graph_stub import PiecesTape
 from headway import LLM, AsyncLLM, SamplingParams
 from headway.core.contract.errors import ConfigError, ModelError
-from headway.core.engine.execution.released_memory import ReleasedMemory
+from headway.core.engine.execution.memory import ReleasedMemory
 from headway.core.system.held_tensors import held_tensors
 from hybrid_models import ROWS
 

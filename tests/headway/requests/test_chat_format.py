@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from headway import SamplingParams, StructuredOutputsParams, create_registry, hookimpl
 from headway.contract import CallSyntax, ChatContext, ChatParser, ChatParserInfo, ChatPiece, ConfigError, PluginError
-from headway.core.sampling.grammar_text import grammar_text
+from headway.core.sampling.grammar import grammar_text
 from headway.requests.chat_template import chat_prompt
 from headway.requests.chats import ChatFormat, ChatText, read_whole
 from headway.requests.tool_use import ToolUse

@@ -15,7 +15,7 @@ import pytest
 
 from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError
-from headway.core.system import folders
+from headway.core.system import files as folders
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant
 from headway.kernels.runtime.nvrtc.store import build, build_all, compiled_path
 

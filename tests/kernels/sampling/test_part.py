@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.core.sampling.candidates import best_of_part, tokens_of, winners
+from headway.core.sampling.ranked_vocabulary import best_of_part, tokens_of, winners
 
 triton = pytest.importorskip("triton")
 INTERPRETED = bool(triton.knobs.runtime.interpret)

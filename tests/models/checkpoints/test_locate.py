@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from headway.core.contract.errors import ModelError
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from headway.models.checkpoints import locate
 from headway.models.checkpoints.gguf import gguf
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway[structured]'")
 
 from headway import LLM, SamplingParams
-from headway.core.sampling.grammar_text import GrammarError, grammar_text
+from headway.core.sampling.grammar import GrammarError, grammar_text
 from headway.requests.chats import ChatFormat
 from headway.server.anthropic.requests import MessagesRequest, TokenCountRequest
 from headway.server.errors import ApiError, api_error

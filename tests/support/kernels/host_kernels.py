@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.core.system.folders import cache_folder
+from headway.core.system.files import cache_folder
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_variant
 from headway.kernels.experts.lots_variant import LotsVariant, expert_lots_cut, lots_variant

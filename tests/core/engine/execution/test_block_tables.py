@@ -6,7 +6,7 @@ import numpy
 
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import NewPages, StepInput
-from headway.core.engine.execution.block_tables import HostBlockTables, MirroredTables
+from headway.core.engine.execution.attention import HostBlockTables, MirroredTables
 
 NOBODY = numpy.zeros(0, dtype=numpy.int32)
 

@@ -24,8 +24,7 @@ from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, StepInput
 from headway.core.engine.engine import make_engine
-from headway.core.engine.execution.attention import PagedAttention
-from headway.core.engine.execution.block_tables import HostBlockTables
+from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
 from headway.core.engine.execution.captured_step import DecodeGraph
 from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
 from headway.core.engine.execution.static_inputs import (

@@ -13,7 +13,7 @@ from graph_stub import PiecesTape, Tape
 from headway.core.contract.errors import BackendError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.execution.cuda_graph import borrowed
+from headway.core.engine.execution.captured_step import borrowed
 from headway.core.engine.execution.piecewise import MAX_TOKENS, PiecewiseGraphs, piecewise_sizes
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams

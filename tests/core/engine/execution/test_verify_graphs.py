@@ -19,7 +19,7 @@ from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.state import MAMBA2
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import make_engine
-from headway.core.engine.execution.block_tables import HostBlockTables, MirroredTables
+from headway.core.engine.execution.attention import HostBlockTables, MirroredTables
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from headway.core.engine.data.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
-from headway.core.engine.ranks.step_messages import decode, encode
+from headway.core.engine.ranks.rank_messages import decode, encode
 from headway.core.sampling.params import SamplingParams
 
 

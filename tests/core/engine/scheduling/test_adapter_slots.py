@@ -14,7 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.adapters import AdapterLoad, KnownAdapter
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.execution.adapter_store import AdapterStore
+from headway.core.engine.execution.local_executor import AdapterStore
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
