@@ -16,7 +16,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.oracle.state_cases import make_state_case
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
@@ -130,7 +130,7 @@ def test_an_engine_has_others_decode_and_convolve(plugin: ModuleType) -> None:
     config = EngineConfig(
         attn_backend="sdpa", state_backend="prefill=fla,decode=torch", kv_cache_memory=2**21, max_num_batched_tokens=80
     )
-    engine = make_engine(model=model, source=registry, config=config)
+    engine = make_engine(EngineParts(model=model, source=registry, config=config))
     prompts = [[number % 50 for number in range(start, start + length)] for start, length in ((0, 3), (5, 150), (5, 140))]
     params = SamplingParams(temperature=0, max_tokens=8)
     written = generate(engine, prompts, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from headway.core.contract.compiled import CompileAhead
@@ -15,77 +16,78 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import Executor
 from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.execution.local_executor import EngineSource, LocalExecutor
+from headway.core.engine.execution.local_executor import DeviceParts, EngineSource, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor
-from headway.core.engine.scheduling import scheduler as deterministic
 from headway.core.engine.scheduling.drafting import Drafting
-from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.engine.scheduling.scheduler import IndependentScheduler, Scheduler, prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.speculation.step_times import StepTimes
 
 
-def make_engine(
-    *,
-    model: Model,
-    source: EngineSource,
-    layers: LayerSpecs | None = None,
-    config: EngineConfig | None = None,
-    eos_token_ids: frozenset[int] = frozenset(),
-    sampling: SamplingOps = TORCH_SAMPLING,
-    costs: Mapping[AttentionSpec, CostTable] | None = None,
-    state_costs: Mapping[StateSpec, CostTable] | None = None,
-    proposer: Proposer | None = None,
-    measured: bool = True,
-    compile_ahead: CompileAhead | None = None,
-    hosts: HostRows | None = None,
-    weights: str = "",
-    ranks: Ranks = ONE_RANK,
-    processes: RankProcesses | None = None,
-) -> EngineLoop:
-    """Make the loop of one model in this process, with its executor, ready for requests.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineParts:
+    """What an engine is made from. Fields that `DeviceParts` has too mean the same."""
 
-    source: the registry of backends. layers: the specs of the model's layers; None: as config.kv_cache_dtype says, scales of 1.
-    sampling: how tokens are chosen, where something does it faster than torch. costs: measured times of each distinct layer,
-    which `auto` obeys, state_costs those of layers with a state; None: the order that plugins propose. proposer: guesses tokens,
-    which change no output, only the speed. measured: verify guesses where they pay by the times of the steps; else whatever they
-    cost. compile_ahead: what the device's kernels are compiled in before the engine is ready; None: nothing is compiled there.
-    hosts: serves grammars and named logits processors; None: there are neither. weights: what tells these weights from all
-    others, for blocks that are kept on disk. ranks, processes: those that hold the model's other parts, of which this process is
-    rank 0; each makes a `LocalExecutor` with equal arguments at the same time.
+    model: Model
+    source: EngineSource
+    layers: LayerSpecs | None = None
+    """None: as config.kv_cache_dtype says, with scales of 1."""
+    config: EngineConfig | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingOps = TORCH_SAMPLING
+    costs: Mapping[AttentionSpec, CostTable] | None = None
+    state_costs: Mapping[StateSpec, CostTable] | None = None
+    proposer: Proposer | None = None
+    """Guesses tokens, which change no output, only the speed."""
+    measured: bool = True
+    """Whether drafts are verified only if they pay by the times of steps; else whatever they cost."""
+    compile_ahead: CompileAhead | None = None
+    hosts: HostRows | None = None
+    weights: str = ""
+    """Identity of the weights, for blocks that are kept on disk."""
+    ranks: Ranks = ONE_RANK
+    processes: RankProcesses | None = None
+    """The other ranks' processes, of which this process is rank 0."""
+
+
+def make_engine(parts: EngineParts) -> EngineLoop:
+    """Make the loop of one model in this process, with its executor, ready for requests.
 
     :raises HeadwayError: options that cannot work together, with what would.
     """
-    config = config or EngineConfig()
-    layers = layers or LayerSpecs.of(model, config.kv_cache_dtype)
+    model = parts.model
+    proposer = parts.proposer
+    config = parts.config or EngineConfig()
+    layers = parts.layers or LayerSpecs.of(model, config.kv_cache_dtype)
     config = config.for_device(layers.device)
     if config.deterministic:
-        config = deterministic.prepare(source, layers, state_layers(model), config)
-    local = LocalExecutor(
+        config = prepare_deterministic(parts.source, layers, state_layers(model), config)
+    device = DeviceParts(
         model=model,
+        source=parts.source,
         layers=layers,
-        source=source,
         config=config,
-        sampling=sampling,
-        costs=costs,
-        state_costs=state_costs,
-        compile_ahead=compile_ahead,
+        sampling=parts.sampling,
+        costs=parts.costs,
+        state_costs=parts.state_costs,
+        compile_ahead=parts.compile_ahead,
         max_decode_len=1 if proposer is None else config.num_speculative_tokens + 1,
-        hosts=hosts,
-        make_mover=partial(PageCopier, config=config, weights=weights) if config.offload_bytes[0] else None,
-        ranks=ranks,
+        hosts=parts.hosts,
+        ranks=parts.ranks,
     )
-    executor: Executor = local if processes is None else RankedExecutor(local, processes)
-    drafting = None if proposer is None else _drafting(proposer, model, config, local if measured else None)
+    local = LocalExecutor(device, partial(PageCopier, config=config, weights=parts.weights) if config.offload_bytes[0] else None)
+    executor: Executor = local if parts.processes is None else RankedExecutor(local, parts.processes)
+    drafting = None if proposer is None else _drafting(proposer, model, config, local if parts.measured else None)
     limits = RequestLimits.of(
         config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size, embedding_size(model)
     )
-    scheduler = deterministic.IndependentScheduler if config.deterministic else Scheduler
-    engine = EngineLoop(executor, config, limits, eos_token_ids, scheduler, drafting)
+    scheduler = IndependentScheduler if config.deterministic else Scheduler
+    engine = EngineLoop(executor, config, limits, parts.eos_token_ids, scheduler, drafting)
     executor.capture()
     return engine
 

@@ -7,6 +7,8 @@ import os
 from functools import cache
 from typing import Final
 
+from headway.core.contract.errors import BackendError, HeadwayError
+from headway.core.contract.metadata import Phase
 from headway.core.system.text import harmless
 
 log = logging.getLogger("headway")
@@ -41,3 +43,14 @@ def log_traceback(what: str, error: BaseException) -> None:
 def warn_once(text: str) -> None:
     """Log a warning that is not repeated, for instance not for each layer and phase."""
     log.warning("%s", text)
+
+
+def blame(error: BaseException, backend: str, phase: Phase, work: str) -> HeadwayError:
+    """Return an error of ours as it is, and any other as one that names the backend, the phase and the shapes.
+
+    backend: in words, such as "backend triton".
+    """
+    if isinstance(error, HeadwayError):
+        return error
+    log_traceback(backend, error)
+    return BackendError(f"{backend} failed in {phase.value} ({work}): {type(error).__name__}: {error}")

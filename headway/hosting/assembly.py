@@ -18,7 +18,7 @@ from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
 from headway.core.engine.data.executor import ExecutorLostError
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -171,20 +171,22 @@ def _assemble(
     grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
     with clock.part("memory and graphs"):
         engine = make_engine(
-            model=decoder,
-            source=registry,
-            layers=layers,
-            config=config,
-            eos_token_ids=eos,
-            sampling=sampling or sampling_of(decoder, layers, config, ahead),
-            costs=costs,
-            state_costs=state_costs,
-            proposer=_proposer(registry, config.speculate, draft, model),
-            compile_ahead=ahead,
-            hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
-            weights="" if config.kv_offload_dir is None else _identity_of(model, args.load_format),
-            ranks=ranks,
-            processes=processes,
+            EngineParts(
+                model=decoder,
+                source=registry,
+                layers=layers,
+                config=config,
+                eos_token_ids=eos,
+                sampling=sampling or sampling_of(decoder, layers, config, ahead),
+                costs=costs,
+                state_costs=state_costs,
+                proposer=_proposer(registry, config.speculate, draft, model),
+                compile_ahead=ahead,
+                hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
+                weights="" if config.kv_offload_dir is None else _identity_of(model, args.load_format),
+                ranks=ranks,
+                processes=processes,
+            )
         )
     freeze_heap()
     stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)

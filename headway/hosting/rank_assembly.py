@@ -15,11 +15,11 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.model import state_layers
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
-from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.execution.memory import run_trial
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.scheduling import scheduler as deterministic
+from headway.core.engine.scheduling.scheduler import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
@@ -128,13 +128,13 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
     decoder = load_part(args, device, start.ranks).decoder
     layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
     if config.deterministic:
-        config = deterministic.prepare(registry, layers, state_layers(decoder), config)
+        config = prepare_deterministic(registry, layers, state_layers(decoder), config)
     choices: EngineChoices = start.choices()
     if not config.deterministic:
         choose_experts(decoder.expert_kinds, 0, ahead)  # rank 0 has measured, and written it down
         choose_products(decoder.product_kinds, 0, ahead)  # likewise
     states = dict.fromkeys(layers.states)
-    return LocalExecutor(
+    parts = DeviceParts(
         model=decoder,
         layers=layers,
         source=registry,
@@ -146,6 +146,7 @@ def make_rank(start: RankStart, args: EngineArgs) -> LocalExecutor:
         max_decode_len=1 if config.speculate is None else config.num_speculative_tokens + 1,
         ranks=start.ranks,
     )
+    return LocalExecutor(parts)
 
 
 def sampling_of(

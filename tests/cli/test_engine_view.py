@@ -13,7 +13,7 @@ from rich.console import Console
 from headway.cli.engine_view import picture
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
@@ -42,7 +42,7 @@ def drawn(engine: EngineLoop) -> str:
 
 
 def test_blocks_are_drawn_by_sequence_and_group(registry: Registry) -> None:
-    engine = make_engine(model=Windowed(), source=registry, config=CONFIG)
+    engine = make_engine(EngineParts(model=Windowed(), source=registry, config=CONFIG))
     params = SamplingParams(temperature=0, max_tokens=30)
     engine.add_request("first", engine.limits.checked(list(range(40)), params))
     for _ in range(9):
@@ -70,7 +70,7 @@ def test_blocks_are_drawn_by_sequence_and_group(registry: Registry) -> None:
 def test_a_long_sequence_is_drawn_in_a_few_lines(registry: Registry) -> None:
     model = Windowed()
     model.max_position_embeddings, model.places = 4096, model.places.repeat(32, 1)
-    engine = make_engine(model=model, source=registry, config=replace(CONFIG, kv_cache_memory=2**23))
+    engine = make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_cache_memory=2**23)))
     engine.add_request("long", engine.limits.checked([3] * 4000, SamplingParams(max_tokens=5)))
     while not engine.scheduler.running or engine.scheduler.running[0].num_computed < 4000:
         engine.step()

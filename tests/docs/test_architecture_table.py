@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from architecture_table import BEGIN, END, adapt, outcomes, render, replace_in, tiny
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.families.families import FAMILIES
 from headway.registry import Registry
@@ -67,7 +67,7 @@ def test_what_the_page_accepts_computes_what_transformers_does(registry: Registr
     reference.set_attn_implementation("eager")
     config = EngineConfig(attn_backend="sdpa", max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="16MiB")
     adapted = adapt(model)
-    engine = make_engine(model=adapted, source=registry, config=config)
+    engine = make_engine(EngineParts(model=adapted, source=registry, config=config))
     take = watched(engine)
     prompts = [torch.randint(1, adapted.vocab_size, (length,)).tolist() for length in (13, 10, 31)]
     for _ in range(2):

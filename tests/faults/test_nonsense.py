@@ -19,7 +19,7 @@ import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.engine.data.config import EngineConfig, check_block_size
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.models.checkpoints.checkpoint import check_sizes
 from headway.models.encoders.pooling.loader import load_pooling_model
 from headway.models.loader import load_model
@@ -173,12 +173,12 @@ def test_a_vast_size_is_named_with_what_the_tensors_have(field: str, words: str,
 def test_a_vast_context_of_windowed_layers_takes_no_vast_block_tables(registry: Registry, tmp_path: Path) -> None:
     model = load(tmp_path, sliding_window=8, max_position_embeddings=10**9).decoder
     with memory_bound(2 << 30):
-        engine = make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20))
+        engine = make_engine(EngineParts(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20)))
     assert 10**6 < engine.capacity.max_model_len < 10**8
     with pytest.raises(
         ConfigError, match=r"max_model_len: needs at most \d+, as far as block tables of 1 GiB .*, got 1000000000"
     ):
-        make_engine(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9))
+        make_engine(EngineParts(model=model, source=registry, config=EngineConfig(kv_cache_memory=2**20, max_model_len=10**9)))
 
 
 @pytest.mark.parametrize("name", ["mod\udcffel", "mod\udcffel.gguf"])

@@ -19,7 +19,7 @@ from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
@@ -169,7 +169,7 @@ def test_on_a_gpu_too(larger_model: tuple[Qwen3Config, Path], name: str, dtype: 
         enforce_eager=eager,
         cudagraph_capture_sizes=(1, 2, 4, 8, 32, 64),
     )
-    engine = make_engine(model=model, source=create_registry(load_entry_points=False), config=config)
+    engine = make_engine(EngineParts(model=model, source=create_registry(load_entry_points=False), config=config))
     for prompt in ([7, 3, 250, 9] * 13, list(range(500)) * 3):
         for params in (GREEDY, SAMPLED):
             logits, tokens = run(engine, (prompt, params), 0)
@@ -217,7 +217,7 @@ def test_a_named_backend_that_declares_nothing_is_refused_with_a_fix(tiny_model_
 
 def test_a_model_that_is_not_batch_invariant_is_refused(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"deterministic: needs a model that keeps its rows' bits"):
-        make_engine(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True))
+        make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(deterministic=True)))
 
 
 def test_on_the_command_line(headway: Headway, tiny_model_folder: Path, toy: Registry) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from headway.bench.generate.workloads import PROMPTS
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.machine.threads import set_threads
@@ -92,7 +92,7 @@ def greedy(model: LoadedModel, prompts: list[list[int]]) -> Callable[[int, list[
 def generate(
     model: LoadedModel, registry: Registry, config: EngineConfig, prompts: list[list[int]]
 ) -> tuple[EngineLoop, list[Written]]:
-    engine = make_engine(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids)
+    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config, eos_token_ids=model.eos_token_ids))
     return engine, run(engine, prompts)
 
 

@@ -18,7 +18,7 @@ import hybrid_models
 from backend_cases import LAYOUTS
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.models.families.families import FAMILIES
 from headway.models.loader import load_model
@@ -46,9 +46,11 @@ def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str
     needs(FAMILIES[ROWS[name].model_type].architecture)
     reference = save_random(ROWS[name], tmp_path)
     engine = make_engine(
-        model=load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
-        source=registry,
-        config=EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
+        EngineParts(
+            model=load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
+            source=registry,
+            config=EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
+        )
     )
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
@@ -82,7 +84,7 @@ def test_longrope_takes_one_set_of_factors(
     options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": longest}
     loaded = load_model(str(tmp_path), "float32", **options)
     assert loaded.long_factors is (longest is None)
-    engine = make_engine(model=loaded.decoder, source=registry, config=config)
+    engine = make_engine(EngineParts(model=loaded.decoder, source=registry, config=config))
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
     compare(reference, engine, prompts, [0, 0, 0])

@@ -16,7 +16,7 @@ from graph_stub import PiecesTape
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.compilation import CompilationWatch
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
@@ -146,7 +146,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, 
     model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers", max_model_len=64)
     assert architecture in model.implementation
     config = EngineConfig(attn_backend=backend, max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="8MiB")
-    engine = make_engine(model=model.decoder, source=registry, config=config)
+    engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config))
     assert set(engine.selection.names.values()) == {backend}
     take = watched(engine)
     first, second = ([torch.randint(1, VOCABULARY, (length,)).tolist() for length in PROMPT_LENS] for _ in range(2))

@@ -20,7 +20,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import CONV, GATED_DELTA, MAMBA1, MAMBA2, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape
 from headway.core.select.workload import Workload
@@ -218,7 +218,7 @@ def test_an_engine_takes_what_was_measured(caplog: pytest.LogCaptureFixture) -> 
     specs = [layer.spec for layer in model.state_layers]
     costs = state_costs_for(specs, registry, ALL_AUTO, TableRequest(budget=60))
     config = EngineConfig(attn_backend="sdpa", block_size=8, kv_cache_memory=2**21, max_num_seqs=2)
-    make_engine(model=model, source=registry, config=config, state_costs=costs)
+    make_engine(EngineParts(model=model, source=registry, config=config, state_costs=costs))
     chosen = StateSelector(registry, specs, costs=costs, workload=Workload.parse(config.workload)).selection
     assert "auto: measured, scan" in chosen.why
     assert f"states: {chosen}" in caplog.text

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend, Backends, Plan
 from headway.core.contract.compiled import upload
-from headway.core.contract.errors import BackendError, HeadwayError
 from headway.core.contract.layout import CacheWriter, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import LatentLayer
@@ -25,7 +24,7 @@ from headway.core.engine.data.step import PageCopy, StepInput
 from headway.core.engine.execution import latent
 from headway.core.engine.execution.states import LayersWithState
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.system.logs import log_traceback
+from headway.core.system.logs import blame
 
 
 class HostBlockTables:
@@ -134,17 +133,6 @@ def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copie
 def _indexable(rows: Tensor) -> Tensor:
     """The same memory in an element type that torch can index, which fp8 is not."""
     return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-
-
-def blame(error: BaseException, backend: str, phase: Phase, work: str) -> HeadwayError:
-    """Return an error of ours as it is, and any other as one that names the backend, the phase and the shapes.
-
-    backend: in words, such as "backend triton".
-    """
-    if isinstance(error, HeadwayError):
-        return error
-    log_traceback(backend, error)
-    return BackendError(f"{backend} failed in {phase.value} ({work}): {type(error).__name__}: {error}")
 
 
 Plans = dict[AttentionSpec, Plan]

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy
@@ -122,48 +122,60 @@ class EngineSource(BackendSource, StateSource, Protocol):
     """The part of the Registry that an engine needs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceParts:
+    """What the executor of one device is made from. All ranks of an engine make it from equal values, at the same time."""
+
+    model: Model
+    source: EngineSource
+    """The registry of backends."""
+    layers: LayerSpecs
+    config: EngineConfig
+    """With its device's options filled in."""
+    sampling: SamplingOps = TORCH_SAMPLING
+    """How tokens are chosen, if something does it faster than torch."""
+    costs: Mapping[AttentionSpec, CostTable] | None = None
+    """Measured times of each distinct layer, which `auto` uses; None: the order that plugins propose."""
+    state_costs: Mapping[StateSpec, CostTable] | None = None
+    """Measured times of layers with a state."""
+    compile_ahead: CompileAhead | None = None
+    """Context in which the device's kernels are compiled before the engine is ready; None: nothing is compiled there."""
+    max_decode_len: int = 1
+    """Query tokens of a decode, drafts included."""
+    hosts: HostRows | None = None
+    """Serves grammars and named logits processors; None: there are neither."""
+    ranks: Ranks = ONE_RANK
+    """This rank and the others: what each can hold is what the least of them can."""
+
+
 class LocalExecutor:
     """The `Executor` of one process and one device. Only here are model, backends and cache in one place."""
 
-    def __init__(
-        self,
-        model: Model,
-        layers: LayerSpecs,
-        source: EngineSource,
-        config: EngineConfig,
-        sampling: SamplingOps = TORCH_SAMPLING,
-        costs: Mapping[AttentionSpec, CostTable] | None = None,
-        state_costs: Mapping[StateSpec, CostTable] | None = None,
-        compile_ahead: CompileAhead | None = None,
-        max_decode_len: int = 1,
-        hosts: HostRows | None = None,
-        make_mover: MakePageMover | None = None,
-        ranks: Ranks = ONE_RANK,
-    ) -> None:
-        """config: with its device's options filled in.
-
-        sampling, costs, state_costs, compile_ahead, hosts: see `make_engine`. max_decode_len: query tokens of a decode, with
-        drafts. make_mover: makes what keeps pages beyond the pool; None: nothing does. ranks: this one and the others, which make
-        an executor at the same time and with equal arguments: what each can hold is what the least of them can.
+    def __init__(self, parts: DeviceParts, make_mover: MakePageMover | None = None) -> None:
+        """make_mover: makes what keeps pages beyond the pool; None: nothing does.
 
         :raises HeadwayError: options that cannot work together, with what would.
         """
+        model = parts.model
+        layers = parts.layers
+        config = parts.config
+        ranks = parts.ranks
         self._config = config
-        self._compile_ahead = compile_ahead
-        self._max_decode_len = max_decode_len
+        self._compile_ahead = parts.compile_ahead
+        self._max_decode_len = parts.max_decode_len
         self._model = model
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
         """What sleeps."""
         self._device = layers.device
         self._ranks = ranks
-        self.selector = _select(layers, source, config, costs, compile_ahead)
+        self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
         self.selection = self.selector.selection
         """Which backend serves which phase, over which layout and block size."""
         if config.deterministic:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
-        states = StatePlan.of(model, source, config, state_costs, max_decode_len)
+        states = StatePlan.of(model, parts.source, config, parts.state_costs, parts.max_decode_len)
         size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
@@ -172,7 +184,7 @@ class LocalExecutor:
         self.mover = None if make_mover is None else make_mover(self.caches, size, None if kept is None else kept.memory)
         """Copies pages and states to memory beyond the device's."""
         _check_caches(self.selector, layers.cached, self.caches)
-        writers = {layout.name: source.layout(layout.name).writer(self._device) for layout in layouts}
+        writers = {layout.name: parts.source.layout(layout.name).writer(self._device) for layout in layouts}
         self.attention = PagedAttention(
             layers,
             self.caches,
@@ -183,22 +195,21 @@ class LocalExecutor:
             states=kept,
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
-        self._hosts = hosts or HostRows(None, {})
+        hosts = parts.hosts or HostRows(None, {})
+        self._hosts = hosts
         self.adapters = AdapterStore.of(model, config.kept_adapters, follows=ranks.rank > 0)
         """Adapters in the host's memory; None: the model has no slots for any."""
+        limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
         self._runner = ModelRunner(
-            model,
-            self.attention,
-            self.selector,
-            sampling,
-            block_size=self.selection.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=max_model_len,
+            model=model,
+            attention=self.attention,
+            selector=self.selector,
+            sampling=parts.sampling,
+            limits=limits,
             groups=size.page_format.groups,
-            hosts=self._hosts,
+            hosts=hosts,
             ranks=ranks,
         )
-        limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, max_decode_len)
         self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, ranks)
         _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 

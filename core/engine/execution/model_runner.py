@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.adapters import adapters_of, rows_with
-from headway.core.contract.backend import Backends
+from headway.core.contract.backend import Backends, StepLimits
 from headway.core.contract.compiled import upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
@@ -64,21 +64,20 @@ class ModelRunner:
 
     def __init__(
         self,
+        *,
         model: Model,
         attention: PagedAttention,
         selector: Selector,
         sampling: SamplingOps,
-        block_size: int,
-        max_num_seqs: int,
-        max_model_len: int,
+        limits: StepLimits,
         groups: Sequence[CacheGroup],
-        hosts: HostRows | None = None,
+        hosts: HostRows,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """groups: the cache groups of the layers. hosts: serves grammars and logits processors; None: no request has any.
-
-        ranks: this one and the others that run the same steps.
-        """
+        """groups: cache groups of the layers. ranks: this one and the others that run the same steps."""
+        block_size = selector.selection.block_size
+        max_num_seqs = limits.max_num_seqs
+        max_model_len = limits.max_model_len
         self._model = model
         self._attention = attention
         self._selector = selector
@@ -89,7 +88,7 @@ class ModelRunner:
         self._newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self._device)  # the last is for padding rows
         self._max_model_len = max_model_len
         self._tables = HostBlockTables(max_num_seqs, -(-max_model_len // block_size), groups)
-        self._hosts = hosts or HostRows(None, {})
+        self._hosts = hosts
         self._ranks = ranks
         self._sampler = TokenSampler(sampling, max_num_seqs, model.vocab_size, self._device, self._hosts, ranks)
         self._vocabulary = self._sampler.vocabulary

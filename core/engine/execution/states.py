@@ -20,7 +20,7 @@ from headway.core.contract.state import StateMetadata, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateBackends
 from headway.core.engine.data.state_slots import StateMemory
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.attention import blame
+from headway.core.system.logs import blame
 
 
 class StateStepPart(NamedTuple):

@@ -15,8 +15,8 @@ from pathlib import Path
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.page_mover import KeptPage, PageMover, PageName, Pending
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.host_tier import HostTiers
-from headway.core.engine.offload.offloader import OffloadFailures
 from headway.core.system.files import make_private, write_whole
 
 

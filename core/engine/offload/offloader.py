@@ -5,132 +5,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.page_mover import STATES, KeptPage, LinkRates, PageMover, PageName, Pending
+from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.offload.costs import (
+    OffloadCosts,
+    OffloadFailures,
+    PrefillTimer,
+)
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
 from headway.core.engine.offload.pending_restores import PendingRestores
 
 log = logging.getLogger("headway")
-
-_RATE = 0.2
-"""Weight of the newest time in a running mean."""
-_OUTLIER = 3.0
-"""Largest multiple of the mean that the time of one step counts as: what took longer was something else."""
-_FEWEST = 32
-"""Fewest tokens of a prompt in a step whose time tells what a token costs."""
-_LATENCY = 200e-6
-"""Seconds by which a transfer delays a request beyond the copy: the host sees the end of a copy only between steps."""
-
-
-@dataclass(slots=True)
-class OffloadCosts:
-    """Estimates seconds of copies from the link's rates, and of recomputing from the times that steps of prompts have taken."""
-
-    rates: LinkRates
-    page_bytes: int
-    step_tokens: int
-    """Most tokens of one step: a longer prompt takes several steps."""
-    state_bytes: int = 0
-    """Bytes of a sequence's state."""
-    _seconds: dict[int, float] = field(default_factory=dict)
-    """Octave of a step's prompt tokens -> seconds per token."""
-
-    def note_step(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Note how long a step took that computed this many prompt tokens beside this many decodes."""
-        if num_prompt_tokens < max(_FEWEST, 4 * num_decodes):
-            return
-        octave, each = _octave(num_prompt_tokens), seconds / num_prompt_tokens
-        mean = self._seconds.get(octave)
-        if mean is None:
-            self._seconds[octave] = each
-        else:
-            self._seconds[octave] = mean + _RATE * (min(each, _OUTLIER * mean) - mean)
-
-    def recompute(self, num_tokens: int) -> float | None:
-        """Seconds of computing this many tokens of a prompt; None: no step of a prompt has been measured."""
-        if not self._seconds or num_tokens <= 0:
-            return None if not self._seconds else 0.0
-        wanted = _octave(min(num_tokens, self.step_tokens))
-        nearest = min(self._seconds, key=lambda octave: abs(octave - wanted))
-        return self._seconds[nearest] * num_tokens
-
-    def bytes_of(self, names: Items[PageName]) -> int:
-        """Bytes of pages and states."""
-        num_states = sum(group == STATES for group, _ in names)
-        return num_states * self.state_bytes + (len(names) - num_states) * self.page_bytes
-
-    def copy_out(self, names: Items[PageName]) -> float:
-        """Seconds of copying pages and states to the host."""
-        return self.bytes_of(names) / self.rates.out
-
-    def copy_back(self, names: Items[PageName]) -> float:
-        """Seconds until pages and states that are copied back can be used."""
-        return _LATENCY + self.bytes_of(names) / self.rates.back
-
-
-def _octave(count: int) -> int:
-    return round(math.log2(count))
-
-
-class PrefillTimer:
-    """Times steps, so that `OffloadCosts` knows what a prompt's token costs.
-
-    A step's time goes from the later of its launch and the end of the step before to its own end, as the host sees them.
-    """
-
-    def __init__(self, costs: OffloadCosts, stats: EngineStats, now: Callable[[], float] = time.perf_counter) -> None:
-        """stats: counts every step that is launched. now: the time in seconds."""
-        self._costs = costs
-        self._stats = stats
-        self._now = now
-        self._counted = 0, 0
-        """Prompt tokens and decodes that were launched before the newest step."""
-        self._launched: deque[tuple[float, int, int]] = deque()
-        """Steps in flight: when each began to be launched, and its prompt tokens and decodes."""
-        self._last = 0.0
-        """When the last step ended."""
-
-    def launched(self, began: float) -> None:
-        """Note a step that has been launched and counted. began: when its launch began."""
-        before = self._counted
-        self._counted = (self._stats.num_prefill_tokens, self._stats.num_decode_tokens)
-        self._launched.append((began, self._counted[0] - before[0], self._counted[1] - before[1]))
-
-    def forget(self) -> None:
-        """Forget the steps in flight, which have failed."""
-        self._launched.clear()
-
-    def read(self) -> None:
-        """Note that the oldest step in flight has ended."""
-        began, num_prompt_tokens, num_decodes = self._launched.popleft()
-        now = self._now()
-        self._costs.note_step(num_prompt_tokens, num_decodes, now - max(began, self._last))
-        self._last = now
-
-
-class OffloadFailures:
-    """Counts pages in `EngineStats.offload_failures` by what failed for them, and logs the first error of each kind."""
-
-    def __init__(self, stats: EngineStats) -> None:
-        self._counts = stats.offload_failures
-        self._logged: set[str] = set()
-
-    def count(self, what: str, num_pages: int, error: Exception | None = None) -> None:
-        """Count pages for which `what` is true. error: why; the engine goes on without the pages, whatever it is."""
-        self._counts[what] += num_pages
-        if error is not None and what not in self._logged:
-            self._logged.add(what)
-            log.warning("offload: blocks were %s (%s: %s); further ones are only counted", what, type(error).__name__, error)
 
 
 RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"

@@ -13,9 +13,9 @@ from headway.core.engine.data.groups import NULL_PAGE
 from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
 from headway.core.engine.data.sequence import PageTable, Sequence
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
-from headway.core.engine.offload.offloader import OffloadFailures
 
 
 class AbsentPage(NamedTuple):

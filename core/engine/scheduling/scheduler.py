@@ -496,7 +496,9 @@ class AdmissionQueue:
                 self.add(waiting, None)
 
 
-def prepare(source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig) -> EngineConfig:
+def prepare_deterministic(
+    source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig
+) -> EngineConfig:
     """The options with one backend pinned and the prefix cache off. states: the model's layers with a state.
 
     :raises ConfigError: the model's layers do not ask to be batch invariant, or keep states.

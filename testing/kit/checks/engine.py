@@ -13,7 +13,7 @@ from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.core.oracle.oracle import attend
 from headway.core.sampling.params import SamplingParams
@@ -160,7 +160,7 @@ def _generate(
         kv_cache_memory=memory,
         cudagraph_capture_sizes=(1, 4, 6),
     )
-    made = make_engine(model=model, source=stage.subject.registry, config=config)
+    made = make_engine(EngineParts(model=model, source=stage.subject.registry, config=config))
     wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     tokens: list[list[int]] = [[] for _ in prompts]
     hits = [0] * len(prompts)

@@ -19,7 +19,7 @@ from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl
@@ -156,7 +156,7 @@ class Spy(TinyModel):
 
 
 def test_both_sides_are_fed_the_greedy_tokens_of_side_b(registry: Registry) -> None:
-    engine = make_engine(model=TinyModel(), source=registry, config=EngineConfig(kv_cache_memory=2**20))
+    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=EngineConfig(kv_cache_memory=2**20)))
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), engine.limits.checked(prompt, SamplingParams(temperature=0, max_tokens=4)))
     written: list[list[int]] = [[] for _ in PROMPTS]

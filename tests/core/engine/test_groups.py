@@ -12,7 +12,7 @@ from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
 from run_engine import generate
@@ -73,7 +73,7 @@ class TwoKinds:
 )
 def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, asked: str, layouts: list[str]) -> None:
     model = TwoKinds()
-    engine = make_engine(model=model, source=registry, config=replace(CONFIG, kv_layout=asked))
+    engine = make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_layout=asked)))
     assert [cache.layout.name for cache in engine.executor.caches] == layouts
     pool = engine.capacity.pool
     assert pool.num_bytes == sum(t.nbytes for cache in engine.executor.caches for t in cache.tensors.values())
@@ -83,7 +83,7 @@ def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, 
     assert [written.token_ids for written in again] == expected
     assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
     tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
-    short = make_engine(model=model, source=registry, config=tight)
+    short = make_engine(EngineParts(model=model, source=registry, config=tight))
     assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
     assert short.stats.num_preemptions > 0
 
@@ -92,4 +92,4 @@ def test_layout_that_no_layer_can_use_is_refused(registry: Registry) -> None:
     model = TwoKinds()
     model.attention_specs = model.attention_specs[1:2]
     with pytest.raises(UnsupportedError, match="needs a layout that keeps the value inside the key, got nhd"):
-        make_engine(model=model, source=registry, config=replace(CONFIG, kv_layout="nhd"))
+        make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_layout="nhd")))

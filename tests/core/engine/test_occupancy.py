@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.core.engine.cache.usage import OWN, RESERVED, SHARED
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import occupancy
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
@@ -12,7 +12,9 @@ from tiny_model import TinyModel
 
 
 def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
-    engine = make_engine(model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20))
+    engine = make_engine(
+        EngineParts(model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20))
+    )
     params, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(1, 34))
     engine.add_request("first", engine.limits.checked(prompt, params))
     for _ in range(3):

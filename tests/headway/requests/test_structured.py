@@ -17,7 +17,7 @@ jsonschema = pytest.importorskip("jsonschema")
 from headway import LLM, CompletionOutput, SamplingParams, StructuredOutputsParams  # noqa: E402
 from headway.core.contract.errors import ConfigError  # noqa: E402
 from headway.core.engine.data.config import EngineConfig  # noqa: E402
-from headway.core.engine.engine import make_engine  # noqa: E402
+from headway.core.engine.engine import EngineParts, make_engine  # noqa: E402
 from headway.core.engine.execution.host_rows import HostRows  # noqa: E402
 from headway.core.sampling.grammar import GrammarCompiler  # noqa: E402
 from proposer_stub import Told  # noqa: E402
@@ -130,13 +130,15 @@ def test_drafts_change_no_token_under_a_grammar(llm: LLM) -> None:
     hosts = HostRows(GrammarCompiler(llm.get_tokenizer(), llm.model.decoder.vocab_size, eos), {})
     config = EngineConfig(kv_cache_memory="1MiB", block_size=8)
     engine = make_engine(
-        model=llm.model.decoder,
-        source=llm.registry,
-        config=config,
-        eos_token_ids=eos,
-        proposer=Told(propose),
-        measured=False,
-        hosts=hosts,
+        EngineParts(
+            model=llm.model.decoder,
+            source=llm.registry,
+            config=config,
+            eos_token_ids=eos,
+            proposer=Told(propose),
+            measured=False,
+            hosts=hosts,
+        )
     )
     (written,) = generate(engine, [prompt], params)
     assert written.token_ids == expected

@@ -19,9 +19,9 @@ from headway.core.contract.model import Attention
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -95,15 +95,16 @@ def make_rank(
     if fault and start.ranks.rank == start.ranks.size - 1:
         model.before = partial(_strike, fault)
     layers = LayerSpecs.of(model, config.kv_cache_dtype)
-    return LocalExecutor(
-        model,
-        layers,
-        registry(),
-        config.for_device(layers.device),
+    parts = DeviceParts(
+        model=model,
+        layers=layers,
+        source=registry(),
+        config=config.for_device(layers.device),
         compile_ahead=compile_ahead,
         max_decode_len=max_decode_len,
         ranks=start.ranks,
     )
+    return LocalExecutor(parts)
 
 
 def _strike(fault: str, num_tokens: int) -> None:
@@ -138,7 +139,7 @@ def ranked_engine(
         "compile_ahead": compile_ahead,
     }
     if size == 1:
-        return make_engine(model=RankedModel(device=device), **options)
+        return make_engine(EngineParts(model=RankedModel(device=device), **options))
     devices = ["cpu"] * size if device == "cpu" else [f"{device}:{number}" for number in range(size)]
     processes = RankProcesses(size, MODULE, devices, num_threads=1)
     try:
@@ -147,7 +148,7 @@ def ranked_engine(
             partial(make_rank, config=config, max_decode_len=max_decode_len, fault=fault, compile_ahead=compile_ahead)
         )
         choose_all_reduce(ranks, MEASURED)
-        return make_engine(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options)
+        return make_engine(EngineParts(model=RankedModel(ranks, devices[0]), ranks=ranks, processes=processes, **options))
     except Exception as error:
         try:
             processes.fail(error)

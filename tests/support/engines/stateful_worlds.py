@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.core.contract.state import KEY_VALUE
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
@@ -67,7 +67,7 @@ def run_world(registry: Registry, name: str, seed: int, most_prompts: int = 1000
     indices = every[-most_prompts:] if crowded else every[:most_prompts]  # the longer ones stand behind
     texts = [[*prompts()[index], *answer(name, index)] for index in indices]
     guesses = told_of(texts, wrong_every=random.randrange(2, 7)) if drafts else None
-    engine = make_engine(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False)
+    engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False))
     if offloads:
         _delay(engine.executor.mover, random, broken=random.choice((0.0, 0.0, 0.2)))
     asked: dict[str, tuple[int, SamplingParams]] = {}

@@ -8,8 +8,8 @@ from typing import Any
 
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
-from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -25,11 +25,11 @@ def decoder_engine(folder: Path, size: int) -> EngineLoop:
     """An engine of `size` ranks over gloo, in float32; 1: in this process alone."""
     options: Any = {"source": create_registry(policy="none"), "config": CONFIG, "measured": False}
     if size == 1:
-        return make_engine(model=_decoder(folder, ONE_RANK), **options)
+        return make_engine(EngineParts(model=_decoder(folder, ONE_RANK), **options))
     processes = RankProcesses(size, MODULE, ["cpu"] * size, num_threads=1)
     try:
         ranks = processes.join(partial(make_rank, folder=folder))
-        return make_engine(model=_decoder(folder, ranks), ranks=ranks, processes=processes, **options)
+        return make_engine(EngineParts(model=_decoder(folder, ranks), ranks=ranks, processes=processes, **options))
     except Exception as error:
         try:
             processes.fail(error)
@@ -42,7 +42,9 @@ def make_rank(start: RankStart, folder: Path) -> LocalExecutor:
     model = _decoder(folder, start.ranks)
     layers = LayerSpecs.of(model)
     config = CONFIG.for_device(layers.device)
-    return LocalExecutor(model, layers, create_registry(policy="none"), config, ranks=start.ranks)
+    return LocalExecutor(
+        DeviceParts(model=model, layers=layers, source=create_registry(policy="none"), config=config, ranks=start.ranks)
+    )
 
 
 def _decoder(folder: Path, ranks: Ranks) -> Any:

@@ -14,7 +14,7 @@ from graph_stub import Tape
 from headway.core.contract.adapters import LoRARequest, rows_with
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.local_executor import LocalExecutor
 from headway.core.engine.execution.piecewise import PiecewiseGraphs
 from headway.core.engine.loop import EngineLoop
@@ -77,7 +77,9 @@ def engine_of(graphs: bool, proposer: Told | None = None) -> tuple[EngineLoop, S
         enforce_eager=not graphs,
     )
     model = ShiftedModel()
-    engine = make_engine(model=model, source=registering(wide=Wide), config=config, proposer=proposer, measured=False)
+    engine = make_engine(
+        EngineParts(model=model, source=registering(wide=Wide), config=config, proposer=proposer, measured=False)
+    )
     assert isinstance(engine.executor, LocalExecutor)
     if graphs:
         engine.executor.capture(Again())

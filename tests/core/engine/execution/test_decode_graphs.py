@@ -23,7 +23,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, StepInput
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
 from headway.core.engine.execution.captured_step import DecodeGraph
 from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
@@ -179,7 +179,9 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="walk", block_size=8, max_num_batched_tokens=24, max_model_len=64, max_num_seqs=6)
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    return make_engine(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=9 * 8 * 512, **options))
+    return make_engine(
+        EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=9 * 8 * 512, **options))
+    )
 
 
 @torch.inference_mode()
@@ -316,7 +318,7 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    fast = make_engine(model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose))
+    fast = make_engine(EngineParts(model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose)))
     fast.executor.capture(Again())
     expected = [each.token_ids for each in generate(made, prompts, wishes)]
     assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
@@ -326,7 +328,9 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     assert fast.stats.num_graph_steps == 8
     changed.clear()
     inside = make_engine(
-        model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose, filter=torch_filter)
+        EngineParts(
+            model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose, filter=torch_filter)
+        )
     )
     inside.executor.capture(Again())
     assert [each.token_ids for each in generate(inside, prompts, wishes)] == expected

@@ -15,7 +15,7 @@ from graph_backend import Again, WalkPlugin
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.logprobs import TokenLogprobs
@@ -80,7 +80,7 @@ NAMED = {
 
 
 def engine(registry: Registry, config: EngineConfig, **options: Any) -> EngineLoop:
-    return make_engine(model=TinyModel(), source=registry, config=config, hosts=HostRows(None, NAMED), **options)
+    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, hosts=HostRows(None, NAMED), **options))
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:

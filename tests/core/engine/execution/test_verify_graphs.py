@@ -18,7 +18,7 @@ from headway.core.contract.model import Model
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.state import MAMBA2
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, MirroredTables
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
@@ -45,7 +45,9 @@ def made(
     **options: object,
 ) -> EngineLoop:
     config, model = replace(CONFIG, **options), model or TinyModel()
-    return make_engine(model=model, source=source, config=config, sampling=sampling, proposer=proposer, measured=False)
+    return make_engine(
+        EngineParts(model=model, source=source, config=config, sampling=sampling, proposer=proposer, measured=False)
+    )
 
 
 def requests(wish: dict[str, float]) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -198,7 +200,9 @@ def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptu
         graph_level = GraphLevel.DECODE
 
     registry = registering(wide=Narrow)
-    engine = make_engine(model=TinyModel(), source=registry, config=CONFIG, proposer=Told(lambda _: [1]), measured=False)
+    engine = make_engine(
+        EngineParts(model=TinyModel(), source=registry, config=CONFIG, proposer=Told(lambda _: [1]), measured=False)
+    )
     with caplog.at_level("WARNING", "headway"):
         engine.executor.capture(Again())
     (record,) = caplog.records

@@ -20,7 +20,7 @@ from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.launched import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
@@ -84,7 +84,7 @@ class Plugin:
 def engine_with(backend: type[Lazy], ahead: Any = nullcontext, **options: Any) -> EngineLoop:
     registry = create_registry([Plugin(backend)], load_entry_points=False)
     config = replace(CONFIG, attn_backend=backend.name, **options)
-    return make_engine(model=TinyModel(), source=registry, config=config, compile_ahead=ahead)
+    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, compile_ahead=ahead))
 
 
 def serve(engine: EngineLoop, prompts: list[list[int]], seed: int) -> None:

@@ -7,9 +7,9 @@ from random import Random
 
 from headway.core.engine.data.page_mover import KeptPage, PageName
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
-from headway.core.engine.offload.offloader import OffloadFailures
 from page_copier_stub import Moving
 
 

@@ -13,7 +13,8 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.offload.offloader import OffloadCosts, Offloader
+from headway.core.engine.offload.costs import OffloadCosts
+from headway.core.engine.offload.offloader import Offloader
 from headway.core.engine.scheduling.scheduler import Scheduler
 from page_copier_stub import Later, Moving
 from random_schedules import ARRIVALS, GROUPS, Arrival, Cache, Traffic, finish, room, sequence

@@ -16,7 +16,7 @@ from headway.core.contract.layout import NHD, NHD_INT8
 from headway.core.engine.data import pool
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import page_format
-from headway.core.engine.engine import make_engine
+from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.layer_specs import LayerSpecs
@@ -59,7 +59,7 @@ def test_offloading_changes_no_token(registry: Registry, name: str, layout: str)
     model = MODELS.get(name, PLAIN)
     expected = [model.greedy(prompt, 14) for prompt in PROMPTS]
     config = small(model, kv_offload_size="4MiB", preemption_mode="swap", kv_layout=layout)
-    engine = make_engine(model=model, source=registry, config=config)
+    engine = make_engine(EngineParts(model=model, source=registry, config=config))
     assert tokens(engine) == expected
     again = generate(engine, PROMPTS, GREEDY)
     assert [each.token_ids for each in again] == expected
@@ -78,7 +78,9 @@ def test_swapping_changes_no_token(registry: Registry) -> None:
         config = small(PLAIN, kv_offload_size="4MiB", preemption_mode=mode)
         memory = config.pool_bytes
         assert memory is not None
-        engine = make_engine(model=PLAIN, source=registry, config=replace(config, kv_cache_memory=memory + 4 * memory // 24))
+        engine = make_engine(
+            EngineParts(model=PLAIN, source=registry, config=replace(config, kv_cache_memory=memory + 4 * memory // 24))
+        )
         assert tokens(engine) == expected
         assert engine.stats.num_preemptions > 0
         assert mode == "auto" or set(engine.stats.preemptions_by_kind) == {mode}
@@ -96,8 +98,10 @@ def test_swapping_changes_no_token(registry: Registry) -> None:
 def test_offloading_a_cache_of_8_bits_changes_no_token(registry: Registry, name: str, kv_cache_dtype: str) -> None:
     model = MODELS.get(name, PLAIN)
     config = small(model, attn_backend="sdpa.math", kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=True)
-    expected = tokens(make_engine(model=model, source=registry, config=replace(config, kv_cache_memory=2**20)))
-    engine = make_engine(model=model, source=registry, config=replace(config, kv_offload_size="4MiB", preemption_mode="swap"))
+    expected = tokens(make_engine(EngineParts(model=model, source=registry, config=replace(config, kv_cache_memory=2**20))))
+    engine = make_engine(
+        EngineParts(model=model, source=registry, config=replace(config, kv_offload_size="4MiB", preemption_mode="swap"))
+    )
     first = tokens(engine)
     assert tokens(engine) == first == expected
     assert engine.stats.offload_hits > 0
@@ -121,23 +125,23 @@ def finish(engine: EngineLoop) -> None:
 
 
 def test_second_start_finds_pages_that_the_first_stored(registry: Registry, tmp_path: Path) -> None:
-    first = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    first = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = tokens(first)
     finish(first)
     assert len(files(tmp_path)) > 12
-    second = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    second = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     written = generate(second, PROMPTS, GREEDY)
     assert [each.token_ids for each in written] == expected
     assert [each.num_cached_tokens // 8 for each in written] == [(len(prompt) - 1) // 8 for prompt in PROMPTS]
     assert not second.stats.offload_failures
     finish(second)
-    third = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path, weights="others"))
+    third = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path, weights="others")))
     assert generate(third, PROMPTS[:1], GREEDY)[0].num_cached_tokens == 0
     finish(third)
 
 
 def test_forgotten_prefixes_are_found_neither_in_memory_nor_on_disk(registry: Registry, tmp_path: Path) -> None:
-    engine = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    engine = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = tokens(engine)
     engine.blocks.forget_prefixes(everywhere=True)
     again = generate(engine, PROMPTS, GREEDY)
@@ -177,10 +181,10 @@ def fold(path: Path) -> None:
 def test_damaged_file_is_recomputed_and_counted(
     registry: Registry, tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    first = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = tokens(first, PROMPTS[:2])
     finish(first)
-    second = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    second = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     for path in files(tmp_path):
         if harm is not exchange or int(path.stem[-1], 16) % 2:
             harm(path)
@@ -198,7 +202,7 @@ def test_full_disk_changes_no_token(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("headway.core.engine.offload.disk_tier.write_whole", full)
-    engine = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path))
+    engine = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = [PLAIN.greedy(prompt, 14) for prompt in PROMPTS]
     assert tokens(engine) == expected
     assert tokens(engine) == expected
@@ -209,11 +213,13 @@ def test_full_disk_changes_no_token(
 
 
 def test_offload_folder_stays_within_its_size(registry: Registry, tmp_path: Path) -> None:
-    engine = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path, kv_offload_dir_size=30_000))
+    engine = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path, kv_offload_dir_size=30_000)))
     tokens(engine)
     finish(engine)
     assert 10_000 < sum(path.stat().st_size for path in files(tmp_path)) <= 30_000
-    smaller = make_engine(model=PLAIN, source=registry, **on_disk(tmp_path, kv_offload_dir_size=10_000, weights="others"))
+    smaller = make_engine(
+        EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path, kv_offload_dir_size=10_000, weights="others"))
+    )
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
     finish(smaller)
 
@@ -236,14 +242,14 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 
 def test_offloading_that_cannot_work_is_refused(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bytes of a block"):
-        make_engine(model=PLAIN, source=registry, config=small(PLAIN, kv_offload_size=4))
+        make_engine(EngineParts(model=PLAIN, source=registry, config=small(PLAIN, kv_offload_size=4)))
     with pytest.raises(ConfigError, match="at most what the host has free"):
-        make_engine(model=PLAIN, source=registry, config=small(PLAIN, kv_offload_size="900TiB"))
+        make_engine(EngineParts(model=PLAIN, source=registry, config=small(PLAIN, kv_offload_size="900TiB")))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="a folder that can be written"):
-        make_engine(model=PLAIN, source=registry, **on_disk(tmp_path / "file"))
+        make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path / "file")))
     with pytest.raises(ConfigError, match="told from others"):
-        make_engine(model=PLAIN, source=registry, **on_disk(tmp_path, weights=""))
+        make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path, weights="")))
 
 
 @pytest.mark.parametrize("name", MODELS)
