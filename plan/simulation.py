@@ -14,9 +14,9 @@ from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.data.pool import SMALLEST_CHUNK
-from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence as Completion
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.data.step import ScheduledStep
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.plan.memory import EngineMemory

@@ -22,9 +22,8 @@ from headway.core.engine.execution.graph_set import as_run
 from headway.core.oracle.cases import parse_case
 from headway.core.select.costs import Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import MeasuredChoice
+from headway.core.select.selection import MeasuredChoice, Workload
 from headway.core.select.selector import Selector
-from headway.core.select.workload import Workload
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import progress_bar

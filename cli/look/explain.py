@@ -87,8 +87,8 @@ def explain(
         return
     from headway.core.engine.data.config import check_block_size
     from headway.core.select.backend_request import BackendRequest
+    from headway.core.select.selection import Workload
     from headway.core.select.selector import Selector
-    from headway.core.select.workload import Workload
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.all_reduce import describe_kept
 

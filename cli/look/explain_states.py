@@ -13,8 +13,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from headway.core.contract.state import StateSpec
+    from headway.core.select.selection import Workload
     from headway.core.select.state_selector import RatedState
-    from headway.core.select.workload import Workload
     from headway.registry import Registry
 
 

@@ -215,7 +215,7 @@ def regret(
     """Measure how much auto, obeying a table, loses to the best backend at points that are not in it."""
     from headway.bench.crossover.regret import RegretReport, judge_again, leave_one_out, measure_regret
     from headway.cli.options import sizes_of
-    from headway.core.select.workload import Workload
+    from headway.core.select.selection import Workload
     from headway.core.system.json_files import write_json
     from headway.machine.threads import set_threads
     from headway.tuning.isolated.trial import create_registry

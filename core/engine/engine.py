@@ -26,7 +26,7 @@ from headway.core.engine.scheduling.scheduler import IndependentScheduler, Sched
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.speculation.step_times import StepTimes
+from headway.core.speculation.proposers import StepTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

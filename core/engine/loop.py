@@ -1,4 +1,4 @@
-"""The engine's loop: requests in by id, tokens out, one step at a time."""
+"""The engine's loop: requests in by id, tokens out, one step at a time; and how full the engine is."""
 
 from __future__ import annotations
 
@@ -22,18 +22,15 @@ from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import CACHE, WEIGHTS, Executor, InFlight
-from headway.core.engine.data.profiler_ranges import StepClock
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
-from headway.core.engine.data.schedule import ScheduledSequence, ScheduledStep
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.data.stats import EngineSnapshot, EngineStats
-from headway.core.engine.data.step import OutputDelta
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
+from headway.core.engine.data.step import OutputDelta, ScheduledSequence, ScheduledStep
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import AdmissionQueue, Scheduler
-from headway.core.engine.scheduling.step_input import prepare
-from headway.core.engine.scheduling.step_results import StepResults, delta_of, smaller_budget
+from headway.core.engine.scheduling.step_input import StepResults, delta_of, prepare, smaller_budget
 from headway.core.sampling.sampler import seed_of
 from headway.core.select.selection import Selection
 

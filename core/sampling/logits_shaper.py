@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.core.contract.compiled import upload
 from headway.core.sampling.filtering import NO_FILTER, TokenFilter, keep_above, keep_top
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.row_needs import OF_HISTORY, Need, scale_of
+from headway.core.sampling.sampler import OF_HISTORY, Need, scale_of
 
 ANY_TOKEN = -1
 """Fills up the beginnings of bad words of unequal lengths: it agrees with every token."""

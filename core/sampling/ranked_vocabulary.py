@@ -15,9 +15,20 @@ from torch import Tensor
 from headway.core.contract.compiled import upload
 from headway.core.contract.ranks import Ranks
 from headway.core.sampling.logprobs import Scores, score
-from headway.core.sampling.row_needs import REASONS, SHAPING, Need
-from headway.core.sampling.sampler import NOT_A_TOKEN, Draws, SamplingOps, exponential, sample
-from headway.core.sampling.vocabulary import ChangingRows, Gathers, Vocabulary, WholeVocabulary
+from headway.core.sampling.sampler import (
+    NOT_A_TOKEN,
+    REASONS,
+    SHAPING,
+    ChangingRows,
+    Draws,
+    Gathers,
+    Need,
+    SamplingOps,
+    Vocabulary,
+    WholeVocabulary,
+    exponential,
+    sample,
+)
 
 _LOW = 0xFFFFFFFF
 _MAGNITUDE = 0x7FFFFFFF

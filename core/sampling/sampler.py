@@ -1,10 +1,13 @@
-"""Sampling of one token per row of logits, on the device of the logits and without waiting for the device."""
+"""Sampling of one token per row of logits: what each row's parameters need, and a vocabulary split over ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from enum import IntFlag
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -12,7 +15,100 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.contract.compiled import upload
+from headway.core.sampling.logprobs import Scores, score
+from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.verification import AcceptDrafts, accept_drafts
+
+
+class Need(IntFlag):
+    """A part of what happens between a model's logits and a token."""
+
+    TOP = 1
+    MIN_P = 2
+    PENALTY = 4
+    BIAS = 8
+    MIN_TOKENS = 16
+    ALLOWED = 32
+    BAD_WORDS = 64
+    PROCESSOR = 128
+    GRAMMAR = 256
+    LOGPROBS = 512
+    PROMPT_LOGPROBS = 1024
+
+
+SHAPING = (
+    Need.TOP
+    | Need.MIN_P
+    | Need.PENALTY
+    | Need.BIAS
+    | Need.MIN_TOKENS
+    | Need.ALLOWED
+    | Need.BAD_WORDS
+    | Need.PROCESSOR
+    | Need.GRAMMAR
+)
+"""Needs for which the logits change before a token is chosen."""
+FILTERING = Need.TOP | Need.MIN_P
+"""Needs that a kernel may serve in place of changed logits, see `SamplingOps.filter`."""
+ON_HOST = Need.PROCESSOR | Need.GRAMMAR
+"""Needs for which the host must have seen the tokens before."""
+OF_HISTORY = Need.PENALTY | Need.BAD_WORDS
+"""Needs for which the device must know the tokens before."""
+OF_TOKENS = ON_HOST | OF_HISTORY | Need.PROMPT_LOGPROBS
+"""Needs for which an executor is told the tokens with which a sequence begins in a row."""
+
+REASONS = {
+    Need.TOP: "top_k or top_p",
+    Need.MIN_P: "min_p",
+    Need.PENALTY: "penalties",
+    Need.BIAS: "logit_bias",
+    Need.MIN_TOKENS: "min_tokens",
+    Need.ALLOWED: "allowed_token_ids",
+    Need.BAD_WORDS: "bad_words",
+    Need.PROCESSOR: "logits_processors",
+    Need.GRAMMAR: "structured_outputs",
+    Need.LOGPROBS: "logprobs",
+    Need.PROMPT_LOGPROBS: "prompt_logprobs",
+}
+"""The words of a request for each need, for EngineStats."""
+
+
+def scale_of(params: SamplingParams) -> float:
+    """1 / temperature, 0 for greedy; kept where it is neither 0 nor infinite as a float32.
+
+    Times a logit of -inf or of 0 those would be NaN.
+    """
+    return 0.0 if params.greedy else max(1 / max(params.temperature, 2.0**-100), 2.0**-100)
+
+
+def need_of(params: SamplingParams) -> Need:
+    """Everything that the parameters ask for."""
+    penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    words = params.bad_words_token_ids or ()
+    wanted_by = {
+        Need.TOP: not params.greedy and (params.top_k > 0 or params.top_p < 1),
+        Need.MIN_P: not params.greedy and params.min_p > 0,
+        Need.PENALTY: penalties != (1, 0, 0),
+        Need.BIAS: bool(params.logit_bias) or any(len(word) == 1 for word in words),
+        Need.MIN_TOKENS: params.min_tokens > 0,
+        Need.ALLOWED: params.allowed_token_ids is not None,
+        Need.BAD_WORDS: any(len(word) > 1 for word in words),
+        Need.PROCESSOR: bool(params.logits_processors),
+        Need.GRAMMAR: params.structured_outputs is not None,
+        Need.LOGPROBS: params.logprobs is not None or params.num_drawn > params.n,
+        Need.PROMPT_LOGPROBS: params.prompt_logprobs is not None,
+    }
+    found = Need(0)
+    for need, wanted in wanted_by.items():
+        if wanted:
+            found |= need
+    return found
+
+
+def reasons_of(needs: int) -> tuple[str, ...]:
+    """The words of those that are set."""
+    return tuple(text for need, text in REASONS.items() if needs & need)
+
 
 NOT_A_TOKEN = -1
 """Stands for the token of a row whose logits hold a NaN."""
@@ -184,3 +280,105 @@ def _unsigned(values: Sequence[int] | NDArray[Any]) -> NDArray[numpy.uint64]:
         return values.astype(numpy.uint64)
     # Seeds are whole numbers of any sign, and a derived one may be more than an int64 holds.
     return numpy.array([each % 2**64 for each in values], dtype=numpy.uint64)
+
+
+class ChangingRows(NamedTuple):
+    """Rows of logits that change before their tokens are chosen, in host memory."""
+
+    at: NDArray[numpy.int64]
+    """[changing]: which of the step's rows each is."""
+    needs: NDArray[numpy.int32]
+    """[changing]: its `Need`s."""
+    filters: NDArray[numpy.float32]
+    """[4, any]: columns that are a `TokenFilter` each."""
+    columns: NDArray[numpy.int64]
+    """[changing]: which of them is its own."""
+
+    @property
+    def scales(self) -> NDArray[numpy.float32]:
+        """1 / temperature, of rows that filter: float32 [changing]."""
+        scales: NDArray[numpy.float32] = self.filters[0, self.columns]
+        return scales
+
+    @property
+    def top_k(self) -> NDArray[numpy.float32]:
+        """How many of the most likely tokens are all that a row's token depends on, float32 [changing]; 0: it depends on all."""
+        top_k: NDArray[numpy.float32] = self.filters[1, self.columns] * (self.needs & SHAPING & ~FILTERING == 0)
+        return top_k
+
+    def only(self, some: NDArray[numpy.bool_]) -> ChangingRows:
+        """Return some of them."""
+        return ChangingRows(self.at[some], self.needs[some], self.filters, self.columns[some])
+
+
+@dataclass
+class Gathers:
+    """Counts of what ranks have put together so that tokens could be chosen."""
+
+    rows: int = 0
+    """Rows whose logits were gathered whole."""
+    candidates: int = 0
+    """Rows of which each rank has sent its most likely tokens alone."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Rows that were gathered whole, by what asked for it; a row with several reasons counts under each."""
+
+
+class Vocabulary(Protocol):
+    """What chooses tokens from the logits that a model computes, [rows, width]."""
+
+    @property
+    def sampling(self) -> SamplingOps:
+        """Operations on such logits, which may be captured."""
+
+    def sample(self, logits: Tensor, draws: Draws, best: Tensor | None = None) -> Tensor:
+        """Choose a token for each row: see `sampler.sample`."""
+
+    def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
+        """Return logits of the whole vocabulary: of the rows that change, or of all of them.
+
+        What a row's token does not depend on may be -inf.
+        """
+
+    def sample_changed(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Choose a token for each row of logits of the whole vocabulary."""
+
+    def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
+        """Score tokens: see `logprobs.score`. reason: what asks for it."""
+
+    def whole(self, logits: Tensor, reason: str) -> Tensor:
+        """Return the logits of all rows over the whole vocabulary. reason: what asks for it."""
+
+    def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
+        """Take note that a graph of num_rows rows filters. filters: float32 [4, rows], see `Draws`."""
+
+    def take_gathers(self) -> Gathers | None:
+        """Return what ranks have put together since the last call; None where there is one rank."""
+
+
+class WholeVocabulary:
+    """The vocabulary of one rank: logits are those of all tokens."""
+
+    def __init__(self, sampling: SamplingOps) -> None:
+        self.sampling = sampling
+        self.sample: Callable[..., Tensor] = partial(sample, ops=sampling)
+        """See `Vocabulary`: nothing stands between a step and its choice."""
+        self.sample_changed = self.sample
+
+    def changing(self, logits: Tensor, rows: ChangingRows) -> Tensor:
+        """See `Vocabulary`; all rows, as they are."""
+        return logits
+
+    def score(self, logits: Tensor, tokens: Tensor, k: int, reason: str) -> Scores:
+        """See `Vocabulary`."""
+        return score(logits, tokens, k)
+
+    def whole(self, logits: Tensor, reason: str) -> Tensor:
+        """See `Vocabulary`."""
+        return logits
+
+    def filtered_in_graph(self, filters: NDArray[numpy.float32], num_rows: int) -> None:
+        """See `Vocabulary`."""
+
+    def take_gathers(self) -> Gathers | None:
+        """See `Vocabulary`."""
+        return None

@@ -14,8 +14,8 @@ from headway.core.contract.support import Reason
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import CostTable, Shape, StepCosts
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import PRESETS, Workload
 from headway.core.select.startup import BackendSource, StartupChoice
-from headway.core.select.workload import PRESETS, Workload
 
 
 class Selector:

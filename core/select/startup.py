@@ -15,8 +15,7 @@ from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.per_step import StepChooser
-from headway.core.select.selection import NO_ATTENTION, MeasuredChoice, Selection
-from headway.core.select.workload import Workload
+from headway.core.select.selection import NO_ATTENTION, MeasuredChoice, Selection, Workload
 
 DEFAULT_BLOCK_SIZES = (16, 64, 128, 256)
 """Tried in this order where the user names none: small blocks waste least memory."""

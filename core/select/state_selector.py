@@ -14,8 +14,8 @@ from headway.core.contract.state import StateLayout, StateSpec
 from headway.core.contract.support import Reason
 from headway.core.select.backend_request import ALL_AUTO, AUTO, BackendRequest
 from headway.core.select.costs import CostTable, Shape
+from headway.core.select.selection import PRESETS, Workload
 from headway.core.select.state_candidates import VERBS, StateCandidates, StateSource
-from headway.core.select.workload import PRESETS, Workload
 
 NO_BLOCKS = 0
 """Stands for the block size in a `CostTable` of states, which lie in slots."""

@@ -22,8 +22,7 @@ from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
-from headway.core.engine.scheduling.step_input import prepare
-from headway.core.engine.scheduling.step_results import StepResults
+from headway.core.engine.scheduling.step_input import StepResults, prepare
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.per_step import StepChooser

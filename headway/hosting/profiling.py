@@ -14,8 +14,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from headway.core.contract.errors import ConfigError
-from headway.core.engine.data.profiler_ranges import ProfilerRanges, no_ranges
-from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.data.stats import EngineStats, ProfilerRanges, no_ranges
 from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 

@@ -11,8 +11,8 @@ from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
 from headway.core.pooling.engine import PoolingEngine
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import Workload
 from headway.core.select.selector import Selector
-from headway.core.select.workload import Workload
 from headway.core.system.part_clock import PartClock
 from headway.hosting.assembly import checked_registry
 from headway.kernels.runtime.compile_ahead import compile_ahead

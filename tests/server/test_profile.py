@@ -13,7 +13,7 @@ import pytest
 
 from headway import LLM
 from headway.bench.serve.results import ServeReport
-from headway.core.engine.data.profiler_ranges import PARTS, no_ranges
+from headway.core.engine.data.stats import PARTS, no_ranges
 from headway.server.options import ServerOptions
 from sandbox import Result
 from server_thread import running

@@ -17,8 +17,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import Shape
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import Workload
 from headway.core.select.selector import Selector
-from headway.core.select.workload import Workload
 from headway.core.system.json_files import write_json
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune

@@ -22,8 +22,8 @@ from headway.core.contract.state_backend import StateCapabilities
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
+from headway.core.select.selection import Workload
 from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape
-from headway.core.select.workload import Workload
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states

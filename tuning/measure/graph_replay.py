@@ -13,7 +13,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.oracle.cases import Case
-from headway.core.speculation.step_times import is_captured
+from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.contender import Contender, run_layer
 
 _WARM_UPS = 2

@@ -15,7 +15,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from headway.core.speculation.step_times import is_captured
+from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs

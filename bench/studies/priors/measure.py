@@ -24,8 +24,8 @@ from headway.bench.studies.priors.ship import as_text
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.backend_request import ALL_AUTO
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import PRESETS
 from headway.core.select.selector import Selector
-from headway.core.select.workload import PRESETS
 from headway.core.system.json_files import write_bytes, write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal

@@ -28,9 +28,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from headway.async_llm import AsyncLLM
-from headway.core.engine.data.profiler_ranges import StepClock
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
-from headway.core.engine.data.stats import EngineSnapshot, EngineStats
+from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
 from headway.core.engine.data.step import OutputDelta
 from headway.hosting.driver import EngineDriver
 from headway.hosting.process_host import EngineProcess

@@ -116,7 +116,7 @@ class EngineConfig:
         """
         from headway.core.contract.spec import KV_DTYPES  # here, so that the command line's help needs no torch
         from headway.core.select.backend_request import BackendRequest
-        from headway.core.select.workload import Workload
+        from headway.core.select.selection import Workload
 
         check_kinds(self)
         self._set("attn_backend", BackendRequest.parse(self.attn_backend))

@@ -18,7 +18,7 @@ from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.state_slots import StateSlots
 from headway.core.engine.data.step import Sampled, StepInput
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.vocabulary import Gathers
+from headway.core.sampling.sampler import Gathers
 from headway.core.select.selection import Selection
 from headway.core.select.selector import Selector
 

@@ -36,22 +36,19 @@ from headway.core.engine.data.step import StepInput
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.engine.execution.captured_step import CudaGraphRecorder, GraphRecorder, name_of
 from headway.core.engine.execution.compilation import CompilationWatch
-from headway.core.engine.execution.graph_set import capture_sizes
-from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.graph_set import capture_sizes, piecewise_sizes
+from headway.core.engine.execution.host_rows import HostRows, Launched
 from headway.core.engine.execution.memory import ReleasedMemory, StatePlan, gathered, plan_pool
 from headway.core.engine.execution.model_runner import ModelRunner
-from headway.core.engine.execution.piecewise import piecewise_sizes
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import Selection
+from headway.core.select.selection import Selection, Workload
 from headway.core.select.selector import Selector
 from headway.core.select.startup import BackendSource
 from headway.core.select.state_candidates import StateSource
-from headway.core.select.workload import Workload
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")

@@ -1,4 +1,4 @@
-"""The device memory that the cache may take: what a trial run of the model leaves."""
+"""Device memory: what the cache may take, the plan of the pool, and memory released while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from headway.core.sampling.filtering import keep_top
 from headway.core.sampling.sampler import Draws, sample
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selection import Workload
 from headway.core.select.selector import Selector
 from headway.core.select.state_candidates import StateSource
 from headway.core.select.state_selector import StateSelector
-from headway.core.select.workload import Workload
 
 log = logging.getLogger("headway")
 

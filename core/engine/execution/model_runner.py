@@ -22,10 +22,8 @@ from headway.core.engine.data.step import NEWEST, StepInput
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention, copy_slots
 from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, GraphRecorder, PrefillGraph, VerifyGraph
 from headway.core.engine.execution.compilation import CompilationWatch
-from headway.core.engine.execution.graph_set import GraphSet
-from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.execution.launched import DeviceExtras, HostResults, Launched, PromptScores
-from headway.core.engine.execution.piecewise import PiecewiseGraphs
+from headway.core.engine.execution.graph_set import GraphSet, PiecewiseGraphs
+from headway.core.engine.execution.host_rows import DeviceExtras, HostResults, HostRows, Launched, PromptScores
 from headway.core.engine.execution.static_inputs import ModelStep
 from headway.core.engine.execution.token_sampler import (
     Chosen,

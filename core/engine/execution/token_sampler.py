@@ -18,25 +18,29 @@ from headway.core.contract.compiled import upload
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.engine.data.step import StartedRow, StepInput
-from headway.core.engine.execution.host_rows import HostRows
-from headway.core.engine.execution.launched import PromptScores
+from headway.core.engine.execution.host_rows import HostRows, PromptScores
 from headway.core.sampling.filtering import NO_FILTER, TokenFilter
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
 from headway.core.sampling.logprobs import Scores
 from headway.core.sampling.ranked_vocabulary import vocabulary_of
-from headway.core.sampling.row_needs import (
+from headway.core.sampling.sampler import (
     FILTERING,
+    NO_TOKEN_LEFT,
+    NOT_A_TOKEN,
     OF_HISTORY,
     ON_HOST,
     REASONS,
     SHAPING,
+    ChangingRows,
+    Draws,
     Need,
+    SamplingOps,
+    Vocabulary,
+    keys_of,
     need_of,
     reasons_of,
     scale_of,
 )
-from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, Draws, SamplingOps, keys_of
-from headway.core.sampling.vocabulary import ChangingRows, Vocabulary
 
 
 def positions_of(step: StepInput) -> NDArray[numpy.int64]:

@@ -21,12 +21,12 @@ from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.step import NewPages, StartedRow, StepInput
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.engine.execution.captured_step import name_of
-from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.execution.states import LayersWithState
 from headway.core.sampling.params import SamplingParams
 from headway.core.select.selector import Selector
-from headway.core.speculation.step_times import MAX_VERIFIED, WIDTHS
+from headway.core.speculation.proposers import MAX_VERIFIED, WIDTHS
 
 log = logging.getLogger("headway")
 

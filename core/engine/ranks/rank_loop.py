@@ -24,7 +24,7 @@ from headway.core.system.system_errors import escape_unencodable, open_closed_st
 from headway.core.system.wire import Wire
 
 if TYPE_CHECKING:
-    from headway.core.engine.execution.launched import Launched
+    from headway.core.engine.execution.host_rows import Launched
     from headway.core.engine.execution.local_executor import LocalExecutor
 
 log = logging.getLogger("headway")

@@ -1,7 +1,4 @@
-"""The messages between rank 0 and each of the others, beside the ring: at the start, and where a rank fails.
-
-This module imports little, so that the other ranks' processes can be started before rank 0 imports what it needs itself.
-"""
+"""Messages between ranks: how they start and join, and steps as bytes."""
 
 from __future__ import annotations
 

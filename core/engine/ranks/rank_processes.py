@@ -1,4 +1,4 @@
-"""The processes of the ranks beside rank 0: their start, what they are handed, and their end with this object or this process."""
+"""The processes of the other ranks, and the watchdog that stops all of them when one fails."""
 
 from __future__ import annotations
 

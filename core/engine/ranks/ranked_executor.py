@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.local_executor import LocalExecutor
 from headway.core.engine.ranks.rank_messages import encode
 from headway.core.engine.ranks.rank_processes import RankProcesses

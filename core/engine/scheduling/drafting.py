@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from headway.core.contract.sampling_plugins import BatchProposer, Proposer, SequenceProposer
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS
-from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
-from headway.core.speculation.step_times import PLAIN, UNGUESSED, WIDTHS, StepTimes, size_class, width_of
+from headway.core.engine.data.step import ScheduledStep
+from headway.core.speculation.proposers import PLAIN, UNGUESSED, WIDTHS, StepTimes, size_class, width_of
 
 log = logging.getLogger("headway")
 

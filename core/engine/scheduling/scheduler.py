@@ -1,4 +1,4 @@
-"""Which sequences get how many tokens in the next step."""
+"""Scheduling: which sequences get how many tokens in the next step, requests on their way in, and deterministic mode."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.model import StateLayer
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.schedule import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.data.stats import EngineStats
+from headway.core.engine.data.step import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.select.backend_request import AUTO, BackendRequest

@@ -18,7 +18,7 @@ from headway.core.contract.model import Attention
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import Sampled
 from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry, hookimpl

@@ -21,8 +21,7 @@ from transformers import (
 
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
 from headway.core.sampling.params import SamplingParams
-from headway.core.sampling.row_needs import SHAPING, need_of
-from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, greedy
+from headway.core.sampling.sampler import NO_TOKEN_LEFT, NOT_A_TOKEN, SHAPING, greedy, need_of
 from headway.core.sampling.structured import StructuredOutputsParams
 from sample_tokens import choose, take
 

@@ -10,8 +10,7 @@ import torch
 from headway.core.engine.execution.token_sampler import Chosen
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.ranked_vocabulary import vocabulary_of
-from headway.core.sampling.sampler import NOT_A_TOKEN, TORCH_SAMPLING, SamplingOps
-from headway.core.sampling.vocabulary import Gathers
+from headway.core.sampling.sampler import NOT_A_TOKEN, TORCH_SAMPLING, Gathers, SamplingOps
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE, chooser, part_of
 from thread_ranks import ThreadRanks, on_ranks
 

@@ -22,9 +22,8 @@ from headway.core.contract.support import Support
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable, Sample, Shape
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selection import MeasuredChoice
+from headway.core.select.selection import PRESETS, MeasuredChoice, Workload
 from headway.core.select.selector import Selector
-from headway.core.select.workload import PRESETS, Workload
 from headway.tuning.measure.points import grid
 from tiny_bench import with_backend
 

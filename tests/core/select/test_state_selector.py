@@ -15,8 +15,8 @@ from headway.core.contract.state import GATED_DELTA, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.costs import CostTable, Sample
+from headway.core.select.selection import Workload
 from headway.core.select.state_selector import NO_BLOCKS, StateSelector, state_shape
-from headway.core.select.workload import Workload
 from headway.registry import Registry, create_registry
 
 LAYER = StateSpec(GATED_DELTA, num_heads=4, num_key_heads=2, key_dim=4, value_dim=8, conv_channels=48, conv_width=4)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import NULL_PAGE, CacheGroup
-from headway.core.engine.data.schedule import ScheduledSequence, ScheduledStep
 from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.data.step import ScheduledSequence, ScheduledStep
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 

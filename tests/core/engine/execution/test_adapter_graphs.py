@@ -15,8 +15,8 @@ from headway.core.contract.adapters import LoRARequest, rows_with
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
+from headway.core.engine.execution.graph_set import PiecewiseGraphs
 from headway.core.engine.execution.local_executor import LocalExecutor
-from headway.core.engine.execution.piecewise import PiecewiseGraphs
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from proposer_stub import Told, told_of

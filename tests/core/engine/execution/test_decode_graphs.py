@@ -20,9 +20,8 @@ from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.data.step import NEWEST, StepInput
+from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
 from headway.core.engine.execution.captured_step import DecodeGraph

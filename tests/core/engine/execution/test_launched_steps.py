@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headway.core.engine.execution.launched import HostResults, Launched
+from headway.core.engine.execution.host_rows import HostResults, Launched
 
 
 def test_memory_is_reused_once_its_step_has_been_read() -> None:

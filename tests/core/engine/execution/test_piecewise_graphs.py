@@ -14,7 +14,7 @@ from headway.core.contract.errors import BackendError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.captured_step import borrowed
-from headway.core.engine.execution.piecewise import MAX_TOKENS, PiecewiseGraphs, piecewise_sizes
+from headway.core.engine.execution.graph_set import MAX_TOKENS, PiecewiseGraphs, piecewise_sizes
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
@@ -53,7 +53,7 @@ def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_
 
 
 def test_a_step_of_more_tokens_than_the_largest_pieces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.core.engine.execution.piecewise.MAX_TOKENS", 16)
+    monkeypatch.setattr("headway.core.engine.execution.graph_set.MAX_TOKENS", 16)
     made = engine(max_num_batched_tokens=64)
     made.executor.capture(PiecesTape())
     generate(made, [[1] * 40], SamplingParams(max_tokens=2, ignore_eos=True))

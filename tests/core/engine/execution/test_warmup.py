@@ -21,7 +21,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import StepInput
 from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.execution.launched import Launched
+from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams

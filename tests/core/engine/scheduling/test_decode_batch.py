@@ -6,9 +6,8 @@ import numpy
 import pytest
 
 from headway.core.engine.cache.block_manager import BlockManager
-from headway.core.engine.data.schedule import ScheduledStep
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.data.step import NEWEST
+from headway.core.engine.data.step import NEWEST, ScheduledStep
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
 from headway.core.sampling.params import SamplingParams

@@ -12,7 +12,7 @@ from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting, expected
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.step_times import PLAIN, UNGUESSED, StepTimes, is_captured, width_of
+from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, is_captured, width_of
 from headway.registry import Registry
 from proposer_stub import Told, told_of
 from run_engine import drain, generate

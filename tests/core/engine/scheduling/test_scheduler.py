@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
-from headway.core.engine.data.schedule import ScheduledSequence, ScheduledStep
+from headway.core.engine.data.step import ScheduledSequence, ScheduledStep
 from headway.core.engine.scheduling.scheduler import IndependentScheduler, Scheduler
 from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
 
