@@ -1,11 +1,14 @@
-"""Lists the files that one request passes through, from `LLM.generate` to its tokens.
+"""List the files of a walk through the code: of a request, of a choice, of a plugin, of a state slot.
 
     python docs/_tools/path_of_a_request.py              # prints the list of docs/design.md
     python docs/_tools/path_of_a_request.py --write      # puts it there
+    python docs/_tools/path_of_a_request.py --walk auto  # or plugin, slot
 
-A file counts if one of its functions is called between the call of `generate` and its return, in any thread; what runs while
-the model loads and the engine warms up does not. A file *hands on* if one of its functions calls into another file; the others
-answer a question and are done. The plain path: a CPU, one prompt, greedy, a named backend.
+request: functions called between `LLM.generate` and its return, in any thread, on a CPU: one prompt, greedy, a named backend. A
+file *hands on* if one of its functions calls into another file; the others answer a question and are done.
+auto: functions called while a start chooses attention backends by the table that an earlier start has kept.
+plugin: files on the stack of a call into a plugin's backend, from the registration of its class to its first prompt.
+slot: files of which a function that ran names the slot of a sequence's state.
 """
 
 from __future__ import annotations
@@ -13,12 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import headway
 from headway import LLM, SamplingParams
+from headway.backends.sdpa import SDPA
 
 ROOT = Path(headway.__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "design.md"
@@ -58,19 +64,125 @@ class Calls:
         return self._known[name]
 
 
+class Within(Calls):
+    """Counts only what is called, directly or not, by one of some functions."""
+
+    def __init__(self, roots: Collection[str]) -> None:
+        super().__init__()
+        self._roots = roots
+        self._depth = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note a call inside of the functions."""
+        if self._file(frame) and frame.f_code.co_qualname in self._roots:
+            self._depth += {"call": 1, "return": -1}.get(event, 0)
+        if self._depth > 0:
+            super().__call__(frame, event, argument)
+
+
+class Naming(Calls):
+    """Counts only functions whose code names one of some attributes."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__()
+        self._names = frozenset(names)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note a call of such a function."""
+        code = frame.f_code
+        if self._names.intersection(code.co_names + code.co_varnames):
+            super().__call__(frame, event, argument)
+
+
+CHOICE = ("costs_for", "Selector.__init__")
+"""Functions that find measured times, and that choose by them."""
+SLOT = ("state_index", "state_slots", "StateSlots", "num_state_slots", "out_slots", "restored_from", "held_state")
+
+
+@contextmanager
+def profiled(calls: Calls) -> Iterator[None]:
+    """Have every call of this process's threads noted."""
+    threading.setprofile(calls)
+    sys.setprofile(calls)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def trace_auto(model: str) -> Calls:
+    """Return the calls of a choice by a table that an earlier start has kept."""
+    LLM(model, device="cpu")
+    calls = Within(CHOICE)
+    with profiled(calls):
+        LLM(model, device="cpu")
+    return calls
+
+
+def trace_plugin(model: str) -> Calls:
+    """Return the files on the stack whenever a class of the caller's own is called, up to its first prompt."""
+    calls = Calls()
+
+    class Own(SDPA):
+        """A plugin's backend, which notes who calls it."""
+
+        name = "own"
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            note()
+            super().__init__(*arguments, **options)
+
+        @classmethod
+        def available(cls) -> Any:
+            note()
+            return super().available()
+
+        @classmethod
+        def supports(cls, *arguments: Any, **options: Any) -> Any:
+            note()
+            return super().supports(*arguments, **options)
+
+        def prefill(self, *arguments: Any, **options: Any) -> None:
+            note()
+            super().prefill(*arguments, **options)
+
+    def note() -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            calls(frame, "call", None)
+            frame = frame.f_back  # type: ignore[assignment]
+
+    llm = LLM(model, device="cpu", attn_backend="own", backends=[Own])
+    llm.generate("The capital of France is", SamplingParams(max_tokens=1), use_tqdm=False)
+    return calls
+
+
+def trace_slot() -> Calls:
+    """Return the functions that name a state's slot while a tiny hybrid model answers a request."""
+    sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
+    calls = Naming(SLOT)
+    from headway.core.engine.engine import EngineParts, make_engine
+    from headway.core.sampling.params import SamplingParams as Params
+    from headway.registry import create_registry
+    from stateful_model import Stateful
+
+    with profiled(calls):
+        engine = make_engine(EngineParts(model=Stateful("mamba2", None), source=create_registry(policy="none")))
+        engine.add_request("0", [1, 2, 3], Params(temperature=0, max_tokens=4))
+        while engine.has_unfinished:
+            engine.step()
+    return calls
+
+
 def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
     """The calls of one greedy request on a CPU."""
     llm = LLM(model, attn_backend=attn_backend, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     llm.generate("A first request fills the caches of this process.", params, use_tqdm=False)
     calls = Calls()
-    threading.setprofile(calls)
-    sys.setprofile(calls)
-    try:
+    with profiled(calls):
         llm.generate("The capital of France is", params, use_tqdm=False)
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
     return calls
 
 
@@ -88,8 +200,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--attn-backend", default="sdpa")
+    parser.add_argument("--walk", choices=("request", "auto", "plugin", "slot"), default="request")
     parser.add_argument("--write", action="store_true", help="put the lists into docs/design.md")
     asked = parser.parse_args()
+    if asked.walk != "request":
+        calls = {"auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](asked.model)
+        print(*(f"{number}. {file} ({first})" for number, (file, first) in enumerate(calls.first.items(), start=1)), sep="\n")
+        return
     text = section(trace_request(asked.model, asked.attn_backend))
     if not asked.write:
         print(text)
