@@ -169,7 +169,7 @@ def trace_slot() -> Calls:
 
     with profiled(calls):
         engine = make_engine(EngineParts(model=Stateful("mamba2", None), source=create_registry(policy="none")))
-        engine.add_request("0", [1, 2, 3], Params(temperature=0, max_tokens=4))
+        engine.add_request("0", engine.limits.checked([1, 2, 3], Params(temperature=0, max_tokens=4)))
         while engine.has_unfinished:
             engine.step()
     return calls

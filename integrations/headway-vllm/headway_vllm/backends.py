@@ -22,10 +22,12 @@ from headway.core.select.selector import Selector
 from headway.tuning.measure.device import resolve_device
 from headway_vllm.cache import layer_cache
 from headway_vllm.generation import find_generation
-from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector, registry
-from headway_vllm.planner import Planner, Step, attend, graph_backend
+from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector
+from headway.integrations.selectors import registry
+from headway_vllm.planner import Planner, attend, graph_backend
+from headway.bench.kernel.product_ways import Step
 from headway_vllm.request import AUTO, environment_request, member_names
-from headway_vllm.warming import warm
+from headway.cli.run.warm import warm
 
 log = logging.getLogger("headway")
 
