@@ -14,7 +14,7 @@ from operation_inputs import Inputs, Sizes, ropes
 
 pytest.importorskip("triton")
 try:
-    from headway.kernels.linear import tiles
+    from headway.kernels.linear import tile_kernels as tiles
     from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
     from headway.kernels.step.fused import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 
 from cubin_registers import blocks_that_fit
 from headway.kernels.linear import quantized_ways
-from headway.kernels.linear.cuda_cuts import CudaCutRule, float8_cut, float8_cut_narrow, most_rows_of
-from headway.kernels.linear.cuda_variant import Float8Variant
+from headway.kernels.linear.cuda_variant import CudaCutRule, Float8Variant, float8_cut, float8_cut_narrow, most_rows_of
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.quantized import WeightBytes

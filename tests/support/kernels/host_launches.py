@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.linear import cuda_launchers
+from headway.kernels.linear import cuda_products as cuda_launchers
 from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import Launch

@@ -19,9 +19,8 @@ from headway.core.contract.model import AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.kernels.all_reduce.one_shot import OneShotAllReduce
-from headway.kernels.experts.forms import forms_of
 from headway.kernels.experts.fused import FusedExperts
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.quantized_ways import QuantizedWays
