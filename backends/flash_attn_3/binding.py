@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from headway.kernels.runtime.bound_operator import BoundOperator
+from headway.kernels.runtime.compiled_library import BoundOperator
 
 FORWARD: Final = "fwd"
 SCHEDULE: Final = "get_scheduler_metadata"

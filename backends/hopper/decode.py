@@ -17,9 +17,8 @@ from headway.backends.triton.layer import Layer
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Kernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.triton_launch import Workspace
 

@@ -20,11 +20,9 @@ from headway.backends.triton.layer import Layer
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.kernels.runtime.triton_launch import Workspace, aligned
 
 HEAD = (576, 512)

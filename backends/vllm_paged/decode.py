@@ -14,9 +14,8 @@ from torch import Tensor
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 CSRC = Path(__file__).parent / "csrc"

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from headway.backends.vllm_paged.decode import CSRC, TILE
 from headway.core.contract.layout import LayerCache
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 _MANY_TOKENS = 1024

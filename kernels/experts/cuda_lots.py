@@ -18,13 +18,10 @@ from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SLICE_BYTES, CudaCut
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.quantized import WeightBytes
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.kernels.step.operations import Norm
 
 MOST_TOKENS = 256

@@ -19,11 +19,9 @@ from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, Arrangements, computes
 from headway.kernels.linear.cuda_variant import CSRC, PART_ROWS, SHARED_BYTES, SLICE_BYTES, CudaCut, CudaVariant, warps_bytes
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.quantized import WeightBytes
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Kernel, Launch
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.step.operations import Norm
 

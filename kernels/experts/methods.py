@@ -19,8 +19,7 @@ from headway.kernels.experts.route_kernels import Routed, Router, dot_type
 from headway.kernels.experts.row_kernels import down_quantized_rows, down_rows, gate_up_quantized_rows, gate_up_rows
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
 from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.linear.forms import QuantizedWeight
-from headway.kernels.linear.quantized import WeightBytes, tensors_of, weight_bytes
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, shared_memory
 from headway.kernels.step.operations import Norm
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.linear.axes import Axis, Division
-from headway.kernels.linear.forms import Float4Weight, Int4Weight, QuantizedWeight, form_name, rows_of
+from headway.kernels.linear.forms import Float4Weight, Int4Weight, QuantizedWeight, form_name, rows_of, weight_bytes
 
 
 class ExpertsCut:
@@ -89,8 +89,6 @@ def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.dev
     """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from headway.kernels.linear.quantized import weight_bytes
-
     return reads_form(weight, dtype) and weight_bytes(weight) is not None
 
 

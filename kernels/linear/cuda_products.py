@@ -28,14 +28,21 @@ from headway.kernels.linear.cuda_variant import (
     fitted,
     most_rows_of,
 )
-from headway.kernels.linear.forms import Float4Weight, Float8Weight, Int4Weight, Int8Weight, QuantizedWeight, form_name
+from headway.kernels.linear.forms import (
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    WeightBytes,
+    form_name,
+    weight_bytes,
+)
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized import InOrder, WeightBytes, weight_bytes
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.linear.quantized import InOrder
 from headway.kernels.runtime.nvrtc.compiler import architecture
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
 from headway.kernels.runtime.triton_launch import shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from headway.kernels.linear.quantized import WeightBytes
+from headway.kernels.linear.forms import WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.step.config import Activation
 

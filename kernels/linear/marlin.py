@@ -12,10 +12,9 @@ from headway.core.contract.support import YES, Support
 from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, form_name, unpacked
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.product_way import BLOCK, ProductWay, RowRounding, float8_scales, row_scales
-from headway.kernels.runtime.bound_operator import BoundOperator
+from headway.kernels.runtime.compiled_library import BoundOperator
 from headway.kernels.runtime.probe import HALF_DTYPES
-from headway.kernels.runtime.vllm_library.library import bind
-from headway.kernels.runtime.vllm_library.scalar_types import FLOAT4, FLOAT8, INT4, INT4_LESS_8
+from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8, bind
 from headway.kernels.step.operations import Norm
 
 GROUPS: Final = (32, 64, 128)

@@ -11,9 +11,8 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
-from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight
+from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized import tensors_of, weight_bytes
 from headway.kernels.linear.quantized_choice import DEQUANTIZED, SCALED, MeasuredWay
 from headway.kernels.linear.unpack_kernels import dequantize_rows, quantize_rows
 from headway.kernels.runtime.triton_launch import FixedLauncher

@@ -26,11 +26,11 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_cut,
     shared_rows_cut_narrow,
 )
-from headway.kernels.linear.forms import QuantizedWeight, form_name
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass, Marlin
 from headway.kernels.linear.product_way import Dequantize, ProductWay, RowRounding, ScaledMM, float8_scales
-from headway.kernels.linear.quantized import CutRule, QuantizedCut, QuantizedProducts, WeightBytes, quantized_cut
+from headway.kernels.linear.quantized import CutRule, QuantizedCut, QuantizedProducts, quantized_cut
 from headway.kernels.linear.quantized_choice import FEW, FLOAT8, KERNEL, SHARED, ProductKind
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from headway.kernels.runtime.probe import HALF_DTYPES, capability

@@ -20,7 +20,7 @@ from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.linear.tile_kernels import TiledProducts
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation, LatentConfig
-from headway.kernels.step.latent import FusedLatentLayer, LatentKernels
+from headway.kernels.step.latent_kernels import FusedLatentLayer, LatentKernels
 from headway.kernels.step.operations import (
     ACTIVATE,
     Embedding,

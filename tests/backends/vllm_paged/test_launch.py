@@ -17,9 +17,8 @@ from headway.backends.vllm_paged.decode import CSRC, PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 
 pytest.importorskip("cuda.bindings")
 
