@@ -10,7 +10,7 @@ import torch
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends.layouts import write_rows
-from headway.backends.online_softmax import paged_attention
+from online_softmax import paged_attention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase

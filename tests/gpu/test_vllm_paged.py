@@ -14,7 +14,7 @@ import torch
 
 from backend_cases import spec
 from headway.backends import layouts
-from headway.backends.vllm_paged import writer
+from headway.backends.vllm_paged import decode as writer
 from headway.backends.vllm_paged.backend import VllmPagedAttention
 from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError, ConfigError

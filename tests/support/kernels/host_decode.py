@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper import decode
-from headway.backends.hopper.decode_backend import HopperDecoding
+from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.triton.decode import DecodePlan
 from headway.core.contract.layout import LayerCache
 from headway.kernels.runtime.nvrtc.compiler import Variant

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper import backend, latent
-from headway.backends.hopper.latent_backend import HopperLatent
+from headway.backends.hopper.latent import HopperLatent
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch
 from host_kernels import MULTIPROCESSORS, SAID, compiled
