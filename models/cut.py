@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import CONV, MAMBA1
-from headway.kernels.experts.cut import ExpertsCut
-from headway.kernels.experts.cut import needs as needs_of_experts
+from headway.kernels.experts.weights import ExpertsCut
+from headway.kernels.experts.weights import needs as needs_of_experts
 from headway.kernels.linear.axes import Axis, Division
 from headway.models.config import DecoderConfig, StateConfig
 

@@ -19,7 +19,7 @@ from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.text import shown
-from headway.kernels.experts.forms import reads_experts
+from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.linear.linear import reads_as_it_is
 from headway.kernels.runtime.native.library import functions

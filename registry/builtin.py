@@ -25,7 +25,7 @@ log = logging.getLogger("headway")
 def _writer(device: torch.device) -> CacheWriter:
     if device.type == "cuda":
         try:
-            from headway.backends.triton.writer import Writer
+            from headway.backends.triton.write_kernel import Writer
         except ImportError as error:
             hint = "pip install 'headway[triton]'"
             log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
@@ -49,7 +49,7 @@ def _sdpa_math() -> type[AttentionBackend]:
 
 
 def _native() -> type[AttentionBackend]:
-    from headway.backends.native.backend import NativeAttention
+    from headway.backends.native import NativeAttention
 
     return NativeAttention
 
@@ -73,13 +73,13 @@ def _hopper() -> type[AttentionBackend]:
 
 
 def _hopper_mla() -> type[AttentionBackend]:
-    from headway.backends.hopper.latent_backend import HopperLatent
+    from headway.backends.hopper.latent import HopperLatent
 
     return HopperLatent
 
 
 def _hopper_decode() -> type[AttentionBackend]:
-    from headway.backends.hopper.decode_backend import HopperDecoding
+    from headway.backends.hopper.decode import HopperDecoding
 
     return HopperDecoding
 
@@ -91,7 +91,7 @@ def _flash_attn() -> type[AttentionBackend]:
 
 
 def _flash_attn_3() -> type[AttentionBackend]:
-    from headway.backends.flash_attn_3.backend import FlashAttention3
+    from headway.backends.flash_attn_3 import FlashAttention3
 
     return FlashAttention3
 
@@ -103,7 +103,7 @@ def _flash_attn_4() -> type[AttentionBackend]:
 
 
 def _torch_varlen() -> type[AttentionBackend]:
-    from headway.backends.torch_varlen import TorchVarlen
+    from headway.backends.varlen import TorchVarlen
 
     return TorchVarlen
 

@@ -29,7 +29,7 @@ import headway.kernels.sampling
 import headway.kernels.step
 from absent_gpu import SHARED_MEMORY, Capability, Compilations, absent_gpu
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.tiles import TiledProducts
+from headway.kernels.linear.tile_kernels import TiledProducts
 from headway.kernels.runtime.triton_launch import INTERPRETED, PDL_CAPABILITY, Launcher
 from headway.models.families.families import FAMILIES
 from launched_kernels import (

@@ -16,10 +16,8 @@ from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
-from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES, tensor_map
 
 _LOG2E = math.log2(math.e)
 ARGUMENTS = Struct("=8Q4q6i2f")

@@ -2,23 +2,227 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from struct import Struct
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.attention import HopperKernels, HopperPlan
-from headway.backends.hopper.tiles import HEAD_DIMS, MAX_GROUP, UNEQUAL
+from headway.backends.hopper.schedule import Problem, Schedule, choose
+from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.compiled import upload
+from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
+from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES, capability, has_gpu
+
+_LOG2E = math.log2(math.e)
+ARGUMENTS = Struct("=8Q4q6i2f")
+"""struct Arguments of shape.cuh."""
+_MOST_MAPS = 1024
+"""Tensor maps kept: three for each layer, and new ones where activations lie elsewhere or are more."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPlan:
+    """One step."""
+
+    dense: bool
+    """Whether no sequence has a context: this step's keys and values are all there are."""
+    kernel: Kernel | None
+    """None where there is nothing to do."""
+    launch: Launch | None
+    box: int
+    """Slots that one copy of keys takes."""
+    addresses: tuple[int, ...]
+    """Addresses of items and block table, then of partial results, tickets and queue."""
+    table_row: int
+    numbers: tuple[int | float, ...]
+    """The arguments after the strides."""
+    schedule: Schedule
+    kept: tuple[Tensor, ...]
+    """What the addresses point to."""
+
+
+class HopperKernels:
+    """Prefill and extend of one layer kind, on one stream at a time: launches share a queue and the partial results.
+
+    :raises UnsupportedError: no compiler. BackendError: the kernel does not compile.
+    """
+
+    def __init__(self, spec: AttentionSpec, block_size: int, num_splits: int | None = None) -> None:
+        self._spec = spec
+        self._block_size = block_size
+        self._num_splits = num_splits
+        self._tiles = tiles_of(spec.head_dim, spec.v_head_dim)
+        self._programs = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._sinks = None
+        if spec.sinks is not None:
+            self._sinks = torch.tensor([sink * _LOG2E for sink in spec.sinks], dtype=torch.float32, device=spec.device)
+        if spec.softcap is None:
+            self._scaling = (spec.scale * _LOG2E, 0.0)
+        else:
+            self._scaling = (spec.softcap * _LOG2E, spec.scale / spec.softcap)
+        self._queue = torch.zeros(2, dtype=torch.int32, device=spec.device)
+        self._partials = torch.empty(0, dtype=torch.float32, device=spec.device)
+        self._tickets = torch.zeros(0, dtype=torch.int32, device=spec.device)
+        self._outgrown: list[Tensor] = []
+        self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(ARGUMENTS.size))
+        self._kernels: dict[tuple[AttentionTile, bool], Kernel] = {}
+        self._launches: dict[tuple[AttentionTile, int], Launch] = {}
+        self._maps: dict[tuple[object, ...], bytes] = {}
+
+    def kernel(self, tile: AttentionTile, dense: bool) -> Kernel:
+        """The compiled kernel for a tile; built first if need be."""
+        kernel = self._kernels.get((tile, dense))
+        if kernel is None:
+            variant = variant_of(self._spec, tile, None if dense else self._block_size)
+            kernel = load(variant, "attention", self._spec.device, ARCH)
+            kernel.allow_shared(tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim))
+            self._kernels[tile, dense] = kernel
+        return kernel
+
+    def plan(self, metadata: AttentionMetadata) -> HopperPlan:
+        """Cut a view of sequences that prefill or extend into items, and fix the launch for all layers."""
+        spec, tiles = self._spec, self._tiles
+        dense = metadata.phase is Phase.PREFILL
+        most_rows = metadata.max_query_len * spec.group_size
+        if most_rows <= tiles.narrow.rows:
+            candidates: tuple[AttentionTile, ...] = (tiles.narrow,)
+        elif metadata.num_prefill_tokens * spec.num_heads >= 3 * self._programs * tiles.wide.rows:
+            candidates = (tiles.wide,)
+        else:
+            candidates = (tiles.wide, tiles.narrow)
+        table = metadata.block_table
+        schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
+        if len(schedule.items) == 0:
+            return HopperPlan(dense, None, None, 0, (), 0, (), schedule, ())
+        tile = schedule.tile
+        items = upload(torch.from_numpy(schedule.items), spec.device)
+        self._grow(schedule)
+        programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
+        buffers = (self._partials, self._tickets, self._queue)
+        return HopperPlan(
+            dense=dense,
+            kernel=self.kernel(tile, dense),
+            launch=self._launch(tile, programs),
+            box=box_of(tile, None if dense else self._block_size),
+            addresses=(items.data_ptr(), table.data_ptr(), *(buffer.data_ptr() for buffer in buffers)),
+            table_row=table.stride(0),
+            numbers=(
+                len(schedule.items),
+                spec.num_kv_heads,
+                schedule.section,
+                spec.group_size,
+                tile.rows // spec.group_size,
+                spec.sliding_window or 0,
+                *self._scaling,
+            ),
+            schedule=schedule,
+            kept=(items, table, *buffers),
+        )
+
+    def _launch(self, tile: AttentionTile, programs: int) -> Launch:
+        launch = self._launches.get((tile, programs))
+        if launch is None:
+            shared = tile.shared_bytes(self._spec.head_dim, self._spec.v_head_dim)
+            launch = self._launches[tile, programs] = Launch((programs, 1, 1), tile.threads, shared)
+        return launch
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: HopperPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; k, v: the same with num_kv_heads.
+
+        lse: float32 [num_heads, num_tokens], or None.
+        """
+        if plan.kernel is None or plan.launch is None:
+            return
+        keys, values = (k, v) if plan.dense else (cache.key, cache.value)
+        address, (token, head, _) = out.data_ptr(), out.stride()
+        if address & 15 or (token | head) & 7:
+            raise BackendError(f"hopper: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
+        arguments = ARGUMENTS.pack(
+            address,
+            0 if lse is None else lse.data_ptr(),
+            *plan.addresses[:2],
+            0 if self._sinks is None else self._sinks.data_ptr(),
+            *plan.addresses[2:],
+            token,
+            head,
+            0 if lse is None else lse.stride(0),
+            plan.table_row,
+            *plan.numbers,
+        )
+        cached = None if plan.dense else cache
+        maps = (
+            self._query_map(q, plan.schedule.tile),
+            self._map(keys, cached, "key", plan.box),
+            self._map(values, cached, "value", plan.box),
+        )
+        self._arguments.set(*maps, arguments)
+        plan.kernel(plan.launch, self._arguments)
+
+    def workspace_bytes(self) -> int:
+        """Most bytes of partial results: a step that fills the GPU is not cut."""
+        tile, spec = self._tiles.wide, self._spec
+        return 4 * self._programs * tile.groups * _partial_floats(spec.v_head_dim) * 4
+
+    def _query_map(self, q: Tensor, tile: AttentionTile) -> bytes:
+        """The tensor map of queries as [token, kv head, head of the group, dim], by tiles."""
+        key = (q.data_ptr(), q.shape[0], q.stride(), tile.rows)
+        known = self._maps.get(key)
+        if known is None:
+            group = self._spec.group_size
+            view = q.view(q.shape[0], self._spec.num_kv_heads, group, self._spec.head_dim)
+            known = self._keep(key, tensor_map(view, (tile.rows // group, 1, group, 64)))
+        return known
+
+    def _map(self, tensor: Tensor, cache: LayerCache | None, name: str, box: int) -> bytes:
+        """The tensor map of keys or values as [block, head, slot, dim]; cache: None where they are this step's own."""
+        key = (tensor.data_ptr(), tensor.shape[0], tensor.stride(), box)
+        known = self._maps.get(key)
+        if known is None:
+            if cache is None:
+                view = tensor.transpose(0, 1).unsqueeze(0)
+            else:
+                view = (cache.logical_key if name == "key" else cache.logical_value).squeeze(4).transpose(1, 2)
+            known = self._keep(key, tensor_map(view, (1, 1, box, 64)))
+        return known
+
+    def _keep(self, key: tuple[object, ...], encoded: bytes) -> bytes:
+        if len(self._maps) >= _MOST_MAPS:
+            self._maps.clear()
+        self._maps[key] = encoded
+        return encoded
+
+    def _grow(self, schedule: Schedule) -> None:
+        """Room for the partial results. What was outgrown is kept until the steps that use it have ended, which nobody tells."""
+        heads, groups = self._spec.num_kv_heads, schedule.tile.groups
+        floats = schedule.num_partials * heads * groups * _partial_floats(self._spec.v_head_dim)
+        tickets = schedule.num_tickets * heads * groups
+        if self._partials.numel() < floats:
+            self._outgrown.append(self._partials)
+            self._partials = torch.empty(floats, dtype=torch.float32, device=self._spec.device)
+        if self._tickets.numel() < tickets:
+            self._outgrown.append(self._tickets)
+            self._tickets = torch.zeros(2 * tickets, dtype=torch.int32, device=self._spec.device)
+
+
+def _partial_floats(v_head_dim: int) -> int:
+    """Floats in a warpgroup's partial result: PARTIAL_FLOATS of finish.cuh."""
+    return 128 * (v_head_dim // 2 + 4)
+
 
 CAPABILITY = (9, 0)
 """The compute capability whose instructions (wgmma, setmaxnreg) the kernel is written in; no other has them."""

@@ -12,13 +12,174 @@ of a difference that is not positive, so nothing overflows however strong the de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from headway.backends.states.operands import Operands
+from headway.core.contract.state import GATED_DELTA, KDA, LIGHTNING, MAMBA2, StateParameters, StateSpec
+
+_NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A linear recurrence in one form: S = exp(g) S + k d^T, out = S^T q + skip, with d = v or d = beta (v - S^T k).
+
+    n sequences of L tokens each; all float32.
+    """
+
+    q: Tensor
+    """[n, L, key heads, K], scaled."""
+    k: Tensor
+    """[n, L, key heads, K]"""
+    v: Tensor
+    """[n, L, heads, V]"""
+    g: Tensor
+    """Logarithm of the decay, at most 0: [n, L, heads], or [n, L, heads, K] with a decay for each channel of the key."""
+    beta: Tensor | None = None
+    """[n, L, heads]; None: values are added as they are."""
+    skip: Tensor | None = None
+    """[n, L, heads, V], added to the output."""
+
+
+def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
+    """Read the input and the gates of every kind but `mamba1` and `conv`.
+
+    x: float32 [n, L, channels of the recurrence]; gates: [n, L, ...]; valid: bool [n, L], False where a row is no token: it
+    must leave the state as it is. None: all are tokens.
+    """
+    if spec.kind == MAMBA2:
+        return _mamba2(spec, parameters, x, gates, valid)
+    both, v = _parts(x, (2 * spec.num_key_heads, spec.num_heads), (spec.key_dim, spec.value_dim))
+    q, k = torch.split(_normed(both) if spec.qk_norm else both, spec.num_key_heads, dim=2)
+    q = q if spec.scale == 1.0 else q * spec.scale
+    assert parameters.decay_rate is not None
+    if spec.kind == LIGHTNING:
+        g = parameters.decay_rate.expand(*x.shape[:2], spec.num_heads)
+        if valid is not None:
+            g, k = g * valid[..., None], k * valid[..., None, None]
+        return Operands(q, k, v, g)
+    assert spec.kind in (GATED_DELTA, KDA)
+    assert parameters.dt_bias is not None
+    a, b, rate = gates[0].float(), gates[1].float(), parameters.decay_rate
+    g = (rate[:, None] if spec.kind == KDA else rate) * softplus(a + parameters.dt_bias.float())
+    beta = b.sigmoid() if spec.beta_scale == 1.0 else b.sigmoid() * spec.beta_scale
+    if valid is not None:
+        beta = beta * valid[..., None]
+        g = g * (valid[..., None, None] if spec.kind == KDA else valid[..., None])
+    return Operands(q, k, v, g, beta)
+
+
+def _mamba2(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None) -> Operands:
+    assert parameters.decay_rate is not None
+    assert parameters.dt_bias is not None
+    assert parameters.D is not None
+    heads = (spec.num_heads, spec.num_key_heads, spec.num_key_heads)
+    value, key, query = _parts(x, heads, (spec.value_dim, spec.key_dim, spec.key_dim))
+    dt = softplus(gates[0].float() + parameters.dt_bias.float())
+    if spec.dt_limits != (0.0, math.inf):
+        dt = dt.clamp(*spec.dt_limits)
+    if valid is not None:
+        dt = dt * valid[..., None]
+    g = parameters.decay_rate * dt
+    return Operands(query, key, value * dt[..., None], g, skip=value * parameters.D.float()[:, None])
+
+
+def _parts(x: Tensor, heads: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
+    """Split the channels [n, L, sum of heads * dims] into [n, L, heads, dims] each."""
+    parts = torch.split(x, [count * dim for count, dim in zip(heads, dims, strict=True)], dim=-1)
+    return [torch.unflatten(part, -1, (count, dim)) for part, count, dim in zip(parts, heads, dims, strict=True)]
+
+
+def _normed(rows: Tensor) -> Tensor:
+    return rows * rows.square().sum(-1, keepdim=True).add_(_NORM_EPSILON).rsqrt_()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveOperands:
+    """S = exp(dt A) S + dt x B, out = S . C + D x for each of H channels with a state of K elements; all float32.
+
+    The channels come last wherever there are any, since there are many.
+    """
+
+    x: Tensor
+    """[n, L, H]"""
+    dt: Tensor
+    """[n, L, H]"""
+    B: Tensor
+    """[n, L, K]"""
+    C: Tensor
+    """[n, L, K]"""
+    A: Tensor
+    """[K, H], below 0."""
+    D: Tensor
+    """[H]"""
+
+
+def selective_operands(
+    parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], valid: Tensor | None
+) -> SelectiveOperands:
+    """Read the input x, float32 [n, L, H], and the gates dt, B and C of `mamba1`; valid: see `operands`."""
+    assert parameters.decay_rate is not None
+    assert parameters.dt_bias is not None
+    assert parameters.D is not None
+    dt = softplus(gates[0].float() + parameters.dt_bias.float())
+    if valid is not None:
+        dt = dt * valid[..., None]
+    return SelectiveOperands(
+        x, dt, gates[1].float(), gates[2].float(), parameters.decay_rate.T.contiguous(), parameters.D.float()
+    )
+
+
+def scan_selective(
+    chunk: int, inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]
+) -> tuple[Tensor, Tensor]:
+    """Run the recurrence over J chunks of L / J tokens, all chunks at once, and return the output [n, L, H] and the last state.
+
+    Each chunk runs from a state of zeros; what the state before it adds is linear in that state, and is added once it is known.
+    A single chunk begins with its state. state: [n, K, H]; after(j, state): see `scan_chunks`.
+    """
+    x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
+    chunks = x.shape[1]
+    own = state[:, None].clone() if chunks == 1 else state.new_zeros(state.shape[0], chunks, *state.shape[1:])  # [n, J, K, H]
+    out = _run(replace(inputs, x=x, dt=dt, B=B, C=C), own, lambda token: None)
+    if chunks == 1:
+        after(0, own[:, 0])
+        return out.flatten(1, 2), own[:, 0]
+    elapsed = dt.cumsum(2)  # [n, J, C, H]
+    before = torch.empty_like(own)
+    for j in range(chunks):
+        before[:, j] = state
+        state = torch.addcmul(own[:, j], (elapsed[:, j, -1, None] * inputs.A).exp_(), state)
+        after(j, state)
+    kept = torch.empty_like(own)
+    for token in range(chunk):
+        torch.mul(elapsed[:, :, token, None], inputs.A, out=kept).exp_().mul_(before)
+        out[:, :, token] += (C[:, :, token, None] @ kept).squeeze(-2)
+    return out.flatten(1, 2), state
+
+
+def step_selective(inputs: SelectiveOperands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
+    """Run token by token and return the output [n, L, H]; state: [n, K, H], overwritten; after: see `step_tokens`."""
+    return _run(inputs, state, lambda token: after(token, state))
+
+
+def _run(inputs: SelectiveOperands, state: Tensor, after: Callable[[int], None]) -> Tensor:
+    """Move the state [..., K, H] on token by token, inputs being [..., L, H or K]; returns the output [..., L, H]."""
+    driven = inputs.dt * inputs.x
+    out = inputs.D * inputs.x
+    decay = torch.empty_like(state)
+    for token in range(out.shape[-2]):
+        torch.mul(inputs.dt[..., token, None, :], inputs.A, out=decay).exp_()
+        state.mul_(decay).addcmul_(inputs.B[..., token, :, None], driven[..., token, None, :])
+        out[..., token, :] += (inputs.C[..., token, None, :] @ state).squeeze(-2)
+        after(token)
+    return out
 
 
 class _Scores(NamedTuple):
@@ -152,3 +313,24 @@ def _sums_after(g: Tensor) -> Tensor:
     after = torch.zeros_like(g)
     after[..., :-1, :] = g[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
     return after
+
+
+def step_tokens(inputs: Operands, state: Tensor, after: Callable[[int, Tensor], None]) -> Tensor:
+    """Run the recurrence token by token and return the output, float32 [n, L, H, V].
+
+    state: float32 [n, H, K, V], overwritten; after(i, state) is called with the state after token i, which must not be kept.
+    """
+    heads, v, beta = inputs.v.shape[2], inputs.v, inputs.beta
+    q, k = widen(inputs.q, heads), widen(inputs.k, heads)
+    decays = inputs.g.exp()[..., None] if inputs.g.dim() == 4 else inputs.g.exp()[..., None, None]  # [n, L, H, 1 or K, 1]
+    rows = []
+    for i in range(v.shape[1]):
+        state.mul_(decays[:, i])
+        added = v[:, i, :, None]  # [n, H, 1, V]
+        if beta is not None:
+            added = (added - k[:, i, :, None] @ state) * beta[:, i, :, None, None]
+        state.addcmul_(k[:, i, :, :, None], added)
+        rows.append(q[:, i, :, None] @ state)
+        after(i, state)
+    out = torch.cat(rows, dim=2).transpose(1, 2) if len(rows) > 1 else rows[0].transpose(1, 2)
+    return out if inputs.skip is None else out + inputs.skip

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from headway.backends.states.chunks import scan_chunks
-from headway.backends.states.convolution import convolve, remembered
-from headway.backends.states.operands import operands
+from headway.backends.states.chunks import operands, scan_chunks, scan_selective, selective_operands, step_selective, step_tokens
 from headway.backends.states.plans import (
     Room,
     ScanPlan,
@@ -21,9 +20,6 @@ from headway.backends.states.plans import (
     plan_scan,
     plan_step,
 )
-from headway.backends.states.selective import scan_selective, selective_operands, step_selective
-from headway.backends.states.slots import read_slots, write_known_later, write_slots
-from headway.backends.states.steps import step_tokens
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import (
@@ -37,6 +33,73 @@ from headway.core.contract.state import (
     StateSpec,
 )
 from headway.core.contract.state_backend import StateBackend, StateCapabilities
+
+
+def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor) -> Tensor:
+    """Convolve each channel with its taps and apply the activation.
+
+    x: float32 [n, conv_width - 1 + L, channels], a token's predecessors first; returns float32 [n, L, channels].
+    """
+    assert parameters.conv_weight is not None
+    first, *taps = parameters.conv_weight.float().unbind(1)
+    length, bias = x.shape[1] - spec.conv_width + 1, parameters.conv_bias
+    out = x[:, :length] * first if bias is None else torch.addcmul(bias.float(), x[:, :length], first)
+    for place, tap in enumerate(taps, start=1):
+        out.addcmul_(x[:, place : place + length], tap)
+    return silu(out, inplace=True) if spec.activation == "silu" else out
+
+
+def remembered(history: Tensor, x: Tensor, at: Tensor, from_history: Tensor) -> Tensor:
+    """Return the inputs that a convolution's state holds after some tokens, for each of M states.
+
+    history: [num_seqs, conv_width - 1, channels], what was remembered before the step; x: [num_tokens, channels];
+    at: int64 [M, conv_width - 1], rows of x, or of history seen as [num_seqs * (conv_width - 1), channels] where
+    from_history, bool [M, conv_width - 1], says so. Returns [M, channels, conv_width - 1].
+    """
+    flat = at.flatten()
+    new = x.index_select(0, flat.clamp(max=x.shape[0] - 1))
+    old = history.flatten(0, 1)
+    old = old.index_select(0, flat.clamp(max=old.shape[0] - 1))
+    rows = torch.where(from_history.flatten()[:, None], old, new)
+    return torch.unflatten(rows, 0, at.shape).transpose(1, 2)
+
+
+def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
+    """Return float32 copies of the states of some slots, in the order of memory that the states have.
+
+    states: logical view [num_slots, ...] of any layout; slots: int [n], those below 0 are read as any; empty: bool [n], rows
+    that begin with zeros. None: none does.
+    """
+    order = sorted(range(states.dim()), key=states.stride, reverse=True)
+    if order[0] != 0:  # strides of tensors with one element say nothing
+        order = list(range(states.dim()))
+    taken = states.permute(order).index_select(0, slots.clamp(min=0)).float()
+    taken = taken.permute([order.index(axis) for axis in range(states.dim())])
+    if empty is None:
+        return taken
+    return taken.masked_fill_(empty.view(-1, *[1] * (states.dim() - 1)), 0.0)
+
+
+def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write values [n, ...] to slots, int [n], all of them at least 0."""
+    states.index_copy_(0, slots.long(), values.to(states.dtype))
+
+
+def write_known_later(states: Tensor, slots: Tensor, values: Tensor) -> None:
+    """Write values to slots, int [n], where those below 0 write nothing and the host does not know which these are.
+
+    A row without a slot writes what the first row with one writes, to the same place; where no row has one, slot 0 is written
+    with what it holds.
+    """
+    rows = slots.shape[0]
+    wanted = slots >= 0
+    first = wanted.int().argmax()
+    source = torch.where(wanted, torch.arange(rows, device=slots.device), first)
+    target = slots.index_select(0, source).clamp(min=0).long()
+    values = values.to(states.dtype).index_select(0, source)
+    held = states.index_select(0, target[:1])
+    states.index_copy_(0, target, torch.where(wanted.any(), values, held))
+
 
 _AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
-from headway.backends.triton.latent import LatentDecode
+from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend, GraphLevel

@@ -11,8 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from headway.backends.triton.chunk_kernel import cut_sequences
-from headway.backends.triton.chunks import Chunks, most_chunks
+from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, most_chunks
 from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
 from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of

@@ -14,8 +14,7 @@ from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillCon
 from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
-from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
-from headway.backends.triton.splits import RunRule
+from headway.backends.triton.splits import RunRule, TileSchedule, schedule_tiles
 from headway.core.contract.compiled import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from headway.backends.vllm_paged import writer
+from headway.backends.vllm_paged import decode
 from headway.backends.vllm_paged.decode import PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
@@ -23,7 +23,7 @@ def reshape_and_cache(
     k: Tensor, v: Tensor, key: Tensor, value: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
     """Write k, v [num_tokens, kv_heads, head_dim] to slot_mapping int64 [num_tokens]; -1 is skipped."""
-    writer.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
+    decode.reshape_and_cache(k, v, key, value, slot_mapping, value.shape[3], k_scale, v_scale)
 
 
 @torch.library.custom_op("headway::paged_attention", mutates_args=("out",), device_types="cuda")
@@ -89,13 +89,13 @@ def paged_attention(
 @torch.library.custom_op("headway::copy_blocks", mutates_args=("key", "value"), device_types="cuda")
 def copy_blocks(key: Tensor, value: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks inside one cache; pairs: int64 [num_pairs, 2], source and destination."""
-    writer.copy_blocks(key, value, pairs)
+    decode.copy_blocks(key, value, pairs)
 
 
 @torch.library.custom_op("headway::swap_blocks", mutates_args=("to_key", "to_value"))
 def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks from one cache to another, either in pinned host memory; pairs: as for `copy_blocks`, on the GPU."""
-    writer.swap_blocks(key, value, to_key, to_value, pairs)
+    decode.swap_blocks(key, value, to_key, to_value, pairs)
 
 
 @lru_cache(maxsize=64)

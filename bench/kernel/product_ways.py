@@ -62,7 +62,7 @@ def _plain(layers: ProductLayers, device: torch.device) -> ProductWays:
         return ProductWays(lambda x: [TimedProduct(name, _alone, layers.linears)])
     ways = [TimedProduct(MM, _alone, layers.linears)]
     try:
-        from headway.kernels.linear.products import FewRows
+        from headway.kernels.linear.product_kernels import FewRows
     except ImportError:
         return ProductWays(lambda x: ways)
     few = FewRows(device)

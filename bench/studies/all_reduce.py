@@ -143,7 +143,7 @@ def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[All
     """Our kernel with programs of other sizes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    from headway.kernels.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
+    from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
     from headway.kernels.all_reduce.peer_memory import PeerMemory
 
     for each in block_bytes:

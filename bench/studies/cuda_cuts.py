@@ -29,8 +29,8 @@ from headway.cli.options import sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 from headway.kernels.experts.cuda_lots import LOTS, CudaLots
-from headway.kernels.linear.cuda_cuts import CudaCut
 from headway.kernels.linear.cuda_products import CudaProducts
+from headway.kernels.linear.cuda_variant import CudaCut
 from headway.kernels.linear.quantized_choice import FEW, FLOAT8, SHARED
 from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.runtime.compile_ahead import compile_ahead

@@ -28,12 +28,12 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
+from headway.kernels.linear.forms import weight_bytes
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.products import FewRows
-from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts, quantized_cut, weight_bytes
+from headway.kernels.linear.product_kernels import FewRows
+from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts, quantized_cut
 from headway.kernels.linear.quantized_choice import KERNEL
-from headway.kernels.linear.quantized_cuts import changed
-from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.quantized_ways import QuantizedWays, changed
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.tuning.measure.device import identify_device, resolve_device
 from headway.tuning.measure.graph_replay import captured

@@ -69,7 +69,7 @@ def diagnose(registry: Registry, machine: Machine) -> dict[str, Any]:
 
 def _vllm_library(machine: Machine) -> dict[str, Any]:
     """Return what the doctor found of vLLM's library, which has GEMM kernels for quantized weights."""
-    from headway.kernels.runtime.vllm_library.library import find_library
+    from headway.kernels.runtime.vllm_library import find_library
     from headway.machine.doctor import Advice, advise_vllm_library
 
     support = find_library()

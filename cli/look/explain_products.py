@@ -61,7 +61,7 @@ def _on_cpu(products: Sequence[tuple[Linear, bool]]) -> list[dict[str, Any]]:
     from torch import Tensor
 
     from headway.kernels.linear.forms import form_name
-    from headway.kernels.linear.plain_quantized import packs
+    from headway.kernels.linear.linear import packs
 
     kinds: Counter[tuple[str, str]] = Counter()
     for linear, _ in products:

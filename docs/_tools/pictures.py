@@ -21,7 +21,7 @@ from headway.bench.generate.results import KernelPeersFile, PeersFile
 from headway.bench.kernel.results import KernelReport
 from headway.bench.studies.ranks.results import RanksReport
 from headway.core.system.json_files import write_bytes
-from headway.kernels.all_reduce.one_shot import CAPACITY
+from headway.kernels.all_reduce.one_shot_kernels import CAPACITY
 from headway.tuning.table.files import read_table
 
 RESULTS = Path("bench/results")

@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib.util
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from headway.kernels.linear.forms import QuantizedWeight, rows_of
+from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.linear.axes import Axis, Division
+from headway.kernels.linear.forms import Float4Weight, Int4Weight, QuantizedWeight, form_name, rows_of, weight_bytes
+
+
+class ExpertsCut:
+    """The experts of one rank: some columns of each expert, or some experts whole.
+
+    By columns where the ranks divide an expert's inner size, so that every rank reads equally many bytes whichever experts the
+    tokens choose; else by expert, where they divide the number of experts. Shared experts, which every token passes, are cut by
+    columns in both. The router is every rank's: all of them choose alike.
+    """
+
+    def __init__(self, config: ExpertsConfig, division: Division | None = None) -> None:
+        """config: the whole layer's, of which `needs` has nothing to say. division: None: there is one rank."""
+        division = division or Division(0, 1)
+        self.first = division.rank == 0
+        by_columns = config.intermediate_size % division.size == 0
+        self.experts = Axis.all(config.num_experts) if by_columns else division.even(config.num_experts)
+        """Routed experts."""
+        self.inner = division.even(config.intermediate_size) if by_columns else Axis.all(config.intermediate_size)
+        """Columns of a routed expert's last product."""
+        self.shared = division.even(config.shared_intermediate_size)
+        """Columns of the shared experts' last products together."""
+        self.own = replace(
+            config,
+            intermediate_size=self.inner.size,
+            shared_intermediate_size=self.shared.size,
+            held=None if by_columns else self.experts.held[0],
+        )
+        """The rank's layer."""
+
+
+def needs(config: ExpertsConfig, size: int, by_expert: bool) -> list[str]:
+    """Say what the number of ranks would have to be where it does not suit a layer of experts."""
+    inner, experts, shared = config.intermediate_size, config.num_experts, config.shared_intermediate_size
+    found = []
+    if inner % size and (experts % size or not by_expert):
+        also = f" or of their number {experts}" if by_expert else " (on a GPU they are not divided by expert)"
+        found.append(f"a divisor of the experts' inner size {inner}{also}")
+    if shared % size:
+        found.append(f"a divisor of the shared experts' inner size {shared}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +79,28 @@ def each_expert(stacked: Tensor | QuantizedWeight, count: int) -> list[Tensor] |
         return list(stacked)
     rows = stacked.shape[0] // count
     return [rows_of(stacked, range(number * rows, (number + 1) * rows)) for number in range(count)]
+
+
+def reads_experts(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels of experts read a weight [experts * out, in] as it is: on a GPU, for x in half precision.
+
+    A CPU computes experts one after the other over plain weights, and a GPU's other element types are rare: there weights are
+    expanded as they are read, which the log tells with the memory that it takes.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return reads_form(weight, dtype) and weight_bytes(weight) is not None
+
+
+def reads_form(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether x of a type can be multiplied: float16 has no place for MXFP4's scales, and columns lie as the inputs do."""
+    if isinstance(weight, Float4Weight):
+        return dtype == torch.bfloat16
+    ordered = isinstance(weight, Int4Weight) and weight.order is not None
+    return dtype in (torch.bfloat16, torch.float16) and not ordered
+
+
+def forms_of(weights: ExpertWeights) -> tuple[str, str]:
+    """Name the forms of a layer's two weights; "" of a plain one."""
+    gate_up, down = weights.gate_up, weights.down
+    return "" if isinstance(gate_up, Tensor) else form_name(gate_up), "" if isinstance(down, Tensor) else form_name(down)

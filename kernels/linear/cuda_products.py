@@ -6,20 +6,264 @@ Triton cannot say that a thread multiplies the very bytes that it has copied, wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from struct import Struct
 
+import numpy
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.cuda_arranged import Arrangements
-from headway.kernels.linear.cuda_cuts import PART_ROWS, CudaCut, CudaCutRule, fitted, most_rows_of
-from headway.kernels.linear.cuda_launchers import FewRowsLauncher, Float8Launcher, ProductOperands, SharedRowsLauncher
-from headway.kernels.linear.cuda_variant import CudaVariant, Float8Variant
+from headway.core.contract.support import YES, Support
+from headway.kernels.linear.cuda_variant import (
+    FLOAT8_COLUMNS,
+    HALVES,
+    KINDS,
+    PART_ROWS,
+    SLICE_BYTES,
+    CudaCut,
+    CudaCutRule,
+    CudaVariant,
+    Float8Variant,
+    fitted,
+    most_rows_of,
+)
+from headway.kernels.linear.forms import (
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    WeightBytes,
+    form_name,
+    weight_bytes,
+)
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized import InOrder, WeightBytes
+from headway.kernels.linear.quantized import InOrder
+from headway.kernels.runtime.nvrtc.compiler import architecture
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
+from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.triton_launch import shared_memory
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Rope
+
+POINTERS = Struct("=12Q")
+"""struct Pointers of product.cuh."""
+_ARRANGING = 256
+"""Threads of a block that arranges a row of x."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOperands:
+    """What one product reads and writes."""
+
+    x: Tensor
+    """[rows, in_features]"""
+    weight: ArrangedWeight
+    norm: Tensor | None
+    eps: float
+    bias: Tensor | None
+    y: Tensor
+    rotation: tuple[Tensor | None, ...]
+    """cos, sin, the weights of q's and k's norm, and counters."""
+    head_eps: float
+
+    def pointers(self, x: Tensor) -> bytes:
+        """`struct Pointers`. x: as the kernel reads it."""
+        weight = self.weight
+        tensors = x, weight.codes, weight.scales, weight.zeros, self.norm, self.bias, self.y, *self.rotation
+        return POINTERS.pack(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
+class FewRowsLauncher:
+    """few_rows.cu: one launch."""
+
+    def __init__(self, variant: CudaVariant, device: torch.device, multiprocessors: int) -> None:
+        self._kernel: Kernel = load(variant.source, variant.name, device, architecture(device))
+        self._kernel.allow_shared(variant.shared_bytes)
+        tiles = -(-variant.out_features // variant.tile_rows)
+        blocks = min(tiles, multiprocessors * variant.cut.per_multiprocessor)
+        zero = numpy.float32(0)
+        self._arguments = Arguments(bytes(POINTERS.size), zero, zero, numpy.int32(0), numpy.int32(tiles))
+        early = torch.cuda.get_device_capability(device) >= (9, 0)
+        self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=early)
+
+    def __call__(self, operands: ProductOperands) -> None:
+        """Compute y."""
+        eps = numpy.float32(operands.eps), numpy.float32(operands.head_eps)
+        self._arguments.set(operands.pointers(operands.x), *eps, numpy.int32(len(operands.x)))
+        self._kernel(self._launch, self._arguments)
+
+
+class ClusterLauncher:
+    """A kernel whose blocks of threads, a cluster, share a sum over K, and the launch before it, which puts x into its form."""
+
+    def __init__(self, variant: CudaVariant, device: torch.device, arranging: str, sharing: int = 1) -> None:
+        """arranging: the name of the kernel of that launch. sharing: blocks of threads that share a row there."""
+        specific, cut = architecture(device, specific=True), variant.cut
+        self._kernel: Kernel = load(variant.source, variant.name, device, specific)
+        self._kernel.allow_shared(variant.shared_bytes)
+        self._arrange: Kernel = load(variant.source, arranging, device, specific)
+        self._variant = variant
+        self._device = device
+        self._sharing = sharing
+        self._tiles = -(-variant.out_features // variant.tile_rows)
+        cluster, shared = (1, cut.splits, 1), variant.shared_bytes
+        self._launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
+        self._launches: dict[int, Launch] = {}
+        self._arrange_launches: dict[int, Launch] = {}
+
+    def _padded(self, rows: int) -> int:
+        """Rows as blocks of threads take them: those that are missing are never stored."""
+        return -(-rows // self._variant.most_rows) * self._variant.most_rows
+
+    def _start_arranging(self, rows: int, arguments: Arguments) -> None:
+        """Launch what brings x into its form."""
+        launch = self._arrange_launches.get(rows)
+        if launch is None:
+            launch = self._arrange_launches[rows] = Launch((rows, self._sharing, 1), _ARRANGING, overlaps=True)
+        self._arrange(launch, arguments)
+
+    def _start(self, rows: int, arguments: Arguments) -> None:
+        blocks = self._padded(rows) // self._variant.most_rows
+        launch = self._launches.get(blocks)
+        if launch is None:
+            launch = self._launches[blocks] = self._launch((self._tiles * blocks, self._variant.cut.splits, 1))
+        self._kernel(launch, arguments)
+
+
+class SharedRowsLauncher(ClusterLauncher):
+    """shared_rows.cu: x is normed and put in the order in which it is copied."""
+
+    def __init__(self, variant: CudaVariant, device: torch.device) -> None:
+        sharing = 1 if variant.norm is not None else -(-variant.in_features // (8 * _ARRANGING))  # a thread puts 8 columns
+        super().__init__(variant, device, "arrange_rows", sharing)
+        self._arguments = Arguments(bytes(MAP_BYTES), bytes(POINTERS.size), numpy.int32(0))
+        self._arrange_arguments = Arguments(0, 0, 0, numpy.float32(0))
+
+    def __call__(self, operands: ProductOperands) -> None:
+        """Compute y."""
+        rows, columns = operands.x.shape
+        x = operands.x.new_empty(self._padded(rows) * columns)
+        norm = 0 if operands.norm is None else operands.norm.data_ptr()
+        self._arrange_arguments.set(operands.x.data_ptr(), norm, x.data_ptr(), numpy.float32(operands.eps))
+        self._start_arranging(rows, self._arrange_arguments)
+        codes = tensor_map(operands.weight.codes, (self._variant.tile_rows, SLICE_BYTES), 0)
+        self._arguments.set(codes, operands.pointers(x), numpy.int32(rows))
+        self._start(rows, self._arguments)
+
+
+class Float8Launcher(ClusterLauncher):
+    """w8a8.cu: x is normed and rounded to floats of 8 bits, with a scale for each row or for each group of its columns."""
+
+    def __init__(self, variant: Float8Variant, device: torch.device) -> None:
+        super().__init__(variant, device, "round_rows")
+        self._groups = variant.groups
+        self._arguments = Arguments(bytes(MAP_BYTES), bytes(POINTERS.size), 0, numpy.int32(0))
+        self._arrange_arguments = Arguments(0, 0, 0, 0, numpy.float32(0))
+
+    def __call__(self, operands: ProductOperands) -> None:
+        """Compute y."""
+        rows, columns = operands.x.shape
+        padded = self._padded(rows)
+        x = torch.empty(padded * columns, dtype=torch.uint8, device=self._device)
+        scales = torch.empty(self._groups * padded, dtype=torch.float32, device=self._device)
+        norm = 0 if operands.norm is None else operands.norm.data_ptr()
+        pointers = operands.x.data_ptr(), norm, x.data_ptr(), scales.data_ptr()
+        self._arrange_arguments.set(*pointers, numpy.float32(operands.eps))
+        self._start_arranging(rows, self._arrange_arguments)
+        codes = tensor_map(operands.weight.codes, (self._variant.tile_rows, FLOAT8_COLUMNS), 128)
+        self._arguments.set(codes, operands.pointers(x), scales.data_ptr(), numpy.int32(rows))
+        self._start(rows, self._arguments)
+
+
+_COPY = 16
+"""Bytes that a thread copies at a time."""
+_NARROW_EXPONENT, _NARROW_SCALE = 128, 128.0
+"""The largest of MXFP4's exponents, and of FP8's scales, that half precision holds beside what exponents of codes lack."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrangedWeight:
+    """A weight as the kernel reads it."""
+
+    described: WeightBytes
+    codes: Tensor
+    """uint8 [rows, bytes of a row]"""
+    scales: Tensor
+    """float32 [N] or [N / rows, K / columns]; of groups [K / group_size, N]"""
+    zeros: Tensor | None = None
+    """uint8 [K / group_size, N]"""
+    wide: bool = False
+    """Whether a scale is larger than the kernels' first way of unpacking has place for."""
+
+
+class Arrangements:
+    """Weights as the kernels read them, each arranged once."""
+
+    def __init__(self) -> None:
+        self._known: dict[QuantizedWeight, ArrangedWeight] = {}
+
+    def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
+        """The arrangement of a weight, made now where there is none."""
+        assert not isinstance(weight, Tensor)
+        known = self._known.get(weight)
+        if known is None:
+            known = self._known[weight] = arranged(weight)
+        return known
+
+    def num_bytes(self, weight: Tensor | QuantizedWeight) -> int:
+        """Bytes that the arrangement takes beside the weight: scales and zeros, in another order."""
+        made = self(weight)
+        return made.scales.nbytes + (0 if made.zeros is None else made.zeros.nbytes)
+
+
+def computes(dtype: torch.dtype, weight: QuantizedWeight, rows: int | None = None) -> Support:
+    """Whether the kernels compute products over a weight, on whatever GPU. dtype: of x.
+
+    rows: of each expert, where the weight is that of several (expert_rows.cu); None: it is that of one product.
+    """
+    described, columns = weight_bytes(weight), weight.shape[1]
+    if described is None or described.kind not in KINDS or dtype not in HALVES:
+        return Support.no(form_name(weight), "fp8, int8, int4 or mxfp4 in groups that fill a row, and x in half precision", dtype)
+    support, span, by_row = YES, described.scale_span, described.scale_span >= described.row
+    if rows is None and (weight.shape[0] % (2 * PART_ROWS) or described.row % (SLICE_BYTES * (1 if described.half else 2))):
+        support &= Support.no("shape", "multiples of 32 x 128", f"{weight.shape[0]} x {columns}")
+    if rows is not None and (rows % PART_ROWS or described.row % (SLICE_BYTES if described.half >= SLICE_BYTES else _COPY)):
+        support &= Support.no("shape", "experts of multiples of 16 rows of 16 bytes", f"{rows} x {columns}")
+    short = described.half > 0 and SLICE_BYTES % span == 0 and span % 16 == 0  # codes are scaled, which those of bytes are not
+    whole = span % SLICE_BYTES == 0 or short or by_row
+    if not whole or (1 < described.scale_rows < weight.shape[0] and described.scale_rows % PART_ROWS and not by_row):
+        support &= Support.no("scales", "blocks of multiples of 16 rows and 64 columns", form_name(weight))
+    if described.zeros and by_row:
+        support &= Support.no("zeros", "of groups that are shorter than a row", form_name(weight))
+    if described.kind == "mxfp4" and dtype != torch.bfloat16:
+        support &= Support.no("dtype", "bfloat16, which has place for the scales", dtype)
+    return support
+
+
+def arranged(weight: QuantizedWeight) -> ArrangedWeight:
+    """A weight as the kernel reads it: codes where they are, scales of neighbouring rows side by side."""
+    described = weight_bytes(weight)
+    assert described is not None
+    if isinstance(weight, Float8Weight):
+        scales = weight.scales
+        if described.scale_span >= described.row:  # one for a row, or for some: for each row, to be multiplied at the end
+            scales = scales.view(-1).repeat_interleave(described.scale_rows)[: weight.shape[0]].contiguous()
+            described = replace(described, scale_rows=1)
+        elif described.scale_rows == 1:
+            scales = scales.t().contiguous()
+        return ArrangedWeight(described, weight.values.view(torch.uint8), scales, wide=float(scales.max()) > _NARROW_SCALE)
+    if isinstance(weight, Float4Weight):
+        wide = int(weight.exponents.max()) > _NARROW_EXPONENT
+        return ArrangedWeight(described, weight.packed, weight.exponents.t().contiguous(), wide=wide)
+    if isinstance(weight, Int8Weight):
+        return ArrangedWeight(described, weight.values.view(torch.uint8), weight.scales)
+    assert isinstance(weight, Int4Weight)
+    if described.scale_span >= described.row:
+        return ArrangedWeight(described, weight.packed, weight.scales.view(-1).float())
+    zeros = None if weight.zeros is None else weight.zeros.t().contiguous()
+    return ArrangedWeight(described, weight.packed, weight.scales.t().contiguous(), zeros)
 
 
 class CudaProducts:

@@ -5,6 +5,7 @@ A weight is [out_features, in_features], as torch's, written N and K here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -278,3 +279,54 @@ def _spread(scales: Tensor, block: tuple[int, int], shape: tuple[int, int]) -> T
     if rows > 1:
         scales = scales.repeat_interleave(rows, 0)[: shape[0]]
     return scales if scales.shape[1] == 1 else scales.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+_LEAST_SPAN = 16
+"""Columns of a product that the matrix units take at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What the kernel must know of a weight's form: lengths in bytes of a row."""
+
+    kind: str
+    row: int
+    half: int
+    """Half a group, where a byte holds two codes; 0: a byte is a code."""
+    scales: int
+    """Scales of a row."""
+    scale_span: int
+    """Bytes under one scale."""
+    scale_rows: int
+    """Rows that share scales."""
+    zeros: bool
+    span: int
+    """Bytes that a slice can have at most: they lie under one scale."""
+
+
+def weight_bytes(weight: QuantizedWeight) -> WeightBytes | None:
+    """How the kernel reads a weight; None where it cannot: too few columns share a scale, or they do not fill a row."""
+    columns = weight.shape[1]
+    if isinstance(weight, Int4Weight | Float4Weight):
+        group = weight.group_size if isinstance(weight, Int4Weight) else MX_GROUP
+        row, half, scale_rows = columns // 2, group // 2, 1
+        scale_span, zeros = half, isinstance(weight, Int4Weight) and weight.zeros is not None
+        span = 64 if half == MX_GROUP // 2 and row % 64 == 0 else math.gcd(half, 64)
+    else:
+        block = weight.block if isinstance(weight, Float8Weight) else (1, columns)
+        row, half, zeros, scale_rows = columns, 0, False, block[0]
+        scale_span = min(block[1], columns)
+        span = math.gcd(scale_span, 128)
+    if span < _LEAST_SPAN or row % scale_span:
+        return None
+    return WeightBytes(weight.kind, row, half, row // scale_span, scale_span, scale_rows, zeros, span)
+
+
+def tensors_of(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Bytes, scales and zeros, each contiguous; something else where there are no zeros."""
+    if isinstance(weight, Int4Weight):
+        return weight.packed, weight.scales, weight.scales if weight.zeros is None else weight.zeros
+    if isinstance(weight, Float4Weight):
+        return weight.packed, weight.exponents, weight.exponents
+    assert isinstance(weight, Float8Weight | Int8Weight)
+    return weight.values.view(torch.uint8), weight.scales, weight.scales

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.support import YES, Support
-from headway.kernels.linear.cuda_arranged import Arrangements, computes
-from headway.kernels.linear.cuda_cuts import (
+from headway.kernels.linear.cuda_products import Arrangements, CudaProducts, Float8Products, computes
+from headway.kernels.linear.cuda_variant import (
+    FLOAT8_COLUMNS,
+    MOST_FEW_ROWS,
+    MOST_FLOAT8_ROWS,
+    MOST_SHARED_ROWS,
     PART_ROWS,
     CudaCutRule,
     few_rows_cut,
@@ -19,20 +26,33 @@ from headway.kernels.linear.cuda_cuts import (
     shared_rows_cut,
     shared_rows_cut_narrow,
 )
-from headway.kernels.linear.cuda_products import CudaProducts, Float8Products
-from headway.kernels.linear.cuda_variant import FLOAT8_COLUMNS, MOST_FEW_ROWS, MOST_FLOAT8_ROWS, MOST_SHARED_ROWS
-from headway.kernels.linear.cutlass import Cutlass
-from headway.kernels.linear.forms import QuantizedWeight, form_name
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.marlin import Marlin
-from headway.kernels.linear.product_way import ProductWay
-from headway.kernels.linear.quantized import CutRule, QuantizedProducts, quantized_cut
+from headway.kernels.linear.marlin import Cutlass, Marlin
+from headway.kernels.linear.product_way import Dequantize, ProductWay, RowRounding, ScaledMM, float8_scales
+from headway.kernels.linear.quantized import CutRule, QuantizedCut, QuantizedProducts, quantized_cut
 from headway.kernels.linear.quantized_choice import FEW, FLOAT8, KERNEL, SHARED, ProductKind
-from headway.kernels.linear.quantized_cuts import CHANGES, MOST_ROWS, changed
-from headway.kernels.linear.torch_ways import Dequantize, RowRounding, ScaledMM, float8_scales
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from headway.kernels.runtime.probe import HALF_DTYPES, capability
 from headway.kernels.step.operations import Norm
+
+Change = Callable[[QuantizedCut], QuantizedCut]
+MOST_ROWS: Final = 64
+"""Rows up to which changes are measured: beyond, kernels multiply more than they read."""
+CHANGES: Final[Mapping[str, Change]] = {
+    "n64": lambda cut: replace(cut, block_n=64),
+    "n128": lambda cut: replace(cut, block_n=128),
+    "splits x2": lambda cut: replace(cut, splits=2 * cut.splits),
+}
+
+
+def changed(change: Change) -> CutRule:
+    """Return the rule with a change after it."""
+    return partial(_changed, change)
+
+
+def _changed(change: Change, weight: WeightBytes, rows: int, features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
+    return change(quantized_cut(weight, rows, features, gated, multiprocessors))
 
 
 class KernelWay(ProductWay):

@@ -8,13 +8,23 @@ SWAPPED: up to 16 rows are the columns of a tile whose rows are those of W. The 
 the other, and read W out of shared memory as it was copied.
 """
 
-# Triton reads annotations when it compiles: no deferred ones here.
+from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.step.config import Activation
 from headway.kernels.step.step_kernels import activate
+
+# Triton reads annotations when it compiles: no deferred ones here.
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -126,3 +136,165 @@ def _finish(gate, up, bias_ptr, y_at, n, live, N: tl.constexpr, GATED: tl.conste
     if ADD:
         gate += tl.load(y_at, mask=live, other=0.0).to(tl.float32)
     tl.store(y_at, gate.to(y_at.dtype.element_ty), mask=live)
+
+
+MAX_ROWS = 128
+"""Rows up to which ours are used. This and the constants below were measured on an H200 beside cuBLAS (docs/kernels.md)."""
+MAX_WEIGHT = 2**23
+"""Elements of the weight up to which ours serve; cuBLAS reads a larger one as fast."""
+MOST_SWAPPED = 16
+"""Rows up to which the rows of a tile are those of the weight, of up to twice MAX_WEIGHT elements: with 16 rows `few_rows` takes
+22 to 25 us for 5120 x 2880 and 2880 x 4096, cuBLAS 16, and their bytes take 9.7 and 7.7 (H100)."""
+BUSY = 0.7
+"""Programs a multiprocessor that keep the GPU busy: tiles become smaller, and sums are split, until there are so many."""
+_BLOCK_M, _BLOCK_N = 64, 64
+"""Sides of the largest tiles."""
+_WARPS = 4
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiling:
+    """How one product is cut."""
+
+    block_n: int
+    splits: int
+    """Programs that share a sum over K."""
+    block_k: int
+    stages: int
+    block_m: int = _BLOCK_M
+    swapped: bool = False
+    """Whether the rows of a tile are those of the weight."""
+
+
+@cache  # a launch asks for it, and before it whoever chooses what serves the product
+def swapped_tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+    """The cut of a product of up to MOST_SWAPPED rows; None where the kernel does not serve it."""
+    if rows > MOST_SWAPPED or out_features % _BLOCK_N:
+        return None
+    cuts = [splits for splits in (1, 2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in cuts if out_features // _BLOCK_N * splits >= BUSY * multiprocessors] or cuts[-1:]
+    return ProductTiling(_BLOCK_N, enough[0], 64, 6, MOST_SWAPPED, swapped=True) if enough else None
+
+
+@cache
+def tiling(rows: int, out_features: int, in_features: int, multiprocessors: int) -> ProductTiling | None:
+    """The cut of a product [rows, in_features] x [in_features, out_features]; None where the kernel does not serve it."""
+    tiles_m = -(-rows // _BLOCK_M)
+    wanted = BUSY * multiprocessors
+    block_n = 64 if out_features % 64 == 0 and out_features // 64 * tiles_m >= wanted else 32
+    if out_features % block_n:
+        return None
+    programs = out_features // block_n * tiles_m
+    if programs >= wanted:
+        return ProductTiling(block_n, 1, 128, 5 if tiles_m == 1 else 3) if in_features % 128 == 0 else None
+    cuts = [splits for splits in (2, 3, 4) if in_features % (splits * 64) == 0]
+    enough = [splits for splits in cuts if programs * splits >= wanted] or cuts[-1:]
+    return ProductTiling(block_n, enough[0], 64, 5) if enough else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """All that a kernel is compiled for."""
+
+    dtype: torch.dtype
+    cut: ProductTiling
+    in_features: int
+    out_features: int
+    gated: bool
+    activation: Activation | None
+    add: bool
+    bias: bool
+
+
+class TiledProducts:
+    """Products of up to MAX_ROWS rows in half precision, with what comes after them, a launch each.
+
+    The cut follows from the shape and from whether rows are more than 16 or 64; a row's result does not depend on the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cuda = device.type == "cuda"
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
+        self._launchers: dict[_Variant, FixedLauncher] = {}
+        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
+        """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
+
+    def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
+        """Whether the kernel serves the product of x [rows, in_features]."""
+        if not isinstance(linear.weight, Tensor) or x.dtype not in _TYPES or not 0 < x.shape[0] <= MAX_ROWS:
+            return False
+        return self._tiling(x.shape[0], linear.out_features // (2 if gated else 1), *linear.weight.shape) is not None
+
+    def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
+        size = weight_rows * in_features
+        if size <= MAX_WEIGHT:
+            return tiling(rows, out_features, in_features, self._multiprocessors)
+        if size <= 2 * MAX_WEIGHT:
+            return swapped_tiling(rows, out_features, in_features, self._multiprocessors)
+        return None
+
+    def __call__(
+        self,
+        x: Tensor,
+        linear: Linear,
+        gated: bool = False,
+        activation: Activation | None = None,
+        add_to: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Product of x [rows, in_features]: [rows, out_features], half of it where gated.
+
+        activation: of the product; gated: of its first half, times the second. add_to: what the product is added to, in place.
+        out: where it goes, contiguous, unless it is added to something.
+        """
+        rows, in_features = x.shape
+        out_features = linear.out_features // 2 if gated else linear.out_features
+        y = add_to if add_to is not None else out
+        if y is None:
+            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        cut = self._tiling(rows, out_features, linear.out_features, in_features)
+        assert cut is not None
+        assert isinstance(linear.weight, Tensor)
+        switches = gated, activation, add_to is not None, linear.bias is not None
+        variant = _Variant(x.dtype, cut, in_features, out_features, *switches)
+        launch = self._launchers.get(variant)
+        if launch is None:
+            launch = self._launchers[variant] = self._launcher(variant)
+        grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
+        sums, arrivals = self._workspace(grid, 2 if gated else 1)
+        launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
+        return y
+
+    def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
+        """Room for the sums of the programs of a grid, and counters for its tiles; little, as only few tiles are split."""
+        tiles, splits, tiles_m = grid
+        count = tiles * tiles_m * splits * parts if splits > 1 else 0
+        known = self._workspaces.get(count)
+        if known is None:
+            sums = torch.empty(count * _BLOCK_M * _BLOCK_N, device=self._device)
+            known = self._workspaces[count] = sums, torch.zeros(count, dtype=torch.int32, device=self._device)
+        return known
+
+    def _launcher(self, variant: _Variant) -> FixedLauncher:
+        """The kernel for a variant."""
+        cut = variant.cut
+        return FixedLauncher(
+            tiled_product,
+            _WARPS,
+            self._device,
+            N=variant.out_features,
+            K=variant.in_features,
+            BLOCK_M=cut.block_m,
+            BLOCK_N=cut.block_n,
+            BLOCK_K=cut.block_k,
+            SPLITS=cut.splits,
+            STAGES=cut.stages,
+            SWAPPED=cut.swapped,
+            GATED=variant.gated,
+            ACTIVATION=variant.activation or "",
+            ADD=variant.add,
+            BIAS=variant.bias,
+            DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+        )

@@ -12,9 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.core.contract.errors import ModelError
+from headway.kernels.lora.adapter_kernels import expand_gated, expand_joined, expand_rows, norm_and_shrink, shrink_rows
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
-from headway.kernels.lora.expand_kernels import expand_gated, expand_joined, expand_rows
-from headway.kernels.lora.shrink_kernels import norm_and_shrink, shrink_rows
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Workspace
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Norm

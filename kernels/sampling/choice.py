@@ -20,9 +20,8 @@ def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead 
     """
     if device.type == "cuda":
         try:
-            from headway.kernels.sampling.draw import FusedSampling
-            from headway.kernels.sampling.part import FusedPart
-            from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+            from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
+            from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
         except ImportError as error:
             log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
         else:

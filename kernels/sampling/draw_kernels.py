@@ -1,13 +1,66 @@
 """Triton kernels that choose one token per row in one pass over the logits, and compare drafts with tokens."""
 
-# Triton reads annotations when it compiles: no deferred ones here.
+from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.kernels.runtime.triton_launch import INTERPRETED
+from headway.core.contract.compiled import AHEAD
+from headway.core.sampling.sampler import LANES
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+
+
+class FusedPart:
+    """`best_of_part` and `winners` of core.sampling.candidates, with the noise of their ids; all can be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        sizes = {"BLOCK": BLOCK, "LANES": LANES}
+        self._plain, self._noisy = (
+            FixedLauncher(argmax_of_part_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True)
+        )
+        self._reduce: dict[tuple[Callable[..., object], int], FixedLauncher] = {}
+
+    def best_of_part(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
+        """See core.sampling.candidates.best_of_part. logits: rows may be strided, their elements may not."""
+        rows, width = logits.shape
+        numbers = torch.empty(rows, dtype=torch.int64, device=self._device)
+        if rows == 0:
+            return numbers
+        chunks = triton.cdiv(first % (4 * LANES) + width, BLOCK)
+        scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
+        tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
+        kernel = self._plain if scales is None else self._noisy
+        noise = (scores if scales is None else scales, tokens if keys is None else keys)
+        kernel((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), first, first + width)
+        self._of(pack_best_of_rows, chunks)((rows, 1, 1), scores, tokens, numbers, chunks)
+        return numbers
+
+    def winners(self, numbers: Tensor) -> Tensor:
+        """See core.sampling.candidates.winners."""
+        ranks, rows = numbers.shape
+        # While kernels are compiled ahead nothing is launched, yet these tokens index tables.
+        make = torch.empty if AHEAD.get() is None else torch.zeros
+        chosen = make(rows, dtype=torch.int64, device=self._device)
+        self._of(choose_winners, ranks)((rows, 1, 1), numbers, chosen, rows, ranks)
+        return chosen
+
+    def _of(self, kernel: Callable[..., object], count: int) -> FixedLauncher:
+        """Return the launcher of a kernel that reduces so many numbers."""
+        key = kernel, triton.next_power_of_2(count)
+        if key not in self._reduce:
+            self._reduce[key] = FixedLauncher(kernel, 1, self._device, BLOCK=key[1])
+        return self._reduce[key]
+
+
+# Triton reads annotations when it compiles: no deferred ones here.
+
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -177,3 +230,145 @@ def verify_drafts(
     tl.store(newest + tl.load(places + row), tl.sum(tl.where(place == last, token, 0), axis=0))
     tl.store(found + row * (WIDTH + 1) + place, token, mask=place < WIDTH)
     tl.store(found + row * (WIDTH + 1) + WIDTH, last.to(tl.int64) + 1)
+
+
+BLOCK = 4096
+"""Logits per program: enough bytes in flight, and enough programs for one row."""
+
+
+class FusedSampling:
+    """`greedy` and `draw` of core.sampling.sampler, with the same noise, in two launches, `hold` in one; all can be captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        sizes = {"BLOCK": BLOCK, "LANES": LANES}
+        self._plain, self._noisy = (FixedLauncher(argmax_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
+        self._last: dict[int, FixedLauncher] = {}
+        self._hold: dict[int, FixedLauncher] = {}
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
+        return self._choose(logits, None, None)
+
+    def draw(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
+        """A token per row: int64 [rows], -1 where a logit is NaN. scales: float32 [rows], 0 is greedy; keys: int64 [rows]."""
+        return self._choose(logits, scales, keys)
+
+    def accept_drafts(self, sampled: Tensor, ids: Tensor, fill: Tensor, places: Tensor, newest: Tensor) -> Tensor:
+        """Compare drafts as core.sampling.verification.accept_drafts does: one launch in place of a dozen of torch's."""
+        rows, width = sampled.shape
+        found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
+        if width not in self._hold:
+            block = triton.next_power_of_2(width)
+            self._hold[width] = FixedLauncher(verify_drafts, 1, self._device, WIDTH=width, BLOCK=block)
+        self._hold[width]((rows, 1, 1), sampled, ids, fill, places, newest, found)
+        return found
+
+    def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
+        """Choose by two launches. logits: rows may be strided, their elements may not."""
+        rows, vocab_size = logits.shape
+        # While kernels are compiled ahead nothing is launched, yet these tokens index tables.
+        make = torch.empty if AHEAD.get() is None else torch.zeros
+        chosen = make(rows, dtype=torch.int64, device=self._device)
+        if rows == 0:
+            return chosen
+        chunks = triton.cdiv(vocab_size, BLOCK)
+        scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
+        tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
+        first = self._plain if scales is None else self._noisy
+        noise = (scores if scales is None else scales, tokens if keys is None else keys)
+        first((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), vocab_size)
+        block = triton.next_power_of_2(chunks)
+        if block not in self._last:
+            self._last[block] = FixedLauncher(argmax_of_rows, 1, self._device, BLOCK=block)
+        self._last[block]((rows, 1, 1), scores, tokens, chosen, chunks)
+        return chosen
+
+
+# Triton reads annotations when it compiles: no deferred ones here.
+
+
+_LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)
+_NAN: tl.constexpr = tl.constexpr(0x7FC00000)
+_INFINITY: tl.constexpr = tl.constexpr(0x7F800000)
+
+
+@triton.jit(do_not_specialize=["stride", "begin", "end"], do_not_specialize_on_alignment=["scales", "keys"])
+def argmax_of_part_chunks(
+    logits,  # [rows, end - begin]
+    scales,  # float32 [rows] (NOISE, as the next one)
+    keys,  # int64 [rows]
+    scores,  # float32 [rows, chunks], written: the largest of each chunk
+    tokens,  # int64 [rows, chunks], written: its first token; -1 where the chunk holds a NaN
+    stride,
+    begin,  # tokens of this rank
+    end,
+    BLOCK: tl.constexpr,  # as in argmax_of_chunks
+    LANES: tl.constexpr,
+    NOISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`argmax_of_chunks` of some consecutive tokens of the vocabulary, whose noise is that of their ids. Grid (rows, chunks).
+
+    The first chunk begins with the group of 4 LANES tokens that `begin` lies in.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    counter = begin // (4 * LANES) * LANES + chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    first = counter // LANES * (4 * LANES) + counter % LANES
+    own = logits + row * stride - begin
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if NOISE:
+        scale = tl.load(scales + row) * 1.4426950408889634
+        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
+        if scale > 0:
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, True, True)
+        else:
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, False, True)
+    else:
+        best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, 1.0, 0, LANES, False, True)
+    most = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
+    out = row * tl.num_programs(1) + chunk
+    tl.store(scores + out, most)
+    tl.store(tokens + out, tl.where(tl.max(has_nan.to(tl.int32), axis=0) > 0, -1, token.to(tl.int64)))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def pack_best_of_rows(
+    scores,  # float32 [rows, chunks]
+    tokens,  # int64 [rows, chunks]
+    numbers,  # int64 [rows], written: see core.sampling.candidates.pack
+    chunks,
+    BLOCK: tl.constexpr,  # chunks rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """Reduce the chunks of each row to the number of its best token. Grid (rows)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    most, best, has_nan = best_in_row(scores, tokens, row, chunks, BLOCK)
+    # Equal scores have equal bits: -0 becomes 0.
+    bits = tl.where(has_nan, _NAN, tl.where(most == 0.0, 0.0, most).to(tl.int32, bitcast=True))
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    tl.store(numbers + row, (ordered.to(tl.int64) << 32) | (_LOW - tl.where(has_nan, 0, best)))
+
+
+@triton.jit(do_not_specialize=["rows", "ranks"])
+def choose_winners(
+    numbers,  # int64 [ranks, rows]
+    chosen,  # int64 [rows], written
+    rows,
+    ranks,
+    BLOCK: tl.constexpr,  # ranks rounded up to a power of two
+    PDL: tl.constexpr,
+):
+    """Take the token of each row's largest number, -1 where its score is NaN. Grid (rows)."""
+    row, rank = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    best = tl.max(tl.load(numbers + rank * rows + row, mask=rank < ranks, other=-0x8000000000000000), axis=0)
+    tl.store(chosen + row, tl.where((best >> 32) > _INFINITY, -1, _LOW - (best & _LOW)))

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.forms import forms_of
 from headway.kernels.experts.fused import FusedExperts, FusedLayer
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.product_kernels import FewRows
 from headway.kernels.linear.product_way import FusedProducts, ProductWay
-from headway.kernels.linear.products import FewRows
 from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.linear.quantized_ways import QuantizedWays
-from headway.kernels.linear.tiles import TiledProducts
+from headway.kernels.linear.tile_kernels import TiledProducts
 from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import Activation, LatentConfig
-from headway.kernels.step.latent import FusedLatentLayer, LatentKernels
+from headway.kernels.step.latent_kernels import FusedLatentLayer, LatentKernels
 from headway.kernels.step.operations import (
     ACTIVATE,
     Embedding,

@@ -12,9 +12,8 @@ from torch.nn.functional import gelu, pad, relu
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.forms import forms_of
 from headway.kernels.experts.plain import Experts, PlainExperts
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import form_name
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation

@@ -13,17 +13,73 @@ from torch.nn.functional import embedding, gelu, layer_norm, relu, rms_norm, sil
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import LatentLayer
+from headway.core.contract.ranks import Ranks
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
-from headway.kernels.step.norm_share import NormShare
-from headway.kernels.step.plain_latent import PlainLatentLayer
 
 if TYPE_CHECKING:
     from headway.kernels.linear.quantized_choice import ProductKind
+
+
+@dataclass(frozen=True, slots=True)
+class NormShare:
+    """One rank's share of rows whose elements are normed together: a part of one group of them, as long as every other's."""
+
+    ranks: Ranks
+    groups: int = 1
+    """Groups of elements, each normed by itself and held by equally many ranks that follow one another."""
+
+    def normed(self, eps: float, *parts: Tensor) -> list[Tensor]:
+        """RMSNorm without a weight, of each part by itself, with one sum over ranks.
+
+        parts: float32 [rows, size], the rank's elements.
+        """
+        group = self.ranks.rank * self.groups // self.ranks.size
+        squares = parts[0].new_zeros(parts[0].shape[0], self.groups, len(parts))
+        squares[:, group] = torch.stack([part.square().sum(dim=1) for part in parts], dim=1)
+        sums = self.ranks.all_reduce(squares)[:, group]
+        share = self.groups / self.ranks.size
+        return [part * torch.rsqrt(sums[:, place, None] * (share / part.shape[1]) + eps) for place, part in enumerate(parts)]
+
+
+class PlainLatentLayer:
+    """Absorbs queries, expands latents, projects what was attended; one weight serves all three, read as it lies."""
+
+    def __init__(self, expanded: AttentionSpec, config: LatentConfig, kv_b: Tensor) -> None:
+        """kv_b: see Operations.latent_layer."""
+        self.expanded = expanded
+        self._nope_dim = config.qk_nope_head_dim
+        self._rank = config.kv_lora_rank
+        of_heads = kv_b.view(expanded.num_heads, -1, self._rank)
+        self._to_key = of_heads[:, : self._nope_dim]
+        """[num_heads, nope_dim, rank]"""
+        self._to_value = of_heads[:, self._nope_dim :].transpose(1, 2)
+        """[num_heads, rank, v_head_dim]"""
+        self._both = Linear(kv_b)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """See LatentLayer."""
+        still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
+        out = q.new_empty(*q.shape[:2], self._rank + turned.shape[-1])
+        torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
+        out[..., self._rank :] = turned
+        return out
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """See LatentLayer. v is a view of the product."""
+        rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
+        both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
+        still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
+        return torch.cat([still, turned.expand(*still.shape[:2], -1)], dim=-1), v
+
+    def project(self, attended: Tensor, out: Tensor) -> None:
+        """See LatentLayer."""
+        torch.bmm(attended.transpose(0, 1), self._to_value, out=out.transpose(0, 1))
+
 
 ACTIVATE: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu,

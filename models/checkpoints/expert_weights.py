@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.cut import ExpertsCut
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.weights import ExpertsCut, ExpertWeights
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, merged, rows_of, with_rows
 from headway.models.checkpoints.weights import WeightSource

@@ -20,9 +20,8 @@ from headway.kernels.lora.bank import AdapterBank
 from headway.kernels.lora.operations import adapted_operations
 from headway.kernels.runtime.native.library import functions, native_support
 from headway.kernels.step.invariant import TILE_ROWS, invariant_operations
-from headway.kernels.step.native import NativeOperations
+from headway.kernels.step.native import NativeOperations, RecordedLayers
 from headway.kernels.step.operations import Embedding, Norm, Operations, Rope, TorchOperations
-from headway.kernels.step.recorded_layers import RecordedLayers
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut

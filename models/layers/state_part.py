@@ -14,8 +14,7 @@ from headway.core.contract.model import Attention, StateLayer
 from headway.core.contract.state import StateParameters
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
-from headway.kernels.step.norm_share import NormShare
-from headway.kernels.step.operations import Gate, Norm, Operations, Rope
+from headway.kernels.step.operations import Gate, Norm, NormShare, Operations, Rope
 from headway.models.config import DecoderConfig, StateConfig
 from headway.models.cut import StateCut
 from headway.models.families.attention_specs import state_spec

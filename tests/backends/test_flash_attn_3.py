@@ -10,10 +10,9 @@ import torch
 
 from backend_cases import CASES, SPECS, VERIFY, spec
 from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
-from headway.backends.flash_attn_3 import backend as module
-from headway.backends.flash_attn_3.backend import FlashAttention3
-from headway.backends.flash_attn_3.binding import Operators
-from headway.backends.flash_attn_3.library import Library
+from headway.backends import flash_attn_3 as module
+from headway.backends.flash_attn_3 import FlashAttention3
+from headway.backends.flash_attn_3_library import Library, Operators
 from headway.backends.layouts import write_rows
 from headway.core.contract.backend import BackendInfo, StepLimits, fits
 from headway.core.contract.errors import BackendError

@@ -19,8 +19,8 @@ from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
 from headway.backends.layouts import write_rows
-from headway.backends.torch_varlen import PARAMETERS
-from headway.backends.torch_varlen import TorchVarlen as TorchVarlenBackend
+from headway.backends.varlen import PARAMETERS
+from headway.backends.varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import BackendError, ConfigError

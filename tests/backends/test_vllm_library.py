@@ -10,10 +10,8 @@ import torch
 
 from fake_vllm_library import RELEASES, FakeVllmLibrary
 from headway.core.contract.support import YES
-from headway.kernels.runtime import compiled_library
-from headway.kernels.runtime.vllm_library import child, library
-from headway.kernels.runtime.vllm_library.library import SEARCH, bind, find_library
-from headway.kernels.runtime.vllm_library.scalar_types import INT4
+from headway.kernels.runtime import compiled_library, vllm_library
+from headway.kernels.runtime.vllm_library import INT4, SEARCH, bind, find_library
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +19,8 @@ def unloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Nothing is remembered, and torch has none of the operators; there seems to be a GPU."""
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv(SEARCH.variable, raising=False)
-    monkeypatch.setattr(library, "NAMESPACE", "nowhere")
-    monkeypatch.setattr(library, "has_gpu", lambda: YES)
+    monkeypatch.setattr(vllm_library, "NAMESPACE", "nowhere")
+    monkeypatch.setattr(vllm_library, "has_gpu", lambda: YES)
     find_library.cache_clear()
     yield
     find_library.cache_clear()
@@ -48,13 +46,13 @@ def test_it_is_found_without_an_import_tried_elsewhere_and_loaded(monkeypatch: p
 
     def load(name: str) -> None:
         loaded.append(name)
-        monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
+        monkeypatch.setattr(vllm_library, "NAMESPACE", fake.namespace)
 
     monkeypatch.setattr(compiled_library, "ask", answer)
     monkeypatch.setattr(torch.ops, "load_library", load)
     assert find_library() == YES
     assert loaded == [str(path)]
-    assert commands[0][-2:] == ["headway.kernels.runtime.vllm_library.child", str(path)]
+    assert commands[0][-2:] == ["headway.kernels.runtime.vllm_library", str(path)]
     operators, support = bind("marlin_gemm", "gptq_marlin_repack")
     assert support
     assert operators["marlin_gemm"].place["b_zeros"] == 7
@@ -71,8 +69,8 @@ def test_a_library_that_does_not_work_and_none_at_all_are_reasons(monkeypatch: p
         "(install vllm, or set HEADWAY_VLLM_LIBRARY to a compiled library)"
     )
     monkeypatch.undo()
-    monkeypatch.setattr(library, "NAMESPACE", "nowhere")
-    monkeypatch.setattr(library, "has_gpu", lambda: YES)
+    monkeypatch.setattr(vllm_library, "NAMESPACE", "nowhere")
+    monkeypatch.setattr(vllm_library, "has_gpu", lambda: YES)
     monkeypatch.setattr(compiled_library, "ask", lambda command: {"error": "crashes the process that loads it"})
     path = place(monkeypatch, tmp_path)
     find_library.cache_clear()
@@ -84,17 +82,17 @@ def test_a_library_that_does_not_work_and_none_at_all_are_reasons(monkeypatch: p
 def test_the_child_says_what_is_wrong_with_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "own.so"
     path.write_bytes(b"no library")
-    assert child.examine(str(path))["error"].startswith("does not load: ")
+    assert vllm_library.examine(str(path))["error"].startswith("does not load: ")
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    assert "registers no operator" in child.examine(str(path))["error"]
+    assert "registers no operator" in vllm_library.examine(str(path))["error"]
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_child_calls_what_it_loads(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
-    fake, trial = FakeVllmLibrary(release), child.trial
-    monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
+    fake, trial = FakeVllmLibrary(release), vllm_library.trial
+    monkeypatch.setattr(vllm_library, "NAMESPACE", fake.namespace)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(child, "trial", lambda device: trial(torch.device("cpu")))
-    assert child.examine("/opt/own.so") == {"namespace": "_C"}
-    monkeypatch.setattr(child, "INT4_LESS_8", INT4)
-    assert child.examine("/opt/own.so")["error"].startswith("computes something else")
+    monkeypatch.setattr(vllm_library, "trial", lambda device: trial(torch.device("cpu")))
+    assert vllm_library.examine("/opt/own.so") == {"namespace": "_C"}
+    monkeypatch.setattr(vllm_library, "INT4_LESS_8", INT4)
+    assert vllm_library.examine("/opt/own.so")["error"].startswith("computes something else")

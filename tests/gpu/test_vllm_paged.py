@@ -14,7 +14,7 @@ import torch
 
 from backend_cases import spec
 from headway.backends import layouts
-from headway.backends.vllm_paged import writer
+from headway.backends.vllm_paged import decode as writer
 from headway.backends.vllm_paged.backend import VllmPagedAttention
 from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError, ConfigError
@@ -22,9 +22,8 @@ from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case
 from headway.core.oracle.reference import reference, relative_error, run_backend
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load
 
 pytestmark = pytest.mark.gpu

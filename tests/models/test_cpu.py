@@ -18,7 +18,7 @@ from headway.kernels.linear import packed_blocks as panels_module
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear, reads_as_it_is
 from headway.kernels.linear.packed_blocks import coded_panels, dense_panels, multiply
-from headway.kernels.runtime.native import compiler
+from headway.kernels.runtime.native import library
 from headway.kernels.runtime.native.library import functions
 from headway.kernels.step.native import NativeOperations
 from headway.kernels.step.operations import Heads, Norm, TorchOperations
@@ -27,7 +27,7 @@ from operation_inputs import ropes
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
-pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {compiler.library()[1]}")
+pytestmark = pytest.mark.skipif(functions() is None, reason=f"our C is not built here: {library.library()[1]}")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -160,8 +160,8 @@ def test_steps_are_those_of_torch(dtype: torch.dtype, head_norms: bool, count: i
 
 
 def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compiler.VARIABLE, "none")
-    found, support = compiler.find_compiler.__wrapped__()
+    monkeypatch.setenv(library.VARIABLE, "none")
+    found, support = library.find_compiler.__wrapped__()
     assert found is None
     assert "install gcc" in str(support)
     for module in (panels_module, linear_module):
@@ -184,7 +184,7 @@ def test_without_a_compiler_torch_serves_and_the_reason_is_told(monkeypatch: pyt
 )
 def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, tmp_path: Path) -> None:
     """The products above by C that rounds x to 8 bits, or not at all, and as for a CPU without some instructions."""
-    found, _ = compiler.find_compiler()
+    found, _ = library.find_compiler()
     assert found is not None
     script = tmp_path / "cc"
     script.write_text(f'#!/bin/sh\nexec {found.path} "$@"{without and f" -mno-{without}"}\n')
@@ -192,7 +192,7 @@ def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, 
     models = Path(__file__).parent / "quantization" / "test_gguf_blocks.py"  # what a start says is rounded, and float32 is not
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, str(models), "-k"]
     chosen = "products or blocks or types or steps or float32"
-    environment = {**os.environ, compiler.VARIABLE: str(script), compiler.ROUNDS: rounds}
+    environment = {**os.environ, library.VARIABLE: str(script), library.ROUNDS: rounds}
     ran = subprocess.run([*command, chosen], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout
     assert " passed" in ran.stdout
@@ -203,11 +203,11 @@ def test_c_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPatch, tm
     broken = tmp_path / "cc"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo broken 1.0\necho "error: no such thing" >&2; exit 1\n')
     broken.chmod(0o755)
-    monkeypatch.setenv(compiler.VARIABLE, str(broken))
-    compiler.find_compiler.cache_clear()
+    monkeypatch.setenv(library.VARIABLE, str(broken))
+    library.find_compiler.cache_clear()
     try:
-        built, support = compiler.build_library.__wrapped__()
+        built, support = library.build_library.__wrapped__()
     finally:
-        compiler.find_compiler.cache_clear()
+        library.find_compiler.cache_clear()
     assert built is None
     assert "does not compile our C: error: no such thing" in str(support)

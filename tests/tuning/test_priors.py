@@ -83,7 +83,7 @@ class Machine:
 def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     """One of the test's own, in which two backends are there: enough to choose between."""
     absent = Support.no("C compiler", "gcc or clang", "none")
-    monkeypatch.setattr("headway.backends.native.backend.native_support", lambda: absent)
+    monkeypatch.setattr("headway.backends.native.native_support", lambda: absent)
     return create_registry(load_entry_points=False)
 
 

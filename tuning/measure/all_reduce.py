@@ -109,7 +109,7 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
     """Our kernel, where every rank can run it; why not is logged."""
     made: AllReduce | None = None
     try:
-        from headway.kernels.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
+        from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
         from headway.kernels.all_reduce.peer_memory import PeerMemory
 
         unreached = [other for other in range(ranks.size) if not _reaches(ranks.device, other)]

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.states.triton.scan import StateScan
-from headway.backends.states.triton.scan_plan import plan_scan
-from headway.backends.states.triton.step import StateStep
-from headway.backends.states.triton.tuning import StateTuning
+from headway.backends.states.triton.arguments import StateTuning
+from headway.backends.states.triton.scan import StateScan, plan_scan
+from headway.backends.states.triton.step_kernels import StateStep
 from headway.core.contract.backend import GraphLevel, Plan
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec

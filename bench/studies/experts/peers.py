@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import activate
-from headway.kernels.experts.router import Routed
+from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights
 
 Layer = Callable[[Routed], Tensor]

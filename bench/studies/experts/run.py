@@ -19,13 +19,11 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.forms import forms_of, reads_experts
 from headway.kernels.experts.fused import FusedExperts
 from headway.kernels.experts.methods import Method
-from headway.kernels.experts.plain import PlainExperts
-from headway.kernels.experts.router import Routed
-from headway.kernels.experts.routing import Routing
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.plain import PlainExperts, Routing
+from headway.kernels.experts.route_kernels import Routed
+from headway.kernels.experts.weights import ExpertWeights, forms_of, reads_experts
 from headway.kernels.linear.forms import QuantizedWeight, form_name, num_bytes
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.kernels.step.operations import Norm

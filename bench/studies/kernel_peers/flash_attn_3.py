@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.flash_attn_3.library import find_library
+from headway.backends.flash_attn_3_library import find_library
 from headway.bench.kernel.contenders import Call, KernelPeer
 from headway.core.contract.support import Support
 from headway.core.oracle.cases import Case

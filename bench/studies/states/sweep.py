@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from headway.backends.states.triton.arguments import StateTuning
 from headway.backends.states.triton.backend import TritonStates
-from headway.backends.states.triton.tuning import StateTuning
 from headway.core.contract.state import KDA, MAMBA1, MAMBA2, StateCache, StateLayout, StateSpec
 from headway.core.oracle.cells import Finding
 from headway.core.oracle.state_cases import StateCase, make_state_case

@@ -2,14 +2,165 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import lru_cache
+from struct import Struct
 from typing import Any
 
+import numpy
 import torch
+from torch import Tensor
 
 from headway.core.contract.compiled import AHEAD
 from headway.core.contract.errors import BackendError
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+
+Value = int | numpy.int32 | numpy.float32 | bytes
+"""An int is a pointer or a long long; bytes are a struct handed in by value, such as a tensor map."""
+_PITCH = 64
+"""Every value begins at a multiple of this: the alignment of a tensor map, the largest that a parameter asks for."""
+
+
+class Arguments:
+    """Values for a kernel's parameters in their order, in the form that the driver takes.
+
+    A launch copies the values, so that they may be changed for the next one as soon as it returns: `set` is one
+    write into memory. One thread at a time may set and launch.
+    """
+
+    __slots__ = ("_formats", "_memory", "_pointers", "_start", "address", "values")
+
+    def __init__(self, *values: Value) -> None:
+        self._formats = tuple([_format_of(value) for value in values])
+        packer, places = _layout(self._formats)
+        self._memory = ctypes.create_string_buffer(packer.size + _PITCH)
+        base = ctypes.addressof(self._memory)
+        self._start = -base % _PITCH
+        first = base + self._start
+        self._pointers = (ctypes.c_void_p * len(places))(*[first + place for place in places])
+        self.address = ctypes.addressof(self._pointers)
+        """Address of the array of pointers to the values: what the driver calls kernelParams."""
+        self.values: tuple[Value, ...] = values
+        """As they are now, for tests and messages."""
+        packer.pack_into(self._memory, self._start, *values)
+
+    def set(self, *values: Value) -> None:
+        """Change the first values; each keeps the type that it was made with."""
+        packer, _ = _layout(self._formats[: len(values)])
+        packer.pack_into(self._memory, self._start, *values)
+        self.values = values + self.values[len(values) :]
+
+
+def _format_of(value: Value) -> str:
+    """How `struct` writes a value."""
+    kind = type(value)
+    if kind is int:
+        return "q"
+    if kind is numpy.int32:
+        return "i"
+    if kind is numpy.float32:
+        return "f"
+    if isinstance(value, bytes):
+        return f"{len(value)}s"
+    raise TypeError(f"a kernel's argument is an int (pointer, long long), numpy.int32, numpy.float32 or bytes, not {value!r}")
+
+
+@lru_cache(maxsize=1024)
+def _layout(formats: tuple[str, ...]) -> tuple[Struct, tuple[int, ...]]:
+    """What writes values in one go, and where each begins."""
+    text, places, end = "=", [], 0
+    for each in formats:
+        places.append(end)
+        size = Struct(f"={each}").size
+        padding = -size % _PITCH
+        text += f"{each}{padding}x"
+        end += size + padding
+    return Struct(text), tuple(places)
+
+
+_TYPES = {
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+    torch.float32: "FLOAT32",
+    torch.float8_e4m3fn: "UINT8",
+    torch.uint8: "UINT8",
+}
+MAP_BYTES = 128
+"""Bytes of a CUtensorMap."""
+_MAX_BOX = 256
+
+
+def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128, *, l2_promotion: int = 256) -> bytes:
+    """The tensor map of a tensor whose last axis is contiguous; hand it to a kernel by value, as `const __grid_constant__`.
+
+    box: what one copy moves, an extent for each axis in the tensor's order (the kernel's coordinates run the other way round, the
+    innermost first). What lies outside the tensor is read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes of a row
+    of the box among which 16-byte pieces are permuted in shared memory; a row may not be longer. l2_promotion: 0, 64, 128 or 256.
+
+    The answer depends on the address: equal calls are answered from memory, in about a microsecond.
+
+    :raises BackendError: what the hardware cannot do, with the rule.
+    """
+    geometry = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return _encode(*geometry, box, swizzle, l2_promotion)
+
+
+@lru_cache(maxsize=8192)
+def _encode(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    l2_promotion: int,
+) -> bytes:
+    from cuda.bindings import driver
+
+    _check(address, dtype, shape, strides, box, swizzle)
+    size = dtype.itemsize
+    status, encoded = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[dtype]}"),
+        len(shape),
+        address,
+        [driver.cuuint64_t(extent) for extent in reversed(shape)],
+        [driver.cuuint64_t(stride * size) for stride in reversed(strides[:-1])],
+        [driver.cuuint32_t(extent) for extent in reversed(box)],
+        [driver.cuuint32_t(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
+        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{l2_promotion}B' if l2_promotion else 'NONE'}"),
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise BackendError(f"CUDA driver: tensor map of {shape}, strides {strides}, {dtype}, box {box}: {status.name}")
+    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+
+
+def _check(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> None:
+    """What the driver answers with "invalid value" and no more."""
+    if dtype not in _TYPES:
+        wrong = f"its type is one of {', '.join(str(each).removeprefix('torch.') for each in _TYPES)}"
+    elif not 1 <= len(shape) <= 5 or len(box) != len(shape):
+        wrong = "it has 1 to 5 axes, and the box one extent for each"
+    elif swizzle not in (0, 32, 64, 128):
+        wrong = f"the swizzle is 0, 32, 64 or 128 bytes, not {swizzle}"
+    elif strides[-1] != 1:
+        wrong = "its last axis is contiguous"
+    elif address % 16 or any(stride * dtype.itemsize % 16 for stride in strides[:-1]):
+        wrong = "its address and its strides are multiples of 16 bytes"
+    elif not all(1 <= extent <= _MAX_BOX for extent in box) or box[-1] * dtype.itemsize % 16:
+        wrong = f"the box has extents of 1 to {_MAX_BOX}, and rows of a multiple of 16 bytes"
+    elif swizzle and box[-1] * dtype.itemsize > swizzle:
+        wrong = f"a row of the box is no longer than the swizzle of {swizzle} bytes"
+    elif not all(shape):
+        wrong = "it is not empty"
+    else:
+        return
+    raise BackendError(f"tensor map of {shape}, strides {strides}, {dtype}, box {box}: needs that {wrong}")
+
 
 _UNASKED_SHARED = 46 * 1024
 """Dynamic shared memory that every block of threads may have: 48 KiB less what a kernel declares itself (2 KiB at most)."""

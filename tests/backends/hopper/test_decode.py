@@ -14,8 +14,7 @@ pytest.importorskip("cuda.bindings")
 from backend_cases import spec
 from cubin_registers import most_local_bytes
 from headway.backends.hopper import backend, decode
-from headway.backends.hopper.decode import Ring, row_blocks, shared_bytes, variant_of
-from headway.backends.hopper.decode_backend import HopperDecoding
+from headway.backends.hopper.decode import HopperDecoding, Ring, row_blocks, shared_bytes, variant_of
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, SHARED_BYTES
 from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -128,7 +127,7 @@ def test_a_cache_whose_rows_are_scattered_is_refused() -> None:
 @pytest.mark.parametrize("kv_lens", [[640], [9000, 3, 70], [2] * 300, [32000]])
 def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, kv_lens: list[int]) -> None:
     run_by_the_host(monkeypatch, 0, multiprocessors=132)
-    monkeypatch.setattr("headway.backends.triton.chunks.Chunks.cut", lambda *_: None)  # which is launched
+    monkeypatch.setattr("headway.backends.triton.chunk_kernel.Chunks.cut", lambda *_: None)  # which is launched
     made = HostDecode(layer(device=torch.device("cpu")), NHD, 16)
     tables = [list(range(-(-length // 16))) for length in kv_lens]
     step = AttentionMetadata.build([1] * len(kv_lens), [length - 1 for length in kv_lens], tables, 16, "cpu")

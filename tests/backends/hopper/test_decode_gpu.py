@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings")
 from backend_cases import spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends.hopper.backend import HopperAttention
-from headway.backends.hopper.decode_backend import HopperDecoding
+from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.layouts import write_rows
 from headway.core.contract.layout import HND, NHD
 from headway.core.contract.spec import AttentionSpec

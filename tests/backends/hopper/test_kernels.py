@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.backends.hopper import attention, schedule, tiles
+from headway.backends.hopper import backend as attention
+from headway.backends.hopper import schedule, tiles
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES, tiles_of, variant_of
 from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler

@@ -13,10 +13,9 @@ pytest.importorskip("cuda.bindings")
 
 from backend_cases import spec
 from headway.backends.hopper import backend, latent
-from headway.backends.hopper.latent import HeadTile, variant_of
-from headway.backends.hopper.latent_backend import HopperLatent
+from headway.backends.hopper.latent import HeadTile, HopperLatent, variant_of
 from headway.backends.hopper.tiles import ARCH
-from headway.backends.triton.chunks import Chunks
+from headway.backends.triton.chunk_kernel import Chunks
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import LATENT, NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase

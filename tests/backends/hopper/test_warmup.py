@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from headway.backends.hopper import attention
-from headway.backends.hopper.attention import HopperKernels
+from headway.backends.hopper import backend as attention
+from headway.backends.hopper.backend import HopperKernels
 from headway.core.contract.backend import StepLimits, lattice
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec

@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 try:
-    from headway.backends.triton.chunk_kernel import cut_sequences
-    from headway.backends.triton.chunks import Chunks
+    from headway.backends.triton.chunk_kernel import Chunks, cut_sequences
     from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)

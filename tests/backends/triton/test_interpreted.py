@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 try:
     from headway.backends.triton import configs
     from headway.backends.triton.backend import TritonAttention
-    from headway.backends.triton.writer import Writer
+    from headway.backends.triton.write_kernel import Writer
     from headway.kernels.runtime.triton_launch import INTERPRETED
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)

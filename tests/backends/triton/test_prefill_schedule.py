@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 pytest.importorskip("triton")
-from headway.backends.triton.prefill_schedule import TileSchedule, schedule_tiles
+from headway.backends.triton.splits import TileSchedule, schedule_tiles
 
 BLOCK_M, BLOCK_N = 16, 16
 

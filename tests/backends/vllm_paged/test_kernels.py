@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.backends.vllm_paged.decode import CSRC, variant_of
-from headway.backends.vllm_paged.writer import variant_of as writer_variant
+from headway.backends.vllm_paged.decode import CSRC, cache_variant, variant_of
 from headway.core.contract.errors import BackendError
 from headway.kernels.runtime.nvrtc.compiler import Compiler, Variant
 
@@ -29,7 +28,7 @@ SHAPES = [*EVERYDAY, *(pytest.param(shape, marks=pytest.mark.slow) for shape in 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(str(part).removeprefix("torch.") for part in shape))
 def test_every_kind_compiles(compiler: Compiler, shape: tuple[torch.dtype, torch.dtype, int, int], arch: str) -> None:
     arch = "sm_89" if (arch, shape[1]) == ("sm_80", FP8) else arch  # the first that converts e4m3
-    for variant in (variant_of(*shape, arch), writer_variant(*shape)):
+    for variant in (variant_of(*shape, arch), cache_variant(*shape)):
         assert variant.compile(arch, compiler).startswith(b"\x7fELF")
 
 

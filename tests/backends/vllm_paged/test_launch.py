@@ -12,14 +12,13 @@ import numpy
 import pytest
 import torch
 
-from headway.backends.vllm_paged import decode, writer
+from headway.backends.vllm_paged import decode
 from headway.backends.vllm_paged.decode import CSRC, PagedDecode
 from headway.core.contract.layout import VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 
 pytest.importorskip("cuda.bindings")
 
@@ -79,7 +78,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 
     machine = SimpleNamespace(major=9, multi_processor_count=132)
     monkeypatch.setattr(decode, "load", load)
-    monkeypatch.setattr(writer, "load", load)
     monkeypatch.setattr(decode, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
     return made
@@ -155,9 +153,9 @@ def test_the_writer_and_the_copies_hand_in_what_the_kernels_declare(launches: li
     cache, other = cache_of(4), cache_of(4)
     rows = torch.zeros(40, 3 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     _, k, v = rows.split(KV_HEADS, dim=1)
-    writer.write_rows(k, v, cache, torch.arange(40))
+    decode.write_rows(k, v, cache, torch.arange(40))
     pairs = torch.tensor([[0, 1], [2, 3]])
-    writer.swap_blocks(cache.key, cache.value, other.key, other.value, pairs)
+    decode.swap_blocks(cache.key, cache.value, other.key, other.value, pairs)
     for launch in launches:
         for kind, name in launch.declared:
             assert agrees(kind, launch.arguments[name]), (kind, name, launch.arguments[name])

@@ -80,9 +80,8 @@ def test_without_a_gpu_the_study_is_refused() -> None:
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe"])
 def test_the_peer_that_is_torch_alone_is_right(name: str) -> None:
     pytest.importorskip("triton")
-    from headway.kernels.experts.plain import PlainExperts
-    from headway.kernels.experts.router import Routed
-    from headway.kernels.experts.routing import route
+    from headway.kernels.experts.plain import PlainExperts, route
+    from headway.kernels.experts.route_kernels import Routed
 
     peers, versions = installed()
     assert set(versions) == {"torch", "vllm", "flashinfer"}

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fake_flash_attn_3 import FlashAttn3
-from headway.backends.flash_attn_3.binding import Operators
-from headway.backends.flash_attn_3.library import Library
+from headway.backends.flash_attn_3_library import Library, Operators
 from headway.bench import kernel
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench

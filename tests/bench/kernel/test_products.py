@@ -10,8 +10,7 @@ from headway.bench.kernel import products
 from headway.bench.kernel.product_layers import FORMS, ProductLayers
 from headway.bench.kernel.product_ways import ProductWays, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
-from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.plain_quantized import packs
+from headway.kernels.linear.linear import Linear, packs
 from tiny_bench import CPU, QUICK
 
 SHAPE = (64, 256)

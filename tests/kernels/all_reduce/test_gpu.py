@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_ranks_meet_and_an_end_is_not_waited_for() -> None:
-    from headway.kernels.all_reduce.one_shot import CAPACITY, NOTHING, OneShotAllReduce, shared_bytes
+    from headway.kernels.all_reduce.one_shot_kernels import CAPACITY, NOTHING, OneShotAllReduce, shared_bytes
 
     device = torch.device("cuda", 0)
     shared = [torch.full((shared_bytes(2) // 2,), NOTHING - 2**16, dtype=torch.int16, device=device) for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.kernels.all_reduce.one_shot import NOTHING, OneShotAllReduce, shared_bytes
+from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
 from headway.kernels.runtime.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")

@@ -10,9 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.cuda_lots import LOTS, computes_lots, suits
-from headway.kernels.experts.lots_variant import LotsVariant, lots_variant
-from headway.kernels.linear.cuda_arranged import ArrangedWeight
+from headway.kernels.experts.cuda_lots import LOTS, LotsVariant, computes_lots, lots_variant, suits
+from headway.kernels.linear.cuda_products import ArrangedWeight
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from host_experts import PUBLISHED, described
 

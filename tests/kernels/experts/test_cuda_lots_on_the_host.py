@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from expert_layers import FORMS, Layer
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.cuda_variant import ExpertCutRule
-from headway.kernels.experts.lots_variant import expert_lots_cut
-from headway.kernels.linear.cuda_cuts import CudaCut
+from headway.kernels.experts.cuda_lots import expert_lots_cut
+from headway.kernels.experts.cuda_rows import ExpertCutRule
+from headway.kernels.linear.cuda_variant import CudaCut
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from host_experts import CLAMPED, PLAIN, SHAPES, Add, check, routed_of
 from host_kernels import add_lots

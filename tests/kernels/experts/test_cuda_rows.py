@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from expert_layers import CONFIGS, FORMS, Layer
-from headway.kernels.experts.cuda_rows import LOTS, computes_experts
-from headway.kernels.experts.cuda_variant import ExpertVariant, expert_variant
-from headway.kernels.linear.cuda_arranged import ArrangedWeight, computes
+from headway.kernels.experts.cuda_rows import LOTS, ExpertVariant, computes_experts, expert_variant
+from headway.kernels.linear.cuda_products import ArrangedWeight, computes
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from host_experts import PUBLISHED, described

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.forms import forms_of
-from headway.kernels.experts.routing import Routing
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.plain import Routing
+from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import merged
 from headway.kernels.step.operations import Norm
 from quantized_weights import float8

@@ -13,8 +13,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from headway.core.contract.errors import ModelError
-from headway.kernels.experts.cut import ExpertsCut
 from headway.kernels.experts.plain import PlainExperts
+from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.experts import deepseek

@@ -13,9 +13,8 @@ from torch import Tensor
 from dense_attention import DenseAttention
 from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.forms import forms_of
-from headway.kernels.experts.routing import Routing
-from headway.kernels.experts.weights import ExpertWeights
+from headway.kernels.experts.plain import Routing
+from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.models.loader import load_model
 from quantized_models import FORMATS as STORED
 from quantized_models import GPT_OSS, QWEN3_MOE, save_both, save_mxfp4

@@ -9,7 +9,7 @@ import torch
 
 from expert_layers import CONFIGS, HIDDEN, SMALL, UNGATED, Layer
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.routing import route, sort_by_expert
+from headway.kernels.experts.plain import route, sort_by_expert
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in a process with TRITON_INTERPRET=1")
@@ -30,7 +30,7 @@ def way_of(method: str, config: ExpertsConfig, router: object) -> object:
 
 
 def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    from headway.kernels.experts.router import Router
+    from headway.kernels.experts.route_kernels import Router
 
     layer = Layer(config, dtype, seed)
     way = way_of(method, config, Router(config, CPU))
@@ -84,7 +84,7 @@ def test_half_precision_and_sizes_that_fill_no_tile(method: str, dtype: torch.dt
 
 @pytest.mark.parametrize("num_tokens", [18, pytest.param(1, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)])
 def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
-    from headway.kernels.experts.router import Router
+    from headway.kernels.experts.route_kernels import Router
 
     names = ("qwen2_moe", "deepseek_v3") if num_tokens == 18 else CONFIGS
     for name, config in ((name, CONFIGS[name]) for name in names):
@@ -107,7 +107,7 @@ def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("method", ["tiles", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_nan_stays_in_its_row(method: str) -> None:
-    from headway.kernels.experts.router import Router
+    from headway.kernels.experts.route_kernels import Router
 
     config = CONFIGS["deepseek_v3"]
     layer, router = Layer(config, torch.float32), Router(config, CPU)

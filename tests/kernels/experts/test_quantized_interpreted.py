@@ -19,9 +19,9 @@ SHARED = dataclasses.replace(CONFIGS["qwen2_moe"], num_experts=4, intermediate_s
 
 
 def way_of(method: str, config: ExpertsConfig) -> object:
-    from headway.kernels.experts.dequantized import Dequantized
+    from headway.kernels.experts.fused import Dequantized
     from headway.kernels.experts.methods import ExpertTiling, RowMethod, TileMethod
-    from headway.kernels.experts.router import Router
+    from headway.kernels.experts.route_kernels import Router
     from headway.kernels.linear.quantized_ways import QuantizedWays
 
     router = Router(config, CPU)

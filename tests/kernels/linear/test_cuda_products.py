@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from cubin_registers import blocks_that_fit
-from headway.kernels.linear.cuda_arranged import arranged, computes
-from headway.kernels.linear.cuda_cuts import few_rows_cut, fitted, most_rows_of, shared_rows_cut
-from headway.kernels.linear.cuda_variant import CudaVariant
-from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight
-from headway.kernels.linear.quantized import weight_bytes
+from headway.kernels.linear.cuda_products import arranged, computes
+from headway.kernels.linear.cuda_variant import CudaVariant, few_rows_cut, fitted, most_rows_of, shared_rows_cut
+from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, weight_bytes
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
 from quantized_weights import FORMS, float8, int4
 

@@ -104,7 +104,7 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
 def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """With a bias, added to what is there; twice, since its counters must be zero again."""
-    from headway.kernels.linear.tiles import TiledProducts
+    from headway.kernels.linear.tile_kernels import TiledProducts
 
     products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from headway.kernels.linear import linear as linear_layers
+from headway.kernels.linear import linear
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 
 pytest.importorskip("triton")
 try:
-    from headway.kernels.linear import tiles
+    from headway.kernels.linear import tile_kernels
     from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
     from headway.kernels.step.fused import Fused
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
@@ -70,7 +70,7 @@ EVERYDAY = [
 @pytest.fixture(autouse=True)
 def weights_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave weights as they are, also those that a CPU would arrange for its own products."""
-    monkeypatch.setattr(linear_layers, "SMALL", math.inf)
+    monkeypatch.setattr(linear, "SMALL", math.inf)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("rows", "splits"), [(9, 3), (16, 1)])
 def test_tiles_whose_rows_are_the_weights(rows: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, gated and added, with biases; of sizes that are none of its own otherwise."""
-    monkeypatch.setattr(tiles, "MAX_WEIGHT", 64 * 192 * 3 // splits)
+    monkeypatch.setattr(tile_kernels, "MAX_WEIGHT", 64 * 192 * 3 // splits)
     seed, (out, columns) = torch.seed(), (64 if splits == 3 else 192, 192)
-    products, x = tiles.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
+    products, x = tile_kernels.TiledProducts(torch.device("cpu")), torch.randn(rows, columns).bfloat16()
     linear = Linear(torch.randn(2 * out, columns).bfloat16() * 0.1, torch.randn(2 * out).bfloat16())
     both = x.double() @ linear.weight.double().T + linear.bias.double()
     residual = torch.randn(rows, 2 * out).bfloat16()

@@ -14,8 +14,8 @@ from headway.core.contract.support import Support
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Marlin
-from headway.kernels.runtime.vllm_library import library
-from headway.kernels.runtime.vllm_library.scalar_types import FLOAT4, FLOAT8, INT4, INT4_LESS_8
+from headway.kernels.runtime import vllm_library
+from headway.kernels.runtime.vllm_library import FLOAT4, FLOAT8, INT4, INT4_LESS_8
 from quantized_weights import float8, int4, int8, mxfp4
 
 CPU = torch.device("cpu")
@@ -35,14 +35,14 @@ FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    library.find_library.cache_clear()
+    vllm_library.find_library.cache_clear()
     yield
-    library.find_library.cache_clear()
+    vllm_library.find_library.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, release: str = "0.24") -> FakeVllmLibrary:
     fake = FakeVllmLibrary(release)
-    monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
+    monkeypatch.setattr(vllm_library, "NAMESPACE", fake.namespace)
     return fake
 
 
@@ -121,5 +121,5 @@ def test_an_argument_that_is_not_known_is_a_reason_and_no_crash(monkeypatch: pyt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_the_library_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "NAMESPACE", "nowhere")
+    monkeypatch.setattr(vllm_library, "NAMESPACE", "nowhere")
     assert str(Marlin(CPU).takes(torch.bfloat16, int4(torch.randn(128, 128), 64))) == "no: device: needs a CUDA GPU, got none"

@@ -9,8 +9,8 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from headway.kernels.linear.cuda_cuts import CudaCut
 from headway.kernels.linear.cuda_products import CudaProducts, Float8Products
+from headway.kernels.linear.cuda_variant import CudaCut
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Norm
 from host_launches import on_the_host

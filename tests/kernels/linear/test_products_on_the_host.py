@@ -10,7 +10,7 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from headway.kernels.linear.cuda_cuts import CudaCut, CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
+from headway.kernels.linear.cuda_variant import CudaCut, CudaCutRule, few_rows_cut, shared_rows_cut, shared_rows_cut_narrow
 from headway.kernels.step.operations import Norm
 from host_kernels import HostProduct, HostRotation, multiply
 from quantized_weights import FORMS, int4

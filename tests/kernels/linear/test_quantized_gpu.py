@@ -89,7 +89,7 @@ LIBRARY_FORMS = {
 @pytest.mark.parametrize("way", ["marlin", "cutlass"])
 def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype) -> None:
     from headway.kernels.linear.quantized_ways import QuantizedWays
-    from headway.kernels.runtime.vllm_library.library import find_library
+    from headway.kernels.runtime.vllm_library import find_library
 
     if not find_library():
         pytest.skip(f"vLLM's library: {find_library().brief}")

@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.kernels.linear.linear import Linear
-from headway.kernels.runtime.vllm_library import library
+from headway.kernels.runtime import vllm_library
 from headway.kernels.step.invariant import invariant_operations
 from headway.kernels.step.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
@@ -132,8 +132,8 @@ def test_every_way_of_a_gated_product_gives_it(rows: int) -> None:
 @pytest.mark.parametrize(("form", "rows"), [("fp8 rows", 3), ("fp8 blocks", 5)])
 def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pytest.MonkeyPatch, form: str, rows: int) -> None:
     fake = FakeVllmLibrary()
-    monkeypatch.setattr(library, "NAMESPACE", fake.namespace)
-    library.find_library.cache_clear()
+    monkeypatch.setattr(vllm_library, "NAMESPACE", fake.namespace)
+    vllm_library.find_library.cache_clear()
     weight = FORMS[form](torch.randn(256, 384, generator=torch.Generator().manual_seed(9)))
     bias = torch.randn(256, generator=torch.Generator().manual_seed(10)).to(BF16)
     x = torch.randn(rows, 384, generator=torch.Generator().manual_seed(11)).to(BF16)
@@ -148,7 +148,7 @@ def test_cutlass_is_given_rounded_rows_and_the_weight_as_it_is(monkeypatch: pyte
     y = ways.ways["cutlass"](x, linear, out, norm)
     assert (y - expected).norm() < 6e-2 * expected.norm()
     assert y.data_ptr() == out.data_ptr()
-    library.find_library.cache_clear()
+    vllm_library.find_library.cache_clear()
 
 
 def test_batch_invariant_products_have_one_way_which_the_log_names(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 try:
-    from headway.kernels.linear.tiles import ProductTiling, swapped_tiling, tiling
+    from headway.kernels.linear.tile_kernels import ProductTiling, swapped_tiling, tiling
 except RuntimeError as error:  # pragma: no cover - an old GPU driver
     pytest.skip(str(error), allow_module_level=True)
 

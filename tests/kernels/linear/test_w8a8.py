@@ -12,11 +12,9 @@ pytest.importorskip("triton")
 
 from cubin_registers import blocks_that_fit
 from headway.kernels.linear import quantized_ways
-from headway.kernels.linear.cuda_cuts import CudaCutRule, float8_cut, float8_cut_narrow, most_rows_of
-from headway.kernels.linear.cuda_variant import Float8Variant
-from headway.kernels.linear.forms import QuantizedWeight
+from headway.kernels.linear.cuda_variant import CudaCutRule, Float8Variant, float8_cut, float8_cut_narrow, most_rows_of
+from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.quantized import WeightBytes
 from headway.kernels.linear.quantized_choice import FLOAT8, rule
 from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.runtime.nvrtc.compiler import find_compiler

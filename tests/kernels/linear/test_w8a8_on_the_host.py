@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm, silu
 
 pytest.importorskip("triton")
 
-from headway.kernels.linear.cuda_cuts import CudaCut, CudaCutRule, float8_cut, float8_cut_narrow
+from headway.kernels.linear.cuda_variant import CudaCut, CudaCutRule, float8_cut, float8_cut_narrow
 from headway.kernels.linear.forms import Float8Weight
 from headway.kernels.step.operations import Norm
 from host_kernels import HostProduct, multiply_float8

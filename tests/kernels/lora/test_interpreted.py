@@ -12,8 +12,7 @@ from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.lora import bank as bank_module
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, AdapterInMemory
-from headway.kernels.lora.operations import AdaptedOperations
-from headway.kernels.lora.plain import PlainAdditions
+from headway.kernels.lora.operations import AdaptedOperations, PlainAdditions
 from headway.kernels.step.operations import Embedding, Heads, Norm, TorchOperations
 from operation_inputs import ropes
 from tiny_adapters import exact, made_bank

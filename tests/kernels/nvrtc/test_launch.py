@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from headway.core.contract.errors import BackendError
-from headway.kernels.runtime.nvrtc.arguments import Arguments
-from headway.kernels.runtime.nvrtc.tensor_map import tensor_map
+from headway.kernels.runtime.nvrtc.launch import Arguments, tensor_map
 
 pytest.importorskip("cuda.bindings")
 
@@ -25,9 +24,9 @@ import contextlib
 import torch
 from cuda.bindings import driver
 from numpy import float32, int32
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.runtime.nvrtc.launch import Arguments
 from headway.kernels.runtime.nvrtc.launch import Kernel, Launch
-from headway.kernels.runtime.nvrtc.tensor_map import tensor_map
+from headway.kernels.runtime.nvrtc.launch import tensor_map
 torch._C._cuda_getCurrentRawStream = lambda device: 100 + device
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.cuda.current_stream = lambda: None

@@ -23,7 +23,7 @@ DEVICES = [
     [(5, 4096), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 50), (3, 9001), (8, 20000)))],
 )
 def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     fused = FusedSampling(torch.device(device))
     generator = torch.Generator().manual_seed(rows)
@@ -44,7 +44,7 @@ def test_same_tokens_as_torch(device: str, dtype: torch.dtype, rows: int, vocab_
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_left_out_never_comes(device: str) -> None:
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     logits = torch.full((64, 5000), -torch.inf, device=device)
     logits[:, 4321] = 0.0
@@ -57,7 +57,7 @@ def test_what_is_left_out_never_comes(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [4096, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 4095, 4999))])
 def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0, 17] = torch.inf
@@ -73,7 +73,7 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
 @pytest.mark.gpu
 def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
     from headway.core.contract.compiled import compile_ahead
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     device = torch.device("cuda")
     logits = torch.randn(64, 5000, device=device)
@@ -86,7 +86,7 @@ def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_drafts_hold_as_by_torch(device: str, width: int) -> None:
     """Every number of drafts that hold, behind every number of tokens that are no new ones; and a NaN's token."""
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     generator, rows = torch.Generator().manual_seed(width), 4 * width * width
     sampled = torch.randint(0, 2, (rows, width), generator=generator)

@@ -19,7 +19,7 @@ def found_by(
     ranks: int, logits: torch.Tensor, scales: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Tokens that so many ranks choose."""
-    from headway.kernels.sampling.part import FusedPart
+    from headway.kernels.sampling.draw_kernels import FusedPart
 
     part, width = FusedPart(logits.device), -(-logits.shape[1] // ranks)
     padded = torch.nn.functional.pad(logits, (0, ranks * width - logits.shape[1]), value=-torch.inf)
@@ -34,7 +34,7 @@ def found_by(
     [(2, 4097), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 50), (4, 20003), (8, 9001)))],
 )
 def test_tokens_are_those_of_one_rank(device: str, dtype: torch.dtype, ranks: int, vocab_size: int) -> None:
-    from headway.kernels.sampling.draw import FusedSampling
+    from headway.kernels.sampling.draw_kernels import FusedSampling
 
     fused, generator = FusedSampling(torch.device(device)), torch.Generator().manual_seed(ranks)
     logits = torch.randn(5, vocab_size, generator=generator).to(device, dtype)
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_one_rank(device: str, dtype: torch.dtype, ranks: in
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_are_those_of_torch(device: str) -> None:
-    from headway.kernels.sampling.part import FusedPart
+    from headway.kernels.sampling.draw_kernels import FusedPart
 
     part = FusedPart(torch.device(device))
     logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(0)).to(device)

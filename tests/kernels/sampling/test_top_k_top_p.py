@@ -37,7 +37,7 @@ def table(wishes: Sequence[TokenFilter], device: str) -> torch.Tensor:
 
 def same(logits: torch.Tensor, wishes: Sequence[TokenFilter], draws: int = 1) -> None:
     """For several keys: tokens of both paths, and of each row alone."""
-    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 
     fused, device, rows = TopKTopPSampler(logits.device), str(logits.device), len(logits)
     others, generator = torch.arange(rows, device=device) + 7, torch.Generator().manual_seed(rows)
@@ -58,7 +58,7 @@ def test_same_tokens_as_torch(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_picked_out_of_a_table_draw_as_torch_does(device: str) -> None:
     """numpy lays picked columns one after another, whichever way the table lies."""
-    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 
     known, rows = numpy.array(WISHES, dtype=numpy.float32).T.copy(), numpy.array([0, 2, 5, 0, 2])
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(device)
@@ -112,8 +112,8 @@ def test_lists_without_room_and_programs_with_many_logits(
     device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list is too short, narrowed by both digits, or cut twice; thousands of equal logits lie at its lower end."""
-    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p.LIST_CAPACITY", (room, room))
-    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p.MAX_PROGRAMS", programs)
+    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p_kernels.LIST_CAPACITY", (room, room))
+    monkeypatch.setattr("headway.kernels.sampling.top_k_top_p_kernels.MAX_PROGRAMS", programs)
     logits = torch.randn(6, 7000, generator=torch.Generator().manual_seed(5)).to(device)
     logits[4:] = (2 * logits[4:]).round()
     large, both = TokenFilter(1, 1700, 1, NO_MIN), TokenFilter(1, 5000, 0.9, NO_MIN)
@@ -126,7 +126,7 @@ def test_lists_without_room_and_programs_with_many_logits(
 @pytest.mark.parametrize("vocab_size", [151936, 128256, 32000, 100003, 262144])
 def test_same_tokens_as_torch_at_real_sizes(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     """A token whose sums lie within the last bit of a limit may differ, for exp2 rounds otherwise: one row in a thousand may."""
-    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 
     generator = torch.Generator("cuda").manual_seed(rows)
     spread = torch.tensor([0.02, 1, 3, 6], device="cuda").repeat(rows)[:rows, None]
@@ -144,7 +144,7 @@ def test_same_tokens_as_torch_at_real_sizes(rows: int, vocab_size: int, dtype: t
 
 @pytest.mark.gpu
 def test_a_captured_graph_filters_as_its_inputs_say() -> None:
-    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 
     device, fused = torch.device("cuda"), TopKTopPSampler(torch.device("cuda"))
     logits = torch.randn(16, 151936, device=device, dtype=torch.bfloat16) * 3
@@ -165,7 +165,7 @@ def test_a_captured_graph_filters_as_its_inputs_say() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_come_as_often_as_the_kept_ones_should(device: str) -> None:
-    from headway.kernels.sampling.top_k_top_p import TopKTopPSampler
+    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 
     count, logits = (60 if device == "cpu" else 20000), torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -5.0], device=device)
     wishes = [TokenFilter(1, 4, 0.99, NO_MIN)] * count

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from headway.core.contract.errors import ConfigError, ModelError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.kernels.experts.routing import Routing
+from headway.kernels.experts.plain import Routing
 from headway.kernels.linear.axes import Axis
 from headway.llm import LLM
 from headway.models.checkpoints.formats.eight_bits import Float8Format, Int8Format

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, Qwen2MoeConfig
 
 from headway.core.contract.spec import DTYPES
-from headway.kernels.experts.forms import forms_of, reads_experts
-from headway.kernels.experts.weights import ExpertWeights, each_expert
+from headway.kernels.experts.weights import ExpertWeights, each_expert, forms_of, reads_experts
 from headway.kernels.linear.axes import Division
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, dequantized_stack, form_name, rows_of
 from headway.models.checkpoints.expert_weights import take_experts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.backends.triton.backend import TritonAttention
-from headway.backends.triton.writer import Writer
+from headway.backends.triton.write_kernel import Writer
 from headway.core.contract.backend import Lengths, StepLimits, fits
 from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.plain import PlainExperts
-from headway.kernels.experts.routing import Routing, route
+from headway.kernels.experts.plain import PlainExperts, Routing, route
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, merged
 from headway.kernels.linear.linear import Linear

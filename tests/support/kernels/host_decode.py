@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper import decode
-from headway.backends.hopper.decode_backend import HopperDecoding
+from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.triton.decode import DecodePlan
 from headway.core.contract.layout import LayerCache
-from headway.kernels.runtime.nvrtc.arguments import Arguments
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from host_kernels import MULTIPROCESSORS, SAID, compiled, places
 from host_latent import find_hopper
 

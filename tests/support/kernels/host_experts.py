@@ -11,11 +11,10 @@ from torch import Tensor
 
 from expert_layers import CONFIGS, FORMS, Layer
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.router import Routed
-from headway.kernels.experts.routing import Routing
+from headway.kernels.experts.plain import Routing
+from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.linear.forms import merged
-from headway.kernels.linear.quantized import WeightBytes
+from headway.kernels.linear.forms import WeightBytes, merged
 from quantized_weights import float8
 
 CLAMPED = dataclasses.replace(CONFIGS["gpt_oss"], num_experts=6, top_k=3, intermediate_size=96)

@@ -23,15 +23,13 @@ from torch import Tensor
 
 from headway.core.system.files import cache_folder
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.cuda_variant import ExpertCutRule, ExpertVariant, expert_variant
-from headway.kernels.experts.lots_variant import LotsVariant, expert_lots_cut, lots_variant
+from headway.kernels.experts.cuda_lots import LotsVariant, expert_lots_cut, lots_variant
+from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
-from headway.kernels.experts.router import Routed
+from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights
-from headway.kernels.linear.cuda_arranged import ArrangedWeight, arranged
-from headway.kernels.linear.cuda_cuts import CudaCutRule, most_rows_of
-from headway.kernels.linear.cuda_launchers import POINTERS
-from headway.kernels.linear.cuda_variant import CudaVariant, Float8Variant
+from headway.kernels.linear.cuda_products import POINTERS, ArrangedWeight, arranged
+from headway.kernels.linear.cuda_variant import CudaCutRule, CudaVariant, Float8Variant, most_rows_of
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.step.config import Activation

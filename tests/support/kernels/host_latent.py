@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from headway.backends.hopper import backend, latent
-from headway.backends.hopper.latent_backend import HopperLatent
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.backends.hopper.latent import HopperLatent
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
-from headway.kernels.runtime.nvrtc.tensor_map import MAP_BYTES
+from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch
 from host_kernels import MULTIPROCESSORS, SAID, compiled
 
 _MAP = Struct("=4Q10I")

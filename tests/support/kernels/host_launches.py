@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.kernels.linear import cuda_launchers
-from headway.kernels.runtime.nvrtc.arguments import Arguments
+from headway.kernels.linear import cuda_products
 from headway.kernels.runtime.nvrtc.compiler import Variant
-from headway.kernels.runtime.nvrtc.launch import Launch
+from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from host_kernels import SAID, compiled
 
 _MAP = Struct("=QQ3q88x")
@@ -27,8 +26,8 @@ _ARRANGING = {"arrange_rows": "arrange", "round_rows": "round_x"}
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the launchers of products made from now on launch on the host."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(cuda_launchers, "load", lambda source, name, *_: HostKernel(source, name))
-    monkeypatch.setattr(cuda_launchers, "tensor_map", _tensor_map)
+    monkeypatch.setattr(cuda_products, "load", lambda source, name, *_: HostKernel(source, name))
+    monkeypatch.setattr(cuda_products, "tensor_map", _tensor_map)
 
 
 def _tensor_map(tensor: Tensor, box: tuple[int, int], swizzle: int) -> bytes:

@@ -26,7 +26,7 @@ from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.kernels.step.config import LatentConfig
-from headway.kernels.step.plain_latent import PlainLatentLayer
+from headway.kernels.step.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
 from headway.testing.broken.plain import PlainBackend, PlainPlan
 from registries import registering

@@ -5,6 +5,8 @@ It is built on torch's stable interface, so that it loads without vLLM and into 
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,15 +16,32 @@ import torch
 
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.bound_operator import BoundOperator
-from headway.kernels.runtime.compiled_library import Home, LibrarySearch
+from headway.core.system.child import open_replies, reply
+from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibrarySearch
 from headway.kernels.runtime.probe import has_gpu
+
+
+def scalar_type(exponent: int, mantissa: int, signed: bool, bias: int = 0, finite: bool = False, nan: int = 1) -> int:
+    """Number by which vLLM's operators know an element type: fields of 8, 8, 1, 32, 1 and 8 bits, the first lowest.
+
+    nan: how there are numbers that are none: 0 not at all, 1 as IEEE 754 has them, 2 with all bits set.
+    """
+    return exponent | mantissa << 8 | int(signed) << 16 | bias << 17 | int(finite) << 49 | nan << 50
+
+
+INT4: Final = scalar_type(0, 4, signed=False)
+"""Whole numbers of 4 bits beside zeros, ..."""
+INT4_LESS_8: Final = scalar_type(0, 4, signed=False, bias=8)
+"""... and those from which 8 is subtracted."""
+FLOAT8: Final = scalar_type(4, 3, signed=True, finite=True, nan=2)
+FLOAT4: Final = scalar_type(2, 1, signed=True, finite=True, nan=0)
+
 
 SEARCH: Final = LibrarySearch(
     "vllm_library",
     "HEADWAY_VLLM_LIBRARY",
     (Home("vllm", "vllm", "_C_stable_libtorch*.so"),),
-    "headway.kernels.runtime.vllm_library.child",
+    "headway.kernels.runtime.vllm_library",
 )
 NAMESPACE: Final = "_C"
 """Namespace of torch's operators that the library registers."""
@@ -104,3 +123,47 @@ def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
         except BackendError as error:
             support &= Support.no(f"{NAMESPACE}.{name}", "arguments that Headway knows", f"{error}: {overload._schema}")
     return (bound, support) if support else ({}, support)
+
+
+def examine(path: str) -> dict[str, str]:
+    """{"namespace": ...} of a library that loads and holds products, else {"error": why not}."""
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return {"error": f"does not load: {' '.join(str(error.__cause__ or error).split())}"}
+    names = registered()
+    if not names:
+        return {"error": f"registers no operator of {NAMESPACE} that multiplies over quantised weights"}
+    try:
+        right = trial(torch.device("cuda"))
+    except RuntimeError as error:
+        return {"error": " ".join(str(error).split())[:300]}
+    return {"namespace": NAMESPACE} if right else {"error": "computes something else in a trial call"}
+
+
+def trial(device: torch.device) -> bool:
+    """Whether ones times a weight of 128 x 128, all -8 and in whatever order, are right; True where Marlin cannot be called."""
+    operators, support = bind("marlin_gemm", "gptq_marlin_repack")
+    if not support:
+        return True
+    repack, size = operators["gptq_marlin_repack"], 128
+    given = {"perm": torch.empty(0, dtype=torch.int32, device=device)} if "perm" in repack.place else {}
+    words = torch.zeros(size // 8, size, dtype=torch.int32, device=device)
+    x = torch.ones(1, size, dtype=torch.bfloat16, device=device)
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    y = operators["marlin_gemm"](
+        a=x,
+        b_q_weight=repack(b_q_weight=words, size_k=size, size_n=size, num_bits=4, **given),
+        b_scales=torch.ones_like(x),
+        workspace=torch.zeros(count, dtype=torch.int32, device=device),
+        b_type_id=INT4_LESS_8,
+        size_m=1,
+        size_n=size,
+        size_k=size,
+    )
+    return bool((y == -8 * size).all())
+
+
+if __name__ == "__main__":
+    reply(open_replies(), examine(sys.argv[1]))
+    os._exit(0)  # what crashes while the process ends has nothing to say about the library

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.backends.flash_attn_3.library import GENERATION, find_library
+from headway.backends.flash_attn_3_library import GENERATION, find_library
 from headway.core.contract.backend import AttentionBackend, GraphLevel, Lengths, StepLimits, fits
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError

@@ -1,0 +1,233 @@
+"""The library that will be used: found, tried in a process of its own, then loaded into this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import BackendError
+from headway.core.contract.support import YES, Support
+from headway.core.system.child import open_replies, reply
+from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibraryCandidate, LibrarySearch
+from headway.kernels.runtime.probe import has_gpu
+
+FORWARD: Final = "fwd"
+SCHEDULE: Final = "get_scheduler_metadata"
+NEEDED: Final = frozenset(
+    {
+        "q",
+        "k",
+        "v",
+        "out",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "seqused_k",
+        "max_seqlen_q",
+        "max_seqlen_k",
+        "page_table",
+        "softmax_scale",
+        "is_causal",
+        "window_size_left",
+        "window_size_right",
+        "softcap",
+        "scheduler_metadata",
+        "num_splits",
+    }
+)
+"""Arguments of the forward operator without which this backend cannot work."""
+GIVEN: Final = NEEDED | {"batch_size", "num_heads", "num_heads_k", "headdim", "headdim_v", "qkv_dtype"}
+"""Arguments that this backend always gives to the operator that has them."""
+OTHER_NAMES: Final = {"qv": "q_v", "sinks": "s_aux", "learnable_sink": "s_aux", "causal": "is_causal"}
+"""What some homes call an argument -> what this backend calls it."""
+AT_REST: Final = {
+    "attention_chunk": 0,
+    "cp_rank": 0,
+    "cp_world_size": 1,
+    "has_softcap": False,
+    "is_causal": False,
+    "is_rotary_interleaved": False,
+    "max_seqlen_k_new": 0,
+    "num_splits": 0,
+    "sm_margin": 0,
+    "softcap": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+}
+"""Values that leave out what an argument is for, where the operator declares no default. An optional one is left out by None."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators of one library."""
+
+    forward: BoundOperator
+    schedule: BoundOperator | None
+    """Plans the split of a step once for all layers; None where the library keeps it to itself."""
+
+    @classmethod
+    def of(cls, namespace: str) -> Operators:
+        """Bind the operators that torch has registered under a namespace.
+
+        :raises BackendError: the forward operator is not what this backend calls.
+        """
+        space = getattr(torch.ops, namespace)
+        schedule = getattr(space, SCHEDULE, None)
+        return cls(
+            _bound(getattr(space, FORWARD).default, NEEDED),
+            None if schedule is None else _bound(schedule.default, frozenset({"seqused_k", "page_size"})),
+        )
+
+    @property
+    def sinks(self) -> bool:
+        """Whether the forward operator takes a logit for each head that joins the softmax's denominator."""
+        return "s_aux" in self.forward.place
+
+    @property
+    def latent(self) -> bool:
+        """Whether the forward operator takes the part of the query that meets the value's half of a latent key."""
+        return "q_v" in self.forward.place
+
+
+def _bound(overload: Any, needed: frozenset[str]) -> BoundOperator:
+    return BoundOperator.of(overload, needed, GIVEN, AT_REST, OTHER_NAMES)
+
+
+def registered(before: frozenset[str] = frozenset()) -> list[str]:
+    """Namespaces whose `fwd` reads a page table, without those of `before`."""
+    schemas = torch._C._jit_get_all_schemas()
+    suffix = f"::{FORWARD}"
+    found = {
+        schema.name.removesuffix(suffix)
+        for schema in schemas
+        if schema.name.endswith(suffix) and any(argument.name == "page_table" for argument in schema.arguments)
+    }
+    return sorted(found - before)
+
+
+TOLERANCE = 2e-2
+"""Largest accepted ||out - right|| / ||right|| of the trial call, whose numbers are bfloat16."""
+
+
+def examine(path: str) -> dict[str, str]:
+    """{"namespace": ...} of a library that loads and computes right, else {"error": why not}."""
+    before = frozenset(registered())
+    try:
+        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    except OSError as error:
+        return {"error": f"does not load: {' '.join(str(error.__cause__ or error).split())}"}
+    spaces = registered(before)
+    if not spaces:
+        return {"error": "registers no operator `fwd` that reads a page table"}
+    try:
+        apart = trial(Operators.of(spaces[0]), torch.device("cuda"))
+    except (BackendError, RuntimeError) as error:
+        return {"error": f"{' '.join(str(error).split())[:300]}"}
+    if not apart <= TOLERANCE:
+        return {"error": f"computes something else: relative error {apart:.2g} in a trial call"}
+    return {"namespace": spaces[0]}
+
+
+def trial(operators: Operators, device: torch.device) -> float:
+    """Relative error of one small extension over a paged cache: 5 queries after 40 cached tokens, blocks of 16."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).bfloat16()
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    q, key, value, table = draw(5, 4, 128), draw(5, 16, 2, 128), draw(5, 16, 2, 128), ints(3, 0, 4).view(1, 3)
+    out = torch.zeros_like(q)
+    operators.forward.call(
+        *operators.forward.arguments(
+            q=q,
+            k=key,
+            v=value,
+            out=out,
+            cu_seqlens_q=ints(0, 5),
+            seqused_k=ints(45),
+            max_seqlen_q=5,
+            max_seqlen_k=45,
+            page_table=table,
+            softmax_scale=0.1,
+            is_causal=True,
+        )
+    )
+    rows = [cache[table[0].long()].flatten(0, 1)[:45].double().repeat_interleave(2, 1).transpose(0, 1) for cache in (key, value)]
+    scores = q.double().transpose(0, 1) @ rows[0].transpose(1, 2) * 0.1
+    hidden = torch.arange(45, device=device) > torch.arange(40, 45, device=device)[:, None]
+    right = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ rows[1]).transpose(0, 1)
+    return float((out.double() - right).norm() / right.norm())
+
+
+if __name__ == "__main__":
+    reply(open_replies(), examine(sys.argv[1]))
+    os._exit(0)  # what crashes while the process ends has nothing to say about the library
+
+
+SEARCH = LibrarySearch(
+    "flash_attn_3",
+    "HEADWAY_FA3_LIBRARY",
+    (
+        Home("flash-attn-3", "flash_attn_3", "_C*.so"),
+        Home("vllm", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
+        Home("sgl-kernel", "sgl_kernel", "**/flash_ops*.so"),
+    ),
+    "headway.backends.flash_attn_3_library",
+)
+"""torch is not among the homes: its `activate_flash_attention_impl("FA3")` imports the first."""
+GENERATION = 9
+"""Major compute capability of the GPUs that it was written for."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that loads here and computes right."""
+
+    home: str
+    """Who brought it."""
+    path: Path
+    operators: Operators
+
+
+@cache
+def find_library() -> tuple[Library | None, Support]:
+    """The first library that works, loaded into this process; (None, why not), with a reason for each that was found."""
+    here = has_gpu()
+    if here:
+        major, minor = torch.cuda.get_device_capability()
+        if major != GENERATION:
+            here = Support.no("compute capability", f"{GENERATION}.x (Hopper)", f"{major}.{minor}")
+    if not here:
+        return None, here
+    refused = YES
+    for candidate in SEARCH.candidates():
+        found = SEARCH.verdict(candidate)
+        if "error" in found:
+            refused &= Support.no(
+                f"FlashAttention 3 of {candidate.home}", "to work here", f"{found['error']} ({candidate.path})", SEARCH.hint
+            )
+            continue
+        try:
+            return load(candidate, found["namespace"]), YES
+        except (OSError, BackendError) as error:  # worked in the child: this process holds another build of the same name
+            refused &= Support.no(f"FlashAttention 3 of {candidate.home}", "to load", f"{error} ({candidate.path})", SEARCH.hint)
+    return None, refused if not refused else Support.no("FlashAttention 3", "a library that holds it", "none", SEARCH.hint)
+
+
+def load(candidate: LibraryCandidate, namespace: str) -> Library:
+    """Load a library that the child has tried. One that somebody else has loaded already is used as it is.
+
+    :raises OSError or BackendError: it does not load into this process, or not with the operators it should have.
+    """
+    if namespace not in registered():
+        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+    return Library(candidate.home, candidate.path, Operators.of(namespace))
