@@ -15,8 +15,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import Finding
 from headway.core.oracle.inputs import Numbers
 from headway.core.oracle.oracle import distance, expected
-from headway.core.oracle.pool import Layers
-from headway.core.oracle.steps import GUARD, CellErrors, StepTensors, Unlike
+from headway.core.oracle.steps import GUARD, CellErrors, Layers, StepTensors, Unlike
 from headway.testing.diagnosis.guess import guess, names_a_mistake, rounding
 from headway.testing.diagnosis.mistakes import Wrong
 from headway.testing.diagnosis.traits import trait

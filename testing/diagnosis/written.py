@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.core.oracle.pool import Foreign, bits
-from headway.core.oracle.steps import UNWRITTEN, StepInputs
+from headway.core.oracle.steps import UNWRITTEN, Foreign, StepInputs, bits
 
 _ALIKE = 0.2
 """Rows that are nearer than this to the right ones hold the right tokens, rounded otherwise."""

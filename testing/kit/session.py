@@ -17,17 +17,18 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.inputs import Numbers
 from headway.core.oracle.oracle import StepSequence
-from headway.core.oracle.pool import Layers, first_far
 from headway.core.oracle.steps import (
     AS_IN_AN_ENGINE,
     GUARD,
     Before,
     CellErrors,
+    Layers,
     StepInputs,
     StepTensors,
     StepTurns,
     Tokens,
     Unlike,
+    first_far,
 )
 from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.diagnosis.verdict import judge

@@ -12,8 +12,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
-from headway.core.oracle.pool import FINITE_POISON
-from headway.core.oracle.steps import AS_IN_AN_ENGINE, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
+from headway.core.oracle.steps import AS_IN_AN_ENGINE, FINITE_POISON, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.kit.cover import Claimed
 from headway.testing.kit.model_layers import ModelLayer
 from headway.testing.kit.session import Session

@@ -12,8 +12,7 @@ from backend_cases import SPECS, spec
 from headway.backends.layouts import write_rows
 from headway.backends.online_softmax import merge, walk
 from headway.core.contract.layout import NHD
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference
+from headway.core.oracle.cases import make_case, parse_case, reference
 
 BLOCK_SIZE = 8
 

@@ -11,9 +11,8 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case
+from headway.core.oracle.cases import Case, make_case, run_backend
 from headway.core.oracle.cells import CheckCell, Finding
-from headway.core.oracle.reference import run_backend
 from headway.testing.kit.stage import Stage
 
 
