@@ -23,9 +23,8 @@ from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
 from headway.models.families.families import TEXT_PARTS
-from headway.models.families.layer_specs import decoder_layer_specs
 from headway.models.layers.decoder import STATE_PARTS
-from headway.models.loader import decoder_config, read_config
+from headway.models.loader import decoder_config, decoder_layer_specs, read_config
 
 _SIZES: Final[Mapping[str, tuple[str, ...]]] = {
     "hidden_size": (),

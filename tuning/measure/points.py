@@ -1,4 +1,4 @@
-"""The points at which backends are measured: grids of each phase in the order in which they matter, held-out points, and states."""
+"""The points at which backends are measured: grids in the order in which they matter, held-out points, and those of states."""
 
 from __future__ import annotations
 
