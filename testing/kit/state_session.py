@@ -14,7 +14,7 @@ from headway.core.contract.state_backend import StateBackend
 from headway.core.oracle.cells import Finding, Skipped
 from headway.core.oracle.state_cases import StateCase, random_inputs, random_parameters, run_layers
 from headway.core.oracle.state_reference import SequenceState, advance
-from headway.testing.broken.plain_states import PlainStates
+from headway.testing.broken.states import PlainStates
 from headway.testing.diagnosis.state_verdict import ROW_FACTOR, distance
 from headway.testing.kit.state_cells import StateCell
 from headway.testing.kit.state_subject import StateSubject

@@ -14,8 +14,8 @@ from torch import Tensor
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.oracle.cells import CheckCell
-from headway.testing.broken import planted
-from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.broken import attention as planted
+from headway.testing.broken.attention import PlainBackend, PlainPlan
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 
@@ -465,7 +465,7 @@ def test_a_control_says_what_a_mistake_depends_on(
 
 _KEEPS_MASKS = """
 import torch
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 
 class Mine(PlainBackend):
     name = "keeps_masks"

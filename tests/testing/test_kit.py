@@ -401,7 +401,7 @@ def test_what_is_raised_at_one_place_is_shown_once_whatever_the_check() -> None:
 _UNREGISTERED = """
 from headway import hookimpl
 from headway.contract import ALL_PHASES, BackendInfo, CacheLayout, Capabilities
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 
 ROWS = ("slot", "block", "head", "dim")
 OWN = CacheLayout("slots_first", {"key": ROWS, "value": ROWS})

@@ -21,14 +21,14 @@ from headway.tuning.isolated.trial import try_plugins
 HOSTILE = Path(__file__).parent / "hostile.py"
 IMPORT = """
 import torch
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 torch.set_default_dtype(torch.float64)
 class Mine(PlainBackend):
     name = "mine"
 """
 SIGNALS = """
 import signal
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 class Mine(PlainBackend):
     name = "mine"
     def plan(self, metadata):
@@ -36,7 +36,7 @@ class Mine(PlainBackend):
         return super().plan(metadata)
 """
 RIGHT = """
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 class Mine(PlainBackend):
     name = "mine"
 """
