@@ -350,20 +350,6 @@ class Before:
                 )
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """What a session may have simpler than an engine has it, so that a right answer shows what a mistake depends on."""
-
-    blocks_in_order: bool = False
-    """A sequence's blocks follow one another."""
-    zero_unused: bool = False
-    """Block 0 is in no table."""
-    out_of_zeros: bool = False
-    """`out` holds zeros before a step."""
-    without_guesses: bool = False
-    """A failure says what is wrong, and not what it looks like."""
-
-
 @dataclass
 class CellErrors:
     """The measured error of a cell that came nearest to its tolerance, or went farthest beyond it."""
@@ -376,6 +362,3 @@ class CellErrors:
         if error * (self.tolerance or 1.0) >= (self.error or 0.0) * tolerance:
             self.error = error
             self.tolerance = tolerance
-
-
-AS_IN_AN_ENGINE = Unlike()

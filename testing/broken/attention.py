@@ -175,7 +175,8 @@ def _over(change: Any) -> Any:
     def sequence(
         self: PlainBackend, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
     ) -> Tensor:
-        return PlainBackend.sequence(self, *change(self, q, keys, values, context, metadata), number, metadata)
+        q, keys, values, context = change(self, q, keys, values, context, metadata)
+        return PlainBackend.sequence(self, q, keys, values, context, number, metadata)
 
     return sequence
 

@@ -126,7 +126,7 @@ def _by_turns(self: PlainStates, parameters: StateParameters, x: Tensor, gates: 
     if spec.conv_channels:
         x = advance(spec.convolution, parameters, x, [], state)
     heads, keys, values = spec.num_heads, spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
-    parts = torch.split(x, (values, keys, keys) if spec.kind == MAMBA2 else (keys, keys, values))
+    parts = torch.split(x, [values, keys, keys] if spec.kind == MAMBA2 else [keys, keys, values])
     dealt = torch.arange(heads) % spec.num_key_heads
     wide = [part if len(part) == values != keys else part.view(-1, spec.key_dim)[dealt].flatten() for part in parts]
     part = SequenceState(state.recurrent, None)

@@ -13,8 +13,8 @@ from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginSource
 from headway.testing.diagnosis.scorecard import scorecard
 from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
 from headway.testing.kit.kit import CHECKS, Kit
-from headway.testing.kit.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.kit.subject import load_subject
 from headway.tuning.isolated.trial import try_plugins
 

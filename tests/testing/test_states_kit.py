@@ -21,9 +21,8 @@ from headway.testing.broken.states import PLANTED_STATES, PlainStates
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit, make_kit, run_cell
 from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_cells import StateCell, parse_cell
 from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import ODD_LAYOUT, state_subject_of
+from headway.testing.kit.state_subject import ODD_LAYOUT, StateCell, parse_cell, state_subject_of
 from headway.testing.kit.subject import load_subject
 
 NAMED = {
