@@ -16,7 +16,7 @@ from headway.compat.vllm.options import LLM_OPTIONS, TAKEN, from_vllm
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
-from headway.models.checkpoints.origin import ModelOrigin
+from headway.models.checkpoints.locate import ModelOrigin
 from headway.models.encoders.pooling.detect import RUNNERS, TASKS
 
 if TYPE_CHECKING:

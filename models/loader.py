@@ -1,4 +1,4 @@
-"""Load a model: its decoder, its tokenizer, and the token ids that end a text."""
+"""Load a model: its decoder, its tokenizer, and the token ids that end a text; or the specs of its layers alone."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
+from headway.core.select.layer_specs import LayerSpecs
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.system_errors import is_rust_panic
@@ -27,13 +28,12 @@ from headway.models.checkpoints.checkpoint import check_folder, unknown
 from headway.models.checkpoints.end_tokens import read_end_tokens
 from headway.models.checkpoints.formats.config import METHODS, Quantization, read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
-from headway.models.checkpoints.gguf.blocks_file import kept_blocks
+from headway.models.checkpoints.gguf.blocks import kept_blocks
 from headway.models.checkpoints.live_weights import LiveWeights
-from headway.models.checkpoints.locate import locate
-from headway.models.checkpoints.origin import AS_IT_IS, ModelOrigin
+from headway.models.checkpoints.locate import AS_IT_IS, ModelOrigin, locate
 from headway.models.checkpoints.rounded_weights import DummyInFormat, QuantizeOnLoading
 from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
-from headway.models.config import BeyondDecoderError, DecoderConfig
+from headway.models.config import BeyondDecoderError, DecoderConfig, cached_spec, expanded_spec, state_spec
 from headway.models.families.families import TEXT_PARTS, read_decoder_config
 from headway.models.families.plain_config import plain_config
 from headway.models.families.rope import takes_long_factors
@@ -376,3 +376,38 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"{type(error).__name__}: {text}"
+
+
+def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None = None) -> LayerSpecs:
+    """The specs of a model's layers in an element type.
+
+    model: the path of a config.json, or whatever `locate` finds; nothing but the configuration is read, so that quantised weights
+    are no obstacle. Sinks, which are weights, are 0. dtype: None is what its config.json names (bfloat16 where none is named).
+
+    :raises ConfigError: the path of another file, or of none.
+    :raises ModelError: there is no such model, its configuration cannot be read, or it has no attention of Headway's.
+    """
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and (path.name != "config.json" or not path.is_file()):
+        raise ConfigError("--model", "a config.json that is there, a folder with one, or a model's name", model)
+    folder = locate(str(path.parent) if path.suffix == ".json" else model, weights=False)
+    config = read_config(folder)
+    dtype = dtype or config.dtype or torch.bfloat16
+    decoder = decoder_config(config, required=False)
+    if decoder is None:
+        from headway.models.transformers_adapter.load import adapted_specs
+
+        return LayerSpecs(adapted_specs(read_config(folder, plain=False), dtype, device))
+    return decoder_layer_specs(decoder, dtype, device)
+
+
+def decoder_layer_specs(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> LayerSpecs:
+    """The specs of a decoder's layers; of one rank's, where the configuration is what that computes. Sinks, which are weights,
+    are 0."""
+    sinks = (0.0,) * config.num_heads if config.sinks else None
+    cached = [cached_spec(config, layer, dtype, device, sinks=sinks) for layer in config.layers if layer.attention]
+    latent = config.latent
+    expanded = {} if latent is None else {spec: expanded_spec(config, latent, spec) for spec in cached}
+    count = sum(layer.state for layer in config.layers)
+    states = [] if config.state is None else [state_spec(config.state, dtype, device)] * count
+    return LayerSpecs(cached, expanded, states, device)

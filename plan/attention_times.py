@@ -13,8 +13,7 @@ from headway.core.contract.layout import LATENT, NHD, NHD_INT8, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.select.costs import CostTable, Shape
-from headway.plan.devices import GpuKind
-from headway.plan.utilisation import Utilisation
+from headway.plan.devices import GpuKind, Utilisation
 from headway.tuning.table.convert import to_costs
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 

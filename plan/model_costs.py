@@ -1,4 +1,4 @@
-"""Bytes and operations of one step of a model on one rank, out of its configuration: products, experts, caches, states, sums."""
+"""A model by its configuration alone: bytes and operations of a step on one rank, in products, experts, caches, states, sums."""
 
 from __future__ import annotations
 
@@ -7,20 +7,70 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import NormalDist
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.contract.spec import KV_DTYPES, AttentionSpec
 from headway.core.contract.state import KEY_VALUE
 from headway.core.select.layer_specs import LayerSpecs
 from headway.kernels.experts.config import ExpertsConfig
+from headway.models.checkpoints.checkpoint import check_folder
+from headway.models.checkpoints.locate import locate
 from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut
-from headway.models.families.layer_specs import decoder_layer_specs
+from headway.models.families.families import TEXT_PARTS
 from headway.models.layers.decoder import STATE_PARTS
+from headway.models.loader import decoder_config, decoder_layer_specs, read_config
+
+_SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    "hidden_size": (),
+    "num_hidden_layers": ("hybrid_override_pattern", "layers_block_type", "layer_types"),
+    "num_attention_heads": (),
+    "vocab_size": (),
+}
+"""Sizes by transformers' names -> what may stand in their place. A missing one would be a default of transformers', which is the
+size of another model."""
+
+
+class PlannedModel(NamedTuple):
+    """What a plan must know of a model."""
+
+    config: DecoderConfig
+    dtype: torch.dtype
+    """Element type of its weights, activations and, unless another is asked for, its cache."""
+
+
+def read_planned_model(model: str) -> PlannedModel:
+    """Read a model's configuration: a folder, a hub id, or the name of a shape.
+
+    :raises ModelError: there is no such model, its config.json lacks sizes, or Headway's own decoder does not compute it.
+    """
+    folder = locate(model, weights=False)
+    missing = _missing(folder)
+    if missing:
+        raise ModelError(f"model {model}: config.json needs {', '.join(missing)}, got none; a plan is made of sizes alone")
+    read = read_config(folder)
+    config = decoder_config(read, required=True)
+    assert config is not None
+    return PlannedModel(config, read.dtype or torch.bfloat16)
+
+
+def _missing(folder: Path) -> list[str]:
+    stated: Any = check_folder(folder)
+    kind = stated["model_type"]
+    stated = stated.get("text_config", stated) if kind in TEXT_PARTS else stated
+    lacking = {name for name, others in _SIZES.items() if not {name, *others} & set(stated)}
+    if not lacking:
+        return []
+    from transformers import CONFIG_MAPPING
+
+    own = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return sorted(name for name in lacking if own.get(name) not in stated)
+
 
 UNEVENNESS: Final = 0.75
 """Standard deviation of the logarithm of how often an expert is chosen. The experts touched a layer in

@@ -13,12 +13,11 @@ from headway.core.contract.errors import ConfigError
 from headway.models.config import DecoderConfig
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, Source
 from headway.plan.demand import Demand
-from headway.plan.devices import GpuKind
+from headway.plan.devices import H200, GpuKind, Utilisation
 from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
 from headway.plan.model_costs import RankCosts, WeightFormat, check_cache_dtype, rank_costs
 from headway.plan.simulation import Latencies, Replica
 from headway.plan.step_time import StepPredictor
-from headway.plan.utilisation import H200, Utilisation
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Values of max_num_seqs that are tried."""

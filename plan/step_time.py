@@ -10,9 +10,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, StateSpec
 from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, Source
-from headway.plan.devices import GpuKind
+from headway.plan.devices import H200, GpuKind, Utilisation
 from headway.plan.model_costs import ProductShape, RankCosts
-from headway.plan.utilisation import H200, Utilisation
 
 WEAKEST_FIRST: tuple[Source, ...] = ("data sheet", "like", "table")
 GRAPH_TOKENS = 2048

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["Case", "CheckReport", "Kit", "Wanted", "check", "load_subject", "make_case", "parse_case", "read_check", "reference"]
 
 if TYPE_CHECKING:
-    from headway.core.oracle.cases import Case, make_case, parse_case
-    from headway.core.oracle.reference import reference
+    from headway.core.oracle.cases import Case, make_case, parse_case, reference
     from headway.testing.kit.checking import Wanted, check
     from headway.testing.kit.kit import Kit
     from headway.testing.kit.report import CheckReport, read_check
@@ -22,7 +21,7 @@ _HOME = {
     "make_case": "headway.core.oracle.cases",
     "parse_case": "headway.core.oracle.cases",
     "read_check": "headway.testing.kit.report",
-    "reference": "headway.core.oracle.reference",
+    "reference": "headway.core.oracle.cases",
 }
 
 

@@ -19,8 +19,7 @@ from headway.backends.layouts import write_rows
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookspecs
 from headway.tuning.autotune import DEFAULT_BUDGET

@@ -17,8 +17,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.registry.plugin_sources import load_file
 from latent_layers import case_of
 

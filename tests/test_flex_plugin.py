@@ -15,7 +15,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case
 from headway.core.oracle.cells import CheckCell
-from headway.core.oracle.pool import Foreign
+from headway.core.oracle.steps import Foreign
 from headway.registry.plugin_sources import load_file
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject

@@ -15,9 +15,8 @@ from headway.contract import StateBackend
 from headway.registry import create_registry
 from headway.testing.kit.kit import CHECKS
 from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_cells import parse_cell
 from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import state_subject_of
+from headway.testing.kit.state_subject import parse_cell, state_subject_of
 from sandbox import run_python
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

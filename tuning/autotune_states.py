@@ -18,17 +18,15 @@ from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.core.system.files import clean
 from headway.registry import Registry
 from headway.tuning.autotune import TIMER, TableRequest
-from headway.tuning.isolated.measure_in_child import can_measure_in_child, measure_in_child, third_party_files
-from headway.tuning.isolated.measured_kinds import STATES
+from headway.tuning.isolated.measure_in_child import STATES, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.state_points import state_grid
+from headway.tuning.measure.points import state_grid
 from headway.tuning.measure.state_run import StateOptions, run_state_level, state_owners, state_plugin_digest
 from headway.tuning.measure.timing import SharedBudget
 from headway.tuning.table.compare import differences
 from headway.tuning.table.convert import to_state_costs
 from headway.tuning.table.files import TableError, read_state_table, state_table_path
-from headway.tuning.table.identity import DeviceIdentity
-from headway.tuning.table.state_schema import StateSpecRecord, StateTable
+from headway.tuning.table.schema import DeviceIdentity, StateSpecRecord, StateTable
 
 log = logging.getLogger("headway")
 

@@ -34,8 +34,7 @@ from headway.tuning.measure.points import Point, held_out
 from headway.tuning.measure.run import GRAPH_LEN
 from headway.tuning.measure.timing import InterleavedTimer, on_device
 from headway.tuning.table.convert import CORE_PHASE, to_costs
-from headway.tuning.table.identity import DeviceIdentity
-from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, SpecRecord
 
 _TURNS = InterleavedTimer(rounds=5)
 LAYERS = 32

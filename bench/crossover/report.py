@@ -17,9 +17,8 @@ from rich.text import Text
 
 from headway.bench.crossover.view import Block, TableRow, View, show, unit
 from headway.core.system.text import csv_cell, harmless, markdown
-from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.noise import MOST_DRIFT, TIE_RULE
-from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, points, without_refusals
+from headway.tuning.table.schema import Cell, CrossoverTable, DeviceIdentity, PhaseName, points, without_refusals
 
 _LENGTHS: dict[PhaseName, str] = {
     "prefill": "query_len",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.core.contract.metadata import Phase
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 Error = float | None
 """A relative error ||a - b|| / ||b||; None where it is no number, because one side's answer holds none."""

@@ -15,15 +15,14 @@ from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerC
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
-from headway.core.oracle.cases import Case
-from headway.core.oracle.reference import reference
+from headway.core.oracle.cases import Case, reference
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
 from headway.core.select.startup import BackendSource, check_names
 
 REFERENCE = "reference"
-"""The name of float64 attention (`headway.core.oracle.reference`), beside those of the backends."""
+"""The name of float64 attention (`headway.core.oracle.cases`), beside those of the backends."""
 _REFERENCE_BLOCK_SIZE = 16
 
 

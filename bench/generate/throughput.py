@@ -19,7 +19,7 @@ from headway.core.system.provenance import Origin
 from headway.llm import LLM
 from headway.tuning.measure.device import crowding, describe_device
 from headway.tuning.measure.timing import Timer
-from headway.tuning.table.identity import DeviceInfo
+from headway.tuning.table.schema import DeviceInfo
 
 Generated = list[list[int]]
 """Output tokens of each prompt."""

@@ -27,7 +27,7 @@ from headway.tuning.measure.contender import Contender, Status, failed, measure
 from headway.tuning.measure.device import crowding, default_device, describe_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import Timer, on_device
-from headway.tuning.table.identity import DeviceInfo
+from headway.tuning.table.schema import DeviceInfo
 
 PLAIN = "plain"
 _FORM_OF = {"int4": "int4", "fp8": "fp8 rows", "fp8-blocks": "fp8 blocks", "mxfp4": "mxfp4", PLAIN: PLAIN}

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from headway.bench.kernel.peaks import DevicePeak
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.tuning.table.identity import DeviceInfo
 from headway.tuning.table.noise import MOST_DRIFT
+from headway.tuning.table.schema import DeviceInfo
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",

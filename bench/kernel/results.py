@@ -11,7 +11,7 @@ from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.contender import Status
 from headway.tuning.measure.workloads import PhaseName
-from headway.tuning.table.identity import DeviceInfo
+from headway.tuning.table.schema import DeviceInfo
 
 Owner = Literal["backend", "peer", "writer"]
 

@@ -22,8 +22,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES
 from headway.core.contract.support import Support
-from headway.core.oracle.cases import Case
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import Case, reference, relative_error
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.core.system.terminal import progress_bar

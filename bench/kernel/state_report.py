@@ -12,7 +12,7 @@ from rich.text import Text
 from headway.bench.kernel.peaks import DevicePeak
 from headway.core.contract.state import KEY_VALUE, StateSpec
 from headway.core.oracle.state_cases import gate_shapes
-from headway.tuning.table.state_schema import MeasuredState, StateTable
+from headway.tuning.table.schema import MeasuredState, StateTable
 
 
 def step_bytes(spec: StateSpec, batch: int, query_len: int) -> int:

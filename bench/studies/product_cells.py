@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
 from headway.kernels.linear.quantized import QuantizedCut
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 Change = Callable[[QuantizedCut], QuantizedCut]
 THE_RULES = "the rule's"

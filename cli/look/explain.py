@@ -187,7 +187,7 @@ def _layers(model: str | None, geometry: str | None, layers: int | None, dtype: 
         return LayerSpecs(specs[:1] * (layers or LAYERS.get(named, 32)), expanded)
     if geometry is not None or layers is not None:
         raise ConfigError("--model", "no --geometry and no --layers, which the model has", geometry or layers)
-    from headway.models.families.layer_specs import read_layer_specs
+    from headway.models.loader import read_layer_specs
 
     asked = dtype_of("--dtype", dtype, DTYPES)
     return read_layer_specs(model, place, torch.float32 if asked is None and place.type == "cpu" else asked)

@@ -115,8 +115,7 @@ def priors(plugin: PluginFiles = None, as_json: Annotated[bool, typer.Option("--
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import identify_device, resolve_device
     from headway.tuning.measure.self_test import owners
-    from headway.tuning.table.files import TableError, read_table
-    from headway.tuning.table.priors import FOLDER_VARIABLE, Prior, find_prior, prior_folder, shipped
+    from headway.tuning.table.files import FOLDER_VARIABLE, Prior, TableError, find_prior, prior_folder, read_table, shipped
 
     if not (folder := prior_folder()).is_dir():
         raise ConfigError(f"${FOLDER_VARIABLE}", "a folder of tables, or no value for those that ship", folder)

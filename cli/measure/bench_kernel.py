@@ -179,7 +179,7 @@ def measure_states(
     from headway.bench.kernel.state_report import print_state_report
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.kernels.runtime.compile_ahead import compile_ahead
-    from headway.models.families.layer_specs import read_layer_specs
+    from headway.models.loader import read_layer_specs
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import measured_rates
     from headway.tuning.measure.state_run import StateOptions, run_state_level

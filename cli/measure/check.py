@@ -66,7 +66,7 @@ def check(
     from headway.testing.diagnosis.scorecard import badge, scorecard
     from headway.testing.kit.checking import Wanted
     from headway.testing.kit.kit import CHECKS
-    from headway.testing.kit.sanitizer import find_sanitizer
+    from headway.testing.kit.runner import find_sanitizer
     from headway.testing.kit.state_kit import STATE_CHECKS
     from headway.testing.kit.subject import STATES
     from headway.tuning.isolated.trial import try_installed
@@ -110,8 +110,7 @@ def check(
 
 def _compare(first: Path, second: Path) -> None:
     """Print what changed from one result file to another; exit with 1 if the second is worse."""
-    from headway.testing.kit.comparison import ReportComparison
-    from headway.testing.kit.report import read_check
+    from headway.testing.kit.report import ReportComparison, read_check
 
     found = ReportComparison(read_check(first), read_check(second))
     for line in found.lines():

@@ -138,7 +138,7 @@ def _search(model: str, kind: GpuKind, num_gpus: int, demand: Demand, tables: Se
 
     :raises HeadwayError: no such model, or one whose sizes are not known.
     """
-    from headway.plan.read_model import read_planned_model
+    from headway.plan.model_costs import read_planned_model
     from headway.plan.search import FleetSearch
 
     config, dtype = read_planned_model(model)

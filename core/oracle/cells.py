@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final
 
@@ -248,14 +248,9 @@ class Finding(Exception):
         guess: str = "",
         error: float | None = None,
         tolerance: float | None = None,
-        named: bool = True,
-        numbers: Sequence[int] = (),
     ) -> None:
-        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance;
-        named: whether the guess names a mistake; numbers: the sequences of the step that are wrong."""
+        """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
         super().__init__(what)
-        self.named = named
-        self.numbers = numbers
         self.guess = guess
         self.error = error
         self.tolerance = tolerance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,90 +52,49 @@ class StepSequence:
         return k.double() * self.spec.k_scale, v.double() * self.spec.v_scale
 
 
-def attend(
-    spec: AttentionSpec,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    first: int,
-    *,
-    future: int = 0,
-    modulo: bool = False,
-    masked: float = -torch.inf,
-    old: bool = False,
-    distances: Tensor | None = None,
-    cap_last: bool = False,
-    tanh: Callable[[Tensor], Tensor] = torch.tanh,
-    bend: Callable[[Tensor], Tensor] | None = None,
-    unseen: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, first: int, *, future: int = 0) -> tuple[Tensor, Tensor]:
     """Queries at positions first, first + 1, ... over keys at 0, 1, ...
 
     q: [n, num_heads, head_dim]; keys, values: float64 [m, num_kv_heads, *]. future: later positions that a query sees (-1: not
-    even its own); modulo: head h reads kv head h % num_kv_heads; masked: the score of a key that is not seen; old: a window that
-    hides its keys and shows those before it; distances:
-    [n, m], how far before each query ALiBi takes each key to lie; cap_last: a soft-cap over ALiBi's bias as well; tanh: what a
-    soft-cap takes for it; bend: what else is done to the scores; unseen: bool [n, m], the keys that each query does not see, in
-    place of what the spec hides. Returns float64 out [n, num_heads, v_head_dim] and the natural
-    log-sum-exp [num_heads, n], sinks included.
+    even its own). Returns float64 out [n, num_heads, v_head_dim] and the natural log-sum-exp [num_heads, n], sinks included.
     """
     groups, kv_heads = spec.group_size, spec.num_kv_heads
-    # Query heads in the order in which they read kv heads: [kv head, place in its group].
-    order = torch.arange(spec.num_heads, device=q.device).view(groups, kv_heads).T if modulo else None
     keys, values = keys.permute(1, 2, 0), values.transpose(0, 1)  # [kv_heads, head_dim, m], [kv_heads, m, v_head_dim]
-    per_head = _per_head(spec, q.device, order)
+    slopes, sinks = (_per_head(spec, each, q.device) for each in (spec.alibi_slopes, spec.sinks))
     ago_of = torch.arange(keys.shape[2], device=q.device)
     outs, lses = [], []
     rows = max(1, _SCORES // (spec.num_heads * max(1, keys.shape[2])))
     for start in range(0, len(q), rows):
         part = q[start : start + rows].double().transpose(0, 1)
         n = part.shape[1]
-        part = part.reshape(kv_heads, groups * n, -1) if order is None else part[order].flatten(1, 2)
-        scores = (part @ keys).mul_(spec.scale).view(kv_heads, groups, n, -1)
-        if spec.softcap is not None and not cap_last:
-            scores = spec.softcap * tanh(scores / spec.softcap)
+        scores = (part.reshape(kv_heads, groups * n, -1) @ keys).mul_(spec.scale).view(kv_heads, groups, n, -1)
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
         ago = torch.arange(first + start, first + start + n, device=q.device)[:, None] - ago_of
-        if per_head["alibi_slopes"] is not None:
-            scores = scores - per_head["alibi_slopes"] * (ago if distances is None else distances[start : start + n])
-        if spec.softcap is not None and cap_last:
-            scores = spec.softcap * tanh(scores / spec.softcap)
+        if slopes is not None:
+            scores = scores - slopes * ago
         if not spec.causal:
             ago = ago.abs()
         hidden = ago < -future
         if spec.sliding_window is not None:
-            hidden = hidden | ((ago < spec.sliding_window) if old else (ago >= spec.sliding_window))
-        if unseen is not None:
-            hidden = unseen[start : start + n]
-        if bend is not None:
-            scores = bend(scores)
-        scores = scores.masked_fill(hidden, masked)
+            hidden = hidden | (ago >= spec.sliding_window)
+        scores = scores.masked_fill(hidden, -torch.inf)
         top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float64).min)
         weights = scores.sub_(top).exp_()
         lse = (weights.sum(-1, keepdim=True).log_() + top).squeeze(-1)
-        if per_head["sinks"] is not None:
-            lse = torch.logaddexp(lse, per_head["sinks"].squeeze(-1))
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.squeeze(-1))
         weights = weights.mul_((top - lse[..., None]).exp_()).nan_to_num_(0.0)
-        out = (weights.flatten(1, 2) @ values).view(spec.num_heads, n, -1)
-        lse = lse.reshape(spec.num_heads, n)
-        if order is not None:
-            back = order.flatten().argsort()
-            out, lse = out[back], lse[back]
-        outs.append(out.transpose(0, 1))
-        lses.append(lse)
+        outs.append((weights.flatten(1, 2) @ values).view(spec.num_heads, n, -1).transpose(0, 1))
+        lses.append(lse.reshape(spec.num_heads, n))
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def _per_head(spec: AttentionSpec, device: torch.device, order: Tensor | None) -> dict[str, Tensor | None]:
-    """What a spec says of each query head, float64 [num_kv_heads, group_size, 1, 1]."""
-    found: dict[str, Tensor | None] = {}
-    for name in ("alibi_slopes", "sinks"):
-        values = getattr(spec, name)
-        tensor = None if values is None else torch.tensor(values, dtype=torch.float64, device=device)
-        if tensor is not None:
-            tensor = tensor.view(spec.num_kv_heads, spec.group_size) if order is None else tensor[order]
-            tensor = tensor[..., None, None]
-        found[name] = tensor
-    return found
+def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch.device) -> Tensor | None:
+    """A number for each query head, float64 [num_kv_heads, group_size, 1, 1]."""
+    if values is None:
+        return None
+    return torch.tensor(values, dtype=torch.float64, device=device).view(spec.num_kv_heads, spec.group_size, 1, 1)
 
 
 def expected(row: StepSequence) -> tuple[Tensor, Tensor]:

@@ -38,9 +38,9 @@ from headway.registry.validate import check_backend_info
 from headway.requests.request_state import OutputProcessor
 from headway.requests.validation import RequestValidator
 from headway.tuning.autotune import costs_for
+from headway.tuning.isolated.child import run
 from headway.tuning.isolated.measure_in_child import measure_in_child
 from headway.tuning.isolated.trial import try_plugins
-from headway.tuning.isolated.trial_steps import run
 from headway.tuning.measure.run import run_kernel_level
 from headway.tuning.measure.self_test import check_named
 

@@ -13,7 +13,7 @@ from headway.kernels.experts.weights import ExpertsCut, ExpertWeights
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, merged, rows_of, with_rows
 from headway.models.checkpoints.weights import WeightSource
-from headway.models.families.names import ExpertNames
+from headway.models.config import ExpertNames
 
 
 def take_experts(

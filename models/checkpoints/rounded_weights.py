@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.core.system.text import shown_size
 from headway.kernels.linear.axes import Axis, Shape, axes_of, held_part
 from headway.kernels.linear.forms import QuantizedWeight, columns_of, merged, num_bytes, rows_of
-from headway.models.checkpoints.formats.module import StoredFormat
+from headway.models.checkpoints.formats.stored import StoredFormat
 from headway.models.checkpoints.weights import STD, DummyWeights, WeightSource
 
 log = logging.getLogger("headway")

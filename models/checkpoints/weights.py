@@ -19,8 +19,8 @@ from headway.core.system.text import shown_size
 from headway.kernels.linear.axes import Axis, Shape, axes_of, held_part, held_sizes, whole_sizes
 from headway.kernels.linear.forms import QuantizedWeight, dequantized_stack, merged, num_bytes
 from headway.models.checkpoints.formats.config import Quantization
-from headway.models.checkpoints.formats.gguf_blocks import GgufBlocks
-from headway.models.checkpoints.formats.module import QuantizedModule, StoredFormat
+from headway.models.checkpoints.formats.stored import QuantizedModule, StoredFormat
+from headway.models.checkpoints.gguf.blocks import GgufBlocks
 from headway.models.checkpoints.tensor_files import NEEDED, PLAIN, TensorFiles
 
 IGNORED = ("rotary_emb.inv_freq", ".q_scale", ".prob_scale")

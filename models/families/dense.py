@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.models.config import BeyondDecoderError
-from headway.models.families.names import TensorNames
+from headway.models.config import BeyondDecoderError, TensorNames
 
 
 def biases(config: Any) -> dict[str, Any]:

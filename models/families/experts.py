@@ -1,14 +1,15 @@
-"""What each family's configuration says about its experts, in our terms."""
+"""What each family's configuration says about its experts and its latent attention, in our terms."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.experts.config import ExpertsConfig
-from headway.models.config import BeyondDecoderError
+from headway.kernels.step.config import LatentConfig
+from headway.models.config import BeyondDecoderError, ExpertNames, TensorNames
 from headway.models.families.dense import qwen3
-from headway.models.families.names import ExpertNames, TensorNames
 
 MIXTRAL_NAMES = TensorNames(
     experts=ExpertNames(
@@ -75,7 +76,7 @@ def gpt_oss(config: Any) -> dict[str, Any]:
     return {"experts": experts, "sinks": True, "qkv_bias": bool(config.attention_bias), "o_bias": bool(config.attention_bias)}
 
 
-def deepseek(config: Any) -> dict[str, Any]:
+def deepseek_experts(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight): dense layers first, then experts with shared ones beside them."""
     third = config.model_type == "deepseek_v3"
     method = getattr(config, "topk_method", "greedy")
@@ -135,3 +136,39 @@ def _count(config: Any) -> Any:
     if type(found) is not int or found < 1:
         raise ModelError(f"{field}: needs a whole number of at least 1, got {found}")
     return found
+
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+def deepseek(config: Any) -> dict[str, Any]:
+    """DeepSeek-V2 and V3 (Moonlight)."""
+    return {**deepseek_experts(config), **latent_attention(config)}
+
+
+def latent_attention(config: Any) -> dict[str, Any]:
+    """Sizes, scale and biases of latent attention."""
+    for name in _SIZES:
+        size = getattr(config, name, None)
+        if type(size) is not int or size < 1:
+            raise ModelError(f"{name}: needs a whole number of at least 1, got {size!r}")
+    rank = getattr(config, "q_lora_rank", None)
+    if rank is not None and (type(rank) is not int or rank < 1):
+        raise ModelError(f"q_lora_rank: needs null or a whole number of at least 1, got {rank!r}")
+    latent = LatentConfig(
+        **{name: getattr(config, name) for name in _SIZES},
+        q_lora_rank=rank,
+        # DeepSeek-V2 is computed on pairs of neighbours; V3's configuration tells.
+        interleaved=bool(getattr(config, "rope_interleave", True)),
+    )
+    bias = bool(getattr(config, "attention_bias", False))
+    scale = latent.q_dim**-0.5 * _sharpening(getattr(config, "rope_parameters", None) or {})
+    return {"latent": latent, "scale": scale, "qkv_bias": bias, "o_bias": bias}
+
+
+def _sharpening(rope: dict[str, Any]) -> float:
+    """What YaRN multiplies the scores by (Peng et al. 2023), where DeepSeek applies it to them and not to cos and sin."""
+    whole, factor = rope.get("mscale_all_dim") or 0, rope.get("factor") or 1
+    if rope.get("rope_type", "default") == "default" or not whole or factor <= 1:
+        return 1.0
+    return float((0.1 * whole * math.log(factor) + 1.0) ** 2)

@@ -9,10 +9,16 @@ from typing import Any
 
 from headway.core.contract.errors import ModelError
 from headway.kernels.step.config import Activation
-from headway.models.config import BeyondDecoderError, DecoderConfig, LayerConfig, RopeConfig, StateConfig
-from headway.models.families import dense, experts, hybrid, latent, mamba
-from headway.models.families.minimax import MINIMAX_NAMES, minimax
-from headway.models.families.names import LLAMA_NAMES, TensorNames
+from headway.models.config import (
+    LLAMA_NAMES,
+    BeyondDecoderError,
+    DecoderConfig,
+    LayerConfig,
+    RopeConfig,
+    StateConfig,
+    TensorNames,
+)
+from headway.models.families import dense, experts, hybrid, mamba
 from headway.models.families.rope import read_rope
 
 
@@ -33,8 +39,8 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "bamba": Family("BambaForCausalLM", mamba.bamba, mamba.BAMBA_NAMES, windowed=False, partial_rotary=True),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM", latent.deepseek, windowed=False),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", latent.deepseek, windowed=False),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", experts.deepseek, windowed=False),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", experts.deepseek, windowed=False),
     "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
@@ -48,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family("Lfm2ForCausalLM", hybrid.lfm2, hybrid.LFM2_NAMES, windowed=False),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", hybrid.lfm2_moe, hybrid.LFM2_NAMES, windowed=False),
     "llama": Family("LlamaForCausalLM", dense.biases, windowed=False),
-    "minimax": Family("MiniMaxForCausalLM", minimax, MINIMAX_NAMES),
+    "minimax": Family("MiniMaxForCausalLM", hybrid.minimax, hybrid.MINIMAX_NAMES),
     "mistral": Family("MistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM", experts.mixtral, experts.MIXTRAL_NAMES),
     "nemotron_h": Family("NemotronHForCausalLM", mamba.nemotron_h, mamba.NEMOTRON_H_NAMES, windowed=False),

@@ -10,14 +10,20 @@ import torch
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import DTYPES
-from headway.core.contract.state import CONV, GATED_DELTA, KDA, StateSpec
+from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, StateSpec
 from headway.core.system.text import shown
 from headway.kernels.experts.config import ExpertsConfig
-from headway.models.config import BeyondDecoderError, LayerConfig, StateConfig
+from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
 from headway.models.families.dense import OLMO2_NAMES, olmo2, qwen3
-from headway.models.families.experts import QWEN2_MOE_NAMES, qwen_expert_sizes, qwen_experts, sigmoid_experts
-from headway.models.families.latent import latent_attention
-from headway.models.families.names import ExpertNames, StateNames, TensorNames
+from headway.models.families.experts import (
+    MIXTRAL_NAMES,
+    QWEN2_MOE_NAMES,
+    latent_attention,
+    mixtral,
+    qwen_expert_sizes,
+    qwen_experts,
+    sigmoid_experts,
+)
 
 Known = TypeVar("Known")
 
@@ -259,3 +265,42 @@ def size_of(config: Any, key: str, least: int = 1) -> int:
     if type(value) is not int or value < least:
         raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
     return value
+
+
+MINIMAX_NAMES = replace(
+    MIXTRAL_NAMES,
+    attention_norm=None,
+    state=StateNames(
+        norm=None,
+        inputs=(("self_attn.qkv_proj", ("q", "k", "v")), ("self_attn.output_gate", ("z",))),
+        by_key_head=True,
+        out_norm="self_attn.norm",
+        out="self_attn.out_proj",
+    ),
+    ignored=(".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay"),
+)
+
+
+def minimax(config: Any) -> dict[str, Any]:
+    """Slopes fall from layer to layer; the factors of what parts add go into their last products."""
+    heads, count = config.num_attention_heads, config.num_hidden_layers
+    dim = config.head_dim or config.hidden_size // heads
+    spec = StateSpec(LIGHTNING, heads, heads, dim, dim, state_dtype=state_dtype(config))
+    mlp = float(config.mlp_alpha_factor)
+    known = {
+        "linear_attention": replace(STATE, kept=(float(config.linear_attn_alpha_factor), mlp)),
+        "full_attention": LayerConfig(kept=(float(config.full_attn_alpha_factor), mlp)),
+    }
+    layers = parts_of(config.layer_types, known)
+    falling = [1 - index / (count - 1 + 1e-5) + 1e-5 for index in range(count)]
+    slopes = [tuple(2.0 ** (-8 * (head + 1) / heads) * factor for head in range(heads)) for factor in falling]
+    return {
+        **mixtral(config),
+        "multipliers": Multipliers(
+            attention=float(config.full_attn_beta_factor),
+            state=float(config.linear_attn_beta_factor),
+            mlp=float(config.mlp_beta_factor),
+        ),
+        "state": StateConfig(spec, gate="sigmoid", norm_size=heads * dim, norm_eps=1e-6),
+        "layers": [replace(layer, slopes=of_layer) for layer, of_layer in zip(layers, slopes, strict=True)],
+    }

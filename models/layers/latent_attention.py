@@ -10,8 +10,7 @@ from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import Norm, Operations, Rope
-from headway.models.config import DecoderConfig, LayerConfig
-from headway.models.families.attention_specs import cached_spec, expanded_spec
+from headway.models.config import DecoderConfig, LayerConfig, cached_spec, expanded_spec
 from headway.models.layers.tensors import LayerTensors
 
 _EPS = 1e-6

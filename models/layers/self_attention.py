@@ -10,8 +10,7 @@ from headway.core.contract.model import Attention
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Gate, Heads, Norm, NormShare, Operations, Rope
-from headway.models.config import DecoderConfig, LayerConfig
-from headway.models.families.attention_specs import cached_spec
+from headway.models.config import DecoderConfig, LayerConfig, cached_spec
 from headway.models.families.rope import rotary_order
 from headway.models.layers.tensors import LayerTensors
 

@@ -1,11 +1,18 @@
-"""What an attention module of transformers calls in place of its own attention: Headway's, on the paged cache.
+"""What attention modules of transformers call in place of their own: Headway's on the paged cache, and before that a probe.
 
 transformers finds it by name (`AttentionInterface`), and no mask is built for that name, since none is registered for it. A
 module that takes part carries an `AttentionSite`, which knows its layer and what every call must hand over.
+
+The probe is a call of a few tokens that finds out how a model attends, before an engine is made for it. Attention gives zeros in
+this call. Then tokens meet nowhere, unless the model mixes them elsewhere (a convolution, a state space, a recurrence), which
+shows when their order is turned round: such a model cannot run on packed sequences and is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
@@ -13,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
@@ -151,3 +158,143 @@ _library.impl("adapted_attention", _attend, "CompositeExplicitAutograd")  # type
 torch.library.register_fake("headway::adapted_attention", _attend_fake, lib=_library)
 
 AttentionInterface.register(NAME, attend)
+
+
+PROBE = "headway_probe"
+"""The attention implementation during the probe."""
+NUM_TOKENS = 6
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Largest error relative to a row's norm: products may round otherwise in another order of rows."""
+
+_UNDERSTOOD = {
+    *("scaling", "sliding_window", "softcap", "s_aux"),
+    # What changes nothing here: nothing is dropped, and positions were applied before.
+    *("dropout", "position_ids", "cache_position", "position_embeddings", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k"),
+    *("max_length_q", "max_length_k", "use_cache", "logits_to_keep", "is_causal", "deterministic", "target_dtype"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "training"),
+}
+
+
+@dataclass(eq=False)
+class Call:
+    """What one attention module handed over."""
+
+    name: str
+    module: nn.Module
+    passed: Passed
+    sinks: Tensor | None
+    tensors: tuple[Tensor, ...]
+    """query, key and value: [1, heads, NUM_TOKENS, dim]."""
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module, longest: int) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.longest = longest
+        self.calls: list[Call] = []
+
+
+_RECORDER: ContextVar[_Recorder] = ContextVar("headway_adapter_probe")
+
+
+def run_probe(model: Any, forward: Callable[[], Tensor], longest: int = 0) -> tuple[Tensor, list[Call]]:
+    """What `forward()` returns, and its attention calls in their order.
+
+    longest: positions that the model is made for; each layer's mask is held against its call as far as that. 0: masks are not
+    looked at.
+
+    :raises ModelError: one of them is nothing that an AttentionSpec says.
+    """
+    recorder = _Recorder(model, longest)
+    token = _RECORDER.set(recorder)
+    try:
+        return forward(), recorder.calls
+    finally:
+        _RECORDER.reset(token)
+
+
+@contextmanager
+def probing(model: Any, name_after: str) -> Iterator[None]:
+    """Inside, the model's attention is the probe's; afterwards that of another name."""
+    model.set_attn_implementation(PROBE)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name_after)
+
+
+def differ(a: Tensor, b: Tensor) -> bool:
+    """Whether rows [..., size] are more than rounding apart."""
+    apart, size = (a.float() - b.float()).norm(dim=-1), a.float().norm(dim=-1)
+    return bool((apart > _TOLERANCE[a.dtype] * size).any())
+
+
+def _attend_probing(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+    recorder = _RECORDER.get()
+    name, layer = recorder.names[module], len(recorder.calls)
+    where = f"attention layer {layer} ({name})"
+    if any(call.module is module for call in recorder.calls):
+        raise ModelError(f"{where}: is called twice for one token, and Headway keeps one key and value of it")
+    giving = next((call.name for call in recorder.calls if key is call.tensors[1] or value is call.tensors[2]), None)
+    if giving is not None:
+        shared = getattr(module.config, "num_kv_shared_layers", None)
+        field = "" if shared is None else f" (num_kv_shared_layers={shared} in config.json)"
+        raise ModelError(
+            f"{where}: has no keys and values of its own and reads those of {giving}{field}; Headway keeps keys and values "
+            "for each layer, and does not serve layers that share them yet"
+        )
+    passed, sinks = Passed.of(query, key, value, options), options.get("s_aux")
+    unknown = sorted(name for name, value in options.items() if value is not None and name not in _UNDERSTOOD)
+    if unknown:
+        raise ModelError(f"{where}: hands {', '.join(unknown)} to its attention, which Headway's does not know")
+    tokens = query.shape[0], query.shape[2], key.shape[2], value.shape[2]
+    if tokens != (1, NUM_TOKENS, NUM_TOKENS, NUM_TOKENS) or key.shape[3] != passed.head_dim or value.shape[1] != key.shape[1]:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
+        raise ModelError(f"{where}: needs a query, key and value for each of {NUM_TOKENS} tokens, got shapes {shapes}")
+    if recorder.longest:
+        _check_mask(where, attention_mask, passed.sliding_window, options, module, recorder.longest)
+    recorder.calls.append(Call(name, module, passed, sinks, (query, key, value)))
+    return query.new_zeros(1, NUM_TOKENS, passed.num_heads, passed.v_head_dim), None
+
+
+class _Mask(Tensor):
+    """A mask that remembers the rule by which the mask was made."""
+
+    rule: Callable[..., Tensor]
+
+
+def _mask(q_length: int, kv_length: int, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
+    """Called by transformers for every kind of mask that a model asks for."""
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool).as_subclass(_Mask)
+    mask.rule = mask_function
+    return mask
+
+
+def _check_mask(where: str, mask: Any, window: int | None, options: dict[str, Any], module: nn.Module, longest: int) -> None:
+    """Hold the rule that the layer's mask is made by against what the call itself says.
+
+    :raises ModelError: they differ, so that attention without the mask would compute something else.
+    """
+    rule = getattr(mask, "rule", None)
+    if rule is None:
+        causal = options.get("is_causal")
+        if mask is not None or not (getattr(module, "is_causal", True) if causal is None else causal):
+            kind = "is not causal" if mask is None else "has a mask of the model's own"
+            raise ModelError(f"{where}: {kind}; Headway computes causal attention over a whole sequence or a window")
+        return
+    keys, zero = torch.arange(longest), torch.tensor(0)
+    for query in (longest - 1, longest // 2):
+        seen = rule(zero, zero, torch.tensor(query), keys).expand(longest)
+        if bool((seen & (keys > query)).any()):
+            raise ModelError(f"{where}: its attention is bidirectional, as an encoder's is; Headway computes causal attention")
+        expected = keys <= query if window is None else (keys <= query) & (keys > query - window)
+        if not torch.equal(seen, expected):
+            raise ModelError(
+                f"{where}: its call says {f'sliding_window={window}' if window else 'no window'}, which shows token {query} "
+                f"{int(expected.sum())} keys, and its mask shows it {int(seen.sum())}; Headway computes causal attention over a "
+                "whole sequence or a window"
+            )
+
+
+AttentionInterface.register(PROBE, _attend_probing)
+AttentionMaskInterface.register(PROBE, _mask)

@@ -1,26 +1,93 @@
-"""Make a decoder of transformers: from the safetensors files of a folder, or with random weights."""
+"""Make a decoder of transformers, of files or with random weights, and compile its layers; or take its attention specs alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.errors import HeadwayError, ModelError
+from headway.core.contract.model import AttentionFunctions
+from headway.core.contract.spec import AttentionSpec
+from headway.core.system.files import cache_folder, kernel_folders, obstacle
 from headway.models.checkpoints.tensor_files import plain_slices
 from headway.models.checkpoints.weights import IGNORED
 from headway.models.config import BeyondDecoderError
 from headway.models.families.families import FAMILIES, read_decoder_config
-from headway.models.transformers_adapter.compile import compile_layers
-from headway.models.transformers_adapter.interface import NAME
-from headway.models.transformers_adapter.model import TransformersModel
+from headway.models.transformers_adapter.interface import NAME, NUM_TOKENS, probing, run_probe
+from headway.models.transformers_adapter.model import TransformersModel, spec_of
+
+_NUM_TOKENS = 61
+"""Tokens of the trial: a prime, which is no other size of a model. torch.compile takes equal sizes for one and the same."""
+_RECOMPILE_LIMIT = 64
+"""Kinds of layers, twice each; and transformers runs the layers of all models of a process through one function."""
+
+Compiler = Callable[[torch.fx.GraphModule, list[Tensor]], Any]
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """torch's own compiler; each graph is announced, for one that a request waits for must be seen."""
+    announce_compilation("layers of the model (torch.compile)")
+    # By this process: another would keep its kernels in Triton's own form, which `KernelCache` takes for damaged.
+    compiler: Any = torch._dynamo.lookup_backend("inductor")
+    return compiler(graph, inputs, config_patches={"compile_threads": 1})
+
+
+def _keep_compilations() -> None:
+    """Have torch keep what it compiles in Headway's cache folder, unless the user has named others.
+
+    It would otherwise set TRITON_CACHE_DIR itself, and so move all other kernels of this process.
+    """
+    if not obstacle(cache_folder()):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(kernel_folders()[1]))
+
+
+def compile_layers(model: TransformersModel, backend: Compiler = inductor) -> None:
+    """Compile each layer's `forward` for any number of tokens, and show on a few tokens that the result works.
+
+    Layers of one kind share what is compiled: attention is an op whose layer is a tensor (`interface.AttentionSite.place`), and
+    nothing else tells them apart. No part may fall back to Python, so the pieces of a graph are the same as without.
+
+    backend: of torch.compile; tests take one that needs no compiler.
+
+    :raises ModelError: the model's code cannot be compiled; the message names the option that does without.
+    """
+    began = time.perf_counter()
+    device = model.device
+    if device.type == "cuda":
+        _keep_compilations()
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
+    ids = torch.zeros(_NUM_TOKENS, dtype=torch.int64, device=device)
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q.new_zeros((*q.shape[:2], model.attention_specs[layer].v_head_dim))
+
+    try:
+        with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT):
+            for count in (len(ids), 1):
+                model(ids[:count], ids[:count], AttentionFunctions(attention))
+    except Exception as error:
+        for layer in model.layers:
+            del layer.forward  # which uncovers the class's own
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"torch_compile: the layers of {model.name} cannot be compiled ({reason}); torch_compile=False does without"
+        ) from error
+    model.implementation += ", layers compiled by torch.compile"
+    log.info("model: %d layers compiled by torch.compile in %.1f s", len(model.layers), time.perf_counter() - began)
 
 
 def causal_lm_class(config: Any) -> Any:
@@ -211,3 +278,34 @@ def quiet() -> Iterator[None]:
         theirs.set_verbosity(level)
         if bars:
             theirs.enable_progress_bar()
+
+
+def adapted_specs(config: Any, dtype: torch.dtype, device: torch.device) -> Sequence[AttentionSpec]:
+    """One spec for each layer, as `device` is to run it. config: of transformers. Sinks, which are weights, are 0.
+
+    :raises ModelError: the adapter does not take the model, or transformers cannot make it without memory for its weights.
+    """
+    model_class = causal_lm_class(config)
+    try:
+        with quiet(), torch.inference_mode(), torch.device("meta"):
+            options = {"dtype": dtype, "attn_implementation": NAME}
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)  # type: ignore[no-untyped-call]
+            count = NUM_TOKENS
+            ids, mask = torch.zeros(1, count, dtype=torch.int64), torch.ones(1, 1, count, count, dtype=torch.bool)
+
+            def forward() -> Tensor:
+                logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False, return_dict=True).logits
+                return logits
+
+            with probing(model, NAME):
+                _, calls = run_probe(model, forward)
+        if not calls:
+            raise ModelError(f"{model_class.__name__}: never calls its attention through transformers' attention interface")
+        return [spec_of(call, dtype, device) for call in calls]
+    except HeadwayError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"model {model_class.__name__}: its layers show only with weights ({type(error).__name__}: {words})"
+        ) from error

@@ -13,9 +13,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
-from headway.models.transformers_adapter import interface, probe
-from headway.models.transformers_adapter.interface import SITE, AttentionSite, Current
-from headway.models.transformers_adapter.probe import Call
+from headway.models.transformers_adapter.interface import (
+    NAME,
+    NUM_TOKENS,
+    SITE,
+    AttentionSite,
+    Call,
+    Current,
+    differ,
+    probing,
+    run_probe,
+)
 
 
 class TransformersModel:
@@ -52,7 +60,7 @@ class TransformersModel:
         self._current = Current()
         self.device = device
         self.dtype = dtype
-        with probe.probing(model, interface.NAME):
+        with probing(model, NAME):
             calls = self._probe()
         self.attention_specs = [spec_of(call, dtype, device) for call in calls]
         for layer, call in enumerate(calls):
@@ -83,7 +91,7 @@ class TransformersModel:
 
         :raises ModelError: they do not, or tokens meet outside attention.
         """
-        model, order = self.model, torch.arange(probe.NUM_TOKENS)
+        model, order = self.model, torch.arange(NUM_TOKENS)
         ids = ((order * 7 + 3) % self.vocab_size).to(self.device)
         places = order.to(self.device)
 
@@ -91,7 +99,7 @@ class TransformersModel:
             logits: Tensor = model(input_ids=ids[None], position_ids=places[None], use_cache=False, return_dict=True).logits[0]
             return logits
 
-        logits, calls = probe.run(model, whole, self.max_position_embeddings)
+        logits, calls = run_probe(model, whole, self.max_position_embeddings)
         if not calls:
             raise ModelError(f"{self.name}: never calls its attention through transformers' attention interface")
         layers = _layers_path(model, [call.name for call in calls])
@@ -99,15 +107,15 @@ class TransformersModel:
         self.layers: list[nn.Module] = list(model.get_submodule(layers).children())
         self._decoder: nn.Module = model.get_submodule(path)
         self._head = _with(model, path, _Given())
-        hidden, _ = probe.run(model, lambda: self._hidden(ids, places))
-        if probe.differ(logits, self.compute_logits(hidden)):
+        hidden, _ = run_probe(model, lambda: self._hidden(ids, places))
+        if differ(logits, self.compute_logits(hidden)):
             raise ModelError(f"{self.name}: its logits are no function of what {path} returns alone")
         if logits.shape[1] != self.vocab_size:
             raise ModelError(f"{self.name}: vocab_size={self.vocab_size} in config.json, and {logits.shape[1]} logits")
-        turned, turned_calls = probe.run(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
-        meet = probe.differ(hidden, turned.flip(0))
+        turned, turned_calls = run_probe(model, lambda: self._hidden(ids.flip(0), places.flip(0)))
+        meet = differ(hidden, turned.flip(0))
         for call, other in zip(calls, turned_calls, strict=True):
-            meet |= any(probe.differ(a, b.flip(2)) for a, b in zip(call.tensors, other.tensors, strict=True))
+            meet |= any(differ(a, b.flip(2)) for a, b in zip(call.tensors, other.tensors, strict=True))
         if meet:
             raise ModelError(
                 f"{self.name}: its tokens meet outside attention (a convolution, a state space or a recurrence), and "

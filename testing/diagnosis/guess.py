@@ -1,4 +1,4 @@
-"""A guess at why an answer is wrong: the float64 answer computed with one mistake after another, until one matches.
+"""A guess at why an answer is wrong: the float64 answer is computed with one mistake after another, until one matches.
 
 A mistake must give what every wrong sequence holds, and leave the right ones as they are; where two do, both are said.
 """
@@ -6,268 +6,287 @@ A mistake must give what every wrong sequence holds, and leave the right ones as
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from headway.core.oracle.oracle import attend, distance
-from headway.testing.diagnosis import misreads, mistakes, solved, tiled
-from headway.testing.diagnosis.mistakes import Answers, Reading, Wrong, reading_of
-from headway.testing.diagnosis.some_heads import of_heads
+from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
+from headway.core.oracle.oracle import StepSequence, attend, distance, expected
 
-_ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
-"""Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
 _CLEARLY = 0.25
 """A mistake explains an answer if it lies nearer than this share of its distance from the right one."""
-_NUMBER = re.compile(r"[\d,]*\d")
 _LONG = 600
 """Tokens of a sequence with which every mistake is tried in little time."""
 _PATIENCE = 3.0
 """Seconds that a step's mistakes are tried for."""
-_QUIET = 0.1
-"""Share of the median error below which a row is not wrong by rounding."""
 _SAID = 2
 """Mistakes that are said where several give the same answers."""
-Concept = Callable[[Reading], Answers]
-STAGES: tuple[tuple[Concept, ...], ...] = (
-    (
-        *(mistakes.heads, tiled.empties, mistakes.scores, mistakes.window, mistakes.scales, mistakes.positions),
-        *(misreads.lengths, misreads.places, misreads.strides, misreads.other_sequences, mistakes.weights),
-    ),
-    (mistakes.heads_read, misreads.displaced, misreads.rearranged, tiled.masks, tiled.merges),
-)
-"""The mistakes that are tried, by concept, the likeliest first. A stage is for answers that no mistake before it explains."""
+_ROUNDED_TO_11, _ROUNDED_TO_8 = 7e-4, 1e-2
+"""Relative errors below these come of factors with 11 and with 8 significant bits (half a unit is 2.4e-4 and 2.0e-3)."""
+_QUIET = 0.1
+"""Share of the median error below which a row is not wrong by rounding."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A mistake that gives the answer of one wrong sequence."""
+class Wrong:
+    """One sequence that came out wrong, with what else its step held."""
 
-    name: str
-    concept: Concept
-    error: float
-
-
-def answers_of(concept: Concept, wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
-    """Pairs of a mistake's text and the answer it gives; mistakes that change nothing are left out."""
-    for name, answer in concept(reading_of(wrong)):
-        if answer is not None and answer.shape == wrong.right.shape and not distance(answer, wrong.right) < 1e-9:
-            yield name.format(row=wrong.row), answer
-
-
-def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, shared: str = "") -> str:
-    """What the wrong sequences of a step have in common; empty if no mistake explains them all.
-
-    fine: sequences of the step that are right, which a mistake must leave alone; shared: what exactly the wrong ones share.
-    """
-    if not wrong:
-        return ""
-    first = max(wrong, key=_telling)
-    others = [each for each in (*wrong[:3], *wrong[-2:]) if each is not first]
-    if not fine and all(bool(each.out.isnan().all()) for each in (first, *others)):
-        return ""  # NaN everywhere says too little
-    search = _Search(first, others, fine, tolerance, time.monotonic() + _PATIENCE)
-    for stage in STAGES:
-        search.try_all(stage)
-        if search.exact:
-            break
-    if search.found and (search.exact or first.row.spec.dtype != torch.float32):
-        return _listed(search.found)
-    if said := _of_some_heads(wrong, fine, tolerance, shared):
-        return said
-    if any(each.error <= 2 * tolerance for each in search.elsewhere) and not bool(first.out.isnan().all()):
-        return search.said_elsewhere(shared)
-    weighed = "" if any(bool(each.out.isnan().any()) for each in wrong) else solved.weighed([first, *others])
-    if weighed and weighed != solved.OTHER_VALUES:
-        return f"{weighed}{f'; in exactly {shared}' if shared and any(each.row.kv_len > 4 for each in fine) else ''}"
-    if search.found:
-        return _listed(search.found)
-    if said := _sums(wrong) or _precision(wrong) or rounding(first):
-        return said
-    if search.elsewhere and not bool(first.out.isnan().all()):
-        return search.said_elsewhere(shared)
-    return solved.where(wrong[:8]) or weighed or (_ROWS if all(_sum(each) for each in wrong[:3]) else "")
-
-
-def _of_some_heads(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float, shared: str) -> str:
-    """The mistake of those query heads that are wrong alone; empty where there are none, or it is none that has a name."""
-    if any(bool(each.out.isnan().any()) for each in wrong) or not (heads := solved.wrong_alone(wrong, 1)):
-        return ""
-    parts, right = ([part for each in some if (part := of_heads(each, heads))] for some in (wrong, fine))
-    said = guess(parts, right, tolerance, shared)
-    if not said or not names_a_mistake(said):
-        return ""
-    return f"{said}; in heads {solved.spans(heads)} alone, of {wrong[0].row.spec.num_heads}"
-
-
-def names_a_mistake(said: str) -> bool:
-    """Whether a guess says what is done wrongly, and not only where or in what way it shows."""
-    return solved.NO_WEIGHT not in said and not said.startswith(
-        (misreads.ANOTHER_ORDER, solved.OTHER_VALUES, solved.ONLY_IN, _ROWS, _ROUNDED)
-    )
-
-
-def _telling(wrong: Wrong) -> tuple[bool, int]:
-    """What makes a sequence one to learn from: numbers in its output, and as many keys as take little time."""
-    row = wrong.row
-    little = row.kv_len < _LONG and row.kv_len * row.query_len * row.spec.num_heads < _LONG**2
-    return wrong.rows_wrong > 0, row.kv_len if little else -row.kv_len * row.query_len
-
-
-@dataclass
-class _Search:
-    """The mistakes that explain all wrong sequences of a step."""
-
-    first: Wrong
-    others: Sequence[Wrong]
-    fine: Sequence[Wrong]
-    tolerance: float
-    until: float
-    found: list[Candidate] = field(default_factory=list)
-    """Mistakes that leave the right sequences as they are, the nearest of them."""
-    elsewhere: list[Candidate] = field(default_factory=list)
-    """Mistakes that would show in right sequences, too."""
+    number: int
+    """The sequence's place in the step."""
+    row: StepSequence
+    out: Tensor
+    layers: Sequence[StepSequence]
+    """This sequence in the step's other layers."""
+    rows: Sequence[StepSequence]
+    """Every sequence of the step, this one among them."""
+    answers: Sequence[Tensor]
+    """The right answer of each of `rows`."""
+    part: slice
+    """Which of `rows` its part of the step, prompts or decodes, was handed."""
+    earlier: Sequence[int]
+    """kv_len of the same row in the steps before, and at capture."""
+    earlier_blocks: Sequence[tuple[int, ...]]
+    """Blocks of the same row in the steps before."""
+    layouts: Sequence[CacheLayout]
 
     @property
-    def exact(self) -> bool:
-        """Whether a mistake was found that leaves no more than rounding."""
-        return any(each.error <= 2 * self.tolerance for each in self.found)
+    def right(self) -> Tensor:
+        """The right answer."""
+        return self.answers[self.number]
 
-    def said_elsewhere(self, shared: str) -> str:
-        """Words for mistakes that would show in right sequences, with what the wrong ones share."""
-        return f"{_listed(self.elsewhere)}; {f'in exactly {shared}' if shared else 'others of the step are right'}"
+    @property
+    def peers(self) -> dict[str, StepSequence]:
+        """Sequences that a kernel may take for this one by a wrong index, by where they stand."""
+        own, place = self.rows[self.part], self.number - self.part.start
+        found = {"the first sequence of its part of the step": own[:1], "the last sequence of its part of the step": own[-1:]}
+        found |= {
+            "the sequence before it": own[place - 1 : place] if place else (),
+            "the sequence after it": own[place + 1 :][:1],
+        }
+        found["the longest sequence of its part of the step"] = sorted(own, key=lambda row: -row.kv_len)[:1]
+        return {name: rows[0] for name, rows in found.items() if rows and rows[0] is not self.row}
 
-    def try_all(self, stage: Sequence[Concept]) -> None:
-        """Try the mistakes of a stage."""
-        missed = distance(self.first.out, self.first.right)
-        most = max(4 * self.tolerance, min(_CLEARLY * missed, 0.05) if math.isfinite(missed) else 0.0)
-        for concept in stage:
-            for name, answer in answers_of(concept, self.first):
-                if time.monotonic() > self.until:
-                    return
-                error = _apart(self.first, answer)
-                candidate = Candidate(name, concept, error)
-                if error <= most and all(_explains(candidate, other, self.tolerance) for other in self.others):
-                    contradicted = any(_changes(candidate, other, self.tolerance) for other in self.fine)
-                    (self.elsewhere if contradicted else self.found).append(candidate)
-        for kept in self.found, self.elsewhere:
-            least = min((each.error for each in kept), default=0.0)
-            kept[:] = [each for each in kept if each.error <= max(2 * least, self.tolerance)]
+    @cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, in float64, as a right backend reads them."""
+        keys, values = self.row.kv()
+        if (window := self.row.spec.sliding_window) is not None:  # blocks behind the window are one that holds zeros
+            size = self.row.cache.block_size
+            behind = max(self.row.context - window + 1, 0) // size * size
+            keys[:behind] = values[:behind] = 0.0
+        return keys, values
+
+    def attend(self, **changes: object) -> Tensor:
+        """The answer with a few arguments changed: `spec`, `q`, `keys`, `values`, `first`, or `future` of `oracle.attend`."""
+        row, (keys, values) = self.row, self.kv
+        right = {"spec": row.spec, "q": row.q, "keys": keys, "values": values, "first": row.context}
+        return attend(**(right | changes))[0]  # type: ignore[arg-type]
+
+    def with_spec(self, **changes: object) -> Tensor:
+        """The answer of a layer whose spec differs in a few fields."""
+        return self.attend(spec=replace(self.row.spec, **changes))  # type: ignore[arg-type]
+
+    def of_tokens(self, first: int, end: int, context: int) -> Tensor | None:
+        """The answer over some of the tokens alone; None where none are left."""
+        keys, values = self.kv
+        return self.attend(keys=keys[first:end], values=values[first:end], first=context) if first < end else None
 
 
-def _listed(found: Sequence[Candidate]) -> str:
-    """Names of mistakes, those that differ in a number alone as one."""
-    kinds: dict[str, list[list[str]]] = {}
-    for name in dict.fromkeys(each.name for each in found):
-        kinds.setdefault(_NUMBER.sub("{}", name), []).append(_NUMBER.findall(name))
-    said = []
-    for kind, numbers in kinds.items():
-        columns = [list(dict.fromkeys(each)) for each in zip(*numbers, strict=True)]
-        said.append(kind.format(*(" or ".join(each[:_SAID] + (["..."] if len(each) > _SAID else [])) for each in columns)))
-    more = ", or another of its kind" if len(said) > _SAID else ""
-    return ", or: ".join(said[:_SAID]) + more
+Answers = Iterator[tuple[str, Tensor | None]]
+"""Pairs of a mistake's words and the float64 answer that it gives; None: it gives none."""
+
+
+def heads(wrong: Wrong) -> Answers:
+    """Mistakes in which kv head a query head reads, and in which query it is."""
+    row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
+    numbers = torch.arange(spec.num_heads, device=row.q.device)
+    if 1 < spec.num_kv_heads < spec.num_heads:
+        apart, read = replace(spec, num_kv_heads=spec.num_heads), numbers % spec.num_kv_heads
+        answer = wrong.attend(spec=apart, keys=keys[:, read], values=values[:, read])
+        yield "matches GQA map h % kv_heads (query head h reads kv head h // group_size)", answer
+        grouped = row.q.reshape(row.query_len, spec.group_size, spec.num_kv_heads, -1).transpose(1, 2).flatten(1, 2)
+        yield "matches query heads in the order [group, kv head]; theirs is [kv head, group]", wrong.attend(q=grouped)
+    if spec.num_kv_heads > 1:
+        first = [of_heads[:, :1].expand_as(of_heads) for of_heads in (keys, values)]
+        yield "matches kv head 0 read by every query head", wrong.attend(keys=first[0], values=first[1])
+    place = numbers % spec.group_size
+    for size in (8, 16, 32, 64):
+        if size < spec.group_size:
+            text = f"matches tiles of {size} query heads of a kv head, all of which take the queries of the first tile"
+            yield text, wrong.attend(q=row.q[:, numbers - place + place % size])
+
+
+def scores(wrong: Wrong) -> Answers:
+    """Mistakes in what a layer does to its scores: soft-cap, sinks, ALiBi, the scale, and the scales of its cache."""
+    spec, with_spec, (keys, values) = wrong.row.spec, wrong.with_spec, wrong.kv
+    if spec.softcap is not None:
+        yield "matches the answer without the soft-cap", with_spec(softcap=None)
+    if spec.sinks is not None:
+        yield "matches the answer without the sinks", with_spec(sinks=None)
+        yield "matches the sinks of other heads", with_spec(sinks=spec.sinks[::-1])
+    if spec.alibi_slopes is not None:
+        yield "matches the answer without ALiBi", with_spec(alibi_slopes=None)
+        yield "matches the ALiBi slopes of other heads: in reverse", with_spec(alibi_slopes=spec.alibi_slopes[::-1])
+    if wrong.row.cache.layout.has_scales:
+        plain = _without_scales(wrong.row)
+        yield "matches a cache whose keys are read without their scales", wrong.attend(keys=plain[0])
+        yield "matches a cache whose values are read without their scales", wrong.attend(values=plain[1])
+        yield "matches a cache whose numbers are read without their scales", wrong.attend(keys=plain[0], values=plain[1])
+    elif spec.cache_dtype != spec.dtype:
+        plain = keys / spec.k_scale, values / spec.v_scale
+        yield "matches a cache read without k_scale", wrong.attend(keys=plain[0])
+        yield "matches a cache read without v_scale", wrong.attend(values=plain[1])
+        yield "matches a cache read without k_scale and v_scale", wrong.attend(keys=plain[0], values=plain[1])
+    yield "matches scale 1/sqrt(head_dim) instead of the spec's", with_spec(scale=spec.head_dim**-0.5)
+    log2 = math.log2(math.e)
+    yield "matches powers of two of scores without the factor log2(e)", with_spec(scale=spec.scale / log2)
+    yield "matches powers of e of scores with the factor log2(e)", with_spec(scale=spec.scale * log2)
+    yield "matches a scale that is applied twice", with_spec(scale=spec.scale**2)
+    yield "matches scores without a scale", with_spec(scale=1.0)
+
+
+def positions(wrong: Wrong) -> Answers:
+    """Mistakes in which tokens a query sees: the window, the context, the causal mask, the first and the newest token."""
+    row, spec, (keys, values) = wrong.row, wrong.row.spec, wrong.kv
+    if (window := spec.sliding_window) is not None:
+        yield "a window off by one (one key too many)", wrong.with_spec(sliding_window=window + 1)
+        if window > 1:
+            yield "a window off by one (one key too few)", wrong.with_spec(sliding_window=window - 1)
+        yield "matches the answer without the sliding window", wrong.with_spec(sliding_window=None)
+    if row.context:
+        yield "ignores the context: matches this step's tokens alone", wrong.of_tokens(row.context, row.kv_len, 0)
+        own = {"keys": keys[row.context :], "values": values[row.context :]}
+        yield "ignores the context: matches this step's tokens alone, all seen by each query", wrong.attend(**own)
+        yield "matches queries that sit at positions 0, 1, ... in place of after the context", wrong.attend(first=0)
+    if row.query_len > 1:
+        yield "a causal mask off by one (a query sees the next token)", wrong.attend(future=1)
+        yield "a causal mask off by one (a query does not see itself)", wrong.attend(future=-1)
+        if not spec.causal:
+            yield "a causal mask, in a layer whose queries see later keys", wrong.with_spec(causal=True)
+        yield "no causal mask", wrong.attend(future=row.query_len)
+    else:
+        yield "misses the newest token", wrong.of_tokens(0, row.kv_len - 1, row.context)
+    if row.kv_len > 1:
+        yield "misses the first token", wrong.of_tokens(1, row.kv_len, row.context - 1)
+
+
+def stale(wrong: Wrong) -> Answers:
+    """Lengths and blocks of an earlier step, of another sequence, and tokens of another layer or sequence."""
+    row = wrong.row
+    for earlier in dict.fromkeys(wrong.earlier):
+        if earlier != row.kv_len:
+            yield "matches stale lengths: those of an earlier step, of the capture or of the host", _at_length(row, earlier)
+    for before in dict.fromkeys(wrong.earlier_blocks):
+        kept = torch.tensor([*before, *[0] * len(row.blocks)])[: len(row.blocks)]
+        yield "matches the blocks that its row had in a step before: a plan that is kept too long", _over(row, kept)
+    for place, peer in wrong.peers.items():
+        if peer.kv_len not in (row.kv_len, *wrong.earlier):
+            yield f"matches the length of {place}", _at_length(row, peer.kv_len)
+        if row.context and peer.context != row.context and row.query_len > 1:
+            yield f"matches queries at the positions of {place}", wrong.attend(first=peer.context)
+        blocks = torch.tensor([*peer.blocks, *[0] * len(row.blocks)])[: len(row.blocks)]
+        yield f"matches the block table's row of {place}", _over(row, blocks)
+    for other in wrong.layers:
+        keys, values = other.kv()
+        yield "matches the answer of another layer", expected(other)[0]
+        yield "matches this query over the cache of another layer", wrong.attend(keys=keys, values=values, first=other.context)
+
+
+def places(wrong: Wrong) -> Answers:
+    """Mistakes in where the sequence's tokens lie: its blocks, the slots of the last one, the layout."""
+    row, size = wrong.row, wrong.row.cache.block_size
+    count = row.cache.geometry.num_blocks
+    if len(row.blocks) > 1:
+        following = (row.blocks[0] + torch.arange(len(row.blocks))) % count
+        yield "assumes contiguous blocks: matches the blocks after the first", _over(row, following)
+        yield "matches the first block read again and again", _over(row, torch.full((len(row.blocks),), row.blocks[0]))
+        yield "ignores the order of the block table: matches its blocks sorted", _over(row, torch.tensor(sorted(row.blocks)))
+    yield "ignores the block table: matches blocks 0, 1, ...", _over(row, torch.arange(len(row.blocks)) % count)
+    whole = -(-row.kv_len // size) * size
+    if row.query_len == 1:
+        if whole != row.kv_len:
+            yield "reads the rest of the last block", _at_length(row, whole)
+        yield "reads one slot past the end", _at_length(row, row.kv_len + 1)
+    for layout in wrong.layouts:
+        cache = _read_as(row.cache, layout)
+        if cache is not None:
+            yield f"matches a {row.cache.layout.name} cache read as {layout.name}", expected(replace(row, cache=cache))[0]
+
+
+CONCEPTS: tuple[Callable[[Wrong], Answers], ...] = (heads, scores, positions, stale, places)
+"""The mistakes that are tried, by concept, the likeliest first."""
+
+
+def guess(wrong: Sequence[Wrong], fine: Sequence[Wrong], tolerance: float) -> str:
+    """What the wrong sequences of a step, all of which hold numbers, have in common; empty if no mistake explains them all.
+
+    fine: sequences of the step that are right, which a mistake must leave alone.
+    """
+    first = max(wrong, key=_telling)
+    others = [each for each in (*wrong[:3], *wrong[-2:]) if each is not first]
+    most = max(4 * tolerance, min(_CLEARLY * distance(first.out, first.right), 0.05))
+    until, found = time.monotonic() + _PATIENCE, list[tuple[float, str]]()
+    for concept in CONCEPTS:
+        for name, answer in _answers_of(concept, first):
+            if time.monotonic() > until:
+                break
+            error = _apart(first, answer)
+            if error <= most and all(_explains(concept, name, each, tolerance) for each in others):
+                found += [] if any(_changes(concept, name, each, tolerance) for each in fine) else [(error, name)]
+    least = min((error for error, _ in found), default=0.0)
+    names = list(dict.fromkeys(name for error, name in found if error <= max(2 * least, tolerance)))
+    more = ", or another of its kind" if len(names) > _SAID else ""
+    return ", or: ".join(names[:_SAID]) + more if names else _precision(wrong)
+
+
+def _answers_of(concept: Callable[[Wrong], Answers], wrong: Wrong) -> Iterator[tuple[str, Tensor]]:
+    """Pairs of a mistake's text and the answer it gives; mistakes that change nothing are left out."""
+    for name, answer in concept(wrong):
+        if answer is not None and answer.shape == wrong.right.shape and not distance(answer, wrong.right) < 1e-9:
+            yield name, answer
+
+
+def _telling(wrong: Wrong) -> int:
+    """What makes a sequence one to learn from: as many keys as take little time."""
+    row = wrong.row
+    little = row.kv_len < _LONG and row.kv_len * row.query_len * row.spec.num_heads < _LONG**2
+    return row.kv_len if little else -row.kv_len * row.query_len
 
 
 def _apart(wrong: Wrong, answer: Tensor) -> float:
-    """The distance between an output and a mistake's answer; NaN and zeros are alike for rows where the mistake finds no key."""
-    out = wrong.out.double()
-    empty, nan = (answer == 0.0).all(-1), out.isnan().any(-1)
-    if not bool(nan.any()):  # what float32 cannot hold may be zero
-        size = max(float(answer.norm()), 1e-6 * float(wrong.right.norm()))
-        return float((out - answer).norm()) / size if bool(answer.any()) else math.inf
-    if bool((nan & ~empty).any()) or bool((empty & ~nan & (out != 0.0).any(-1)).any()):
-        return math.inf
-    kept = ~nan & ~empty
-    return distance(out[kept], answer[kept]) if bool(kept.any()) else 0.0
+    """The relative distance between an output and a mistake's answer; what float32 cannot hold may be zero."""
+    size = max(float(answer.norm()), 1e-6 * float(wrong.right.norm()))
+    return float((wrong.out.double() - answer).norm()) / size if bool(answer.any()) else math.inf
 
 
-def _same(candidate: Candidate, name: str) -> bool:
-    """Whether two names are of one mistake; where it is read off the output, what it says of a short sequence may be less."""
-    if candidate.concept in (mistakes.heads_read, misreads.rearranged):
-        return candidate.name.partition(":")[0] == name.partition(":")[0]
-    return candidate.name == name
-
-
-def _explains(candidate: Candidate, wrong: Wrong, tolerance: float) -> bool:
+def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tolerance: float) -> bool:
     """Whether a mistake gives this sequence's answer too; zeros, where a mistake finds no key, count here."""
-    missed = distance(wrong.out, wrong.right)
-    within = max(4 * tolerance, _CLEARLY * missed if math.isfinite(missed) else 0.0)
+    within = max(4 * tolerance, _CLEARLY * distance(wrong.out, wrong.right))
     return any(
-        _same(candidate, name) and (_apart(wrong, answer) if answer.any() else float(wrong.out.nan_to_num(0.0).norm())) <= within
-        for name, answer in answers_of(candidate.concept, wrong)
+        name == other and (_apart(wrong, answer) if answer.any() else float(wrong.out.norm())) <= within
+        for other, answer in _answers_of(concept, wrong)
     )
 
 
-def _changes(candidate: Candidate, fine: Wrong, tolerance: float) -> bool:
+def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolerance: float) -> bool:
     """Whether a mistake would show in a sequence that is right."""
     return any(
-        _same(candidate, name) and not distance(answer, fine.right) <= 16 * tolerance
-        for name, answer in answers_of(candidate.concept, fine)
+        name == other and not distance(answer, fine.right) <= 16 * tolerance for other, answer in _answers_of(concept, fine)
     )
 
 
-def _sums(wrong: Sequence[Wrong]) -> str:
-    """A guess about answers whose rows are the right ones, each times a number: what was added to the sum of weights."""
-    found = [_sum(each) for each in wrong[:6]]
-    for kind in _FACTOR, _SINKS, _EMPTY, _OTHERS:
-        numbers = {each.get(kind, "") for each in found}
-        if "" not in numbers and (len(numbers) == 1 or kind in (_SINKS, _EMPTY)):
-            return kind.format(numbers.pop() if len(numbers) == 1 else "as many as a sequence has parts")
-    return ""
-
-
-_FACTOR = "matches the right answer times {}"
-_SINKS = "counts the sink more than once: {} more"
-_OTHERS = "matches other sinks than the layer's: {}"
-_EMPTY = "counts a weight of 1 that no key brings, {} times: empty parts whose log-sum-exp is 0, or zeros for keys"
-_ROWS = "matches the right answer but for the sum of the weights: each row is the right one times a number"
-
-
-def _sum(wrong: Wrong) -> dict[str, str]:
-    """What may have been added to the sum of a sequence's weights, with how much of it."""
-    spec, out, right = wrong.row.spec, wrong.out.double(), wrong.right
-    factor = (out * right).sum(-1) / right.square().sum(-1)  # [query_len, num_heads]
-    if not bool(factor.isfinite().all()) or bool((factor <= 0).any()):
-        return {}
-    if distance(out, factor[..., None] * right) > min(1e-3, 0.1 * distance(out, right)):
-        return {}
-    found = {"": "each row is the right one times a number"}
-    median = float(factor.median())
-    if bool(((factor - median).abs() < 2e-3 * median).all()):
-        found[_FACTOR] = f"{median:.3g}"
-    reading = reading_of(wrong)
-    sums = attend(spec, wrong.row.q, reading.keys, reading.values, wrong.row.context)[1].T.exp()  # [query_len, num_heads]
-    added, telling = sums * (1 / factor - 1), (1 / factor - 1).abs() > 1e-3
-    if spec.sinks is not None:
-        found[_OTHERS] = _other_sinks(spec.sinks, added)
-        found[_SINKS] = _whole((added / torch.tensor(spec.sinks, dtype=torch.float64, device=out.device).exp())[telling])
-    found[_EMPTY] = _whole(added[telling])
-    return found
-
-
-def _other_sinks(sinks: Sequence[float], added: Tensor) -> str:
-    """The sinks that each head would have had, if they are the same for every query. added: [query_len, num_heads]."""
-    own = torch.tensor(sinks, dtype=torch.float64).exp()
-    read = (own + added).sort(0).values
-    middle = read[len(read) // 2]
-    if not bool(((read - middle).abs() < 0.02 * middle.abs()).double().mean() > 0.5) or bool((middle <= 0).any()):
+def _precision(wrong: Sequence[Wrong]) -> str:
+    """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
+    errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
+    if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
         return ""
-    said = [(f"{one:.2g}", f"{other:.2g}") for one, other in zip(middle.log().tolist(), sinks, strict=True)]
-    wrong = [f"{one} in head {head}, where its own is {other}" for head, (one, other) in enumerate(said) if one != other]
-    return ", ".join(wrong[:_SAID]) + (", ..." if len(wrong) > _SAID else "")
-
-
-def _whole(numbers: Tensor) -> str:
-    """The whole number above zero that all of these are; empty where they are none."""
-    number = round(float(numbers.median())) if len(numbers) else 0
-    return str(number) if number > 0 and bool(((numbers - number).abs() < 0.05 * number).all()) else ""
-
-
-_ROUNDED = "float32 rounded to"
+    if sorted(errors)[len(errors) // 2] < _ROUNDED_TO_11:
+        return "float32 rounded to 11 bits on the way: TF32 (tl.dot without input_precision='ieee') or float16"
+    return "float32 rounded to 8 bits on the way: bfloat16"
 
 
 def _noisy(wrong: Sequence[Wrong]) -> bool:
@@ -277,21 +296,33 @@ def _noisy(wrong: Sequence[Wrong]) -> bool:
     return float(apart.quantile(0.1)) > _QUIET * float(apart.median()) if len(apart) < 2**20 else True
 
 
-def _precision(wrong: Sequence[Wrong]) -> str:
-    """A guess about float32 answers that are all nearly right: how many bits of the products' factors were kept."""
-    errors = [float((each.out - each.right).norm() / (each.right - each.right.mean()).norm()) for each in wrong]
-    if wrong[0].row.spec.dtype != torch.float32 or not max(errors) < _ROUNDED_TO_8 or not _noisy(wrong):
-        return ""
-    if sorted(errors)[len(errors) // 2] < _ROUNDED_TO_11:
-        return f"{_ROUNDED} 11 bits on the way: TF32 (tl.dot without input_precision='ieee') or float16"
-    return f"{_ROUNDED} 8 bits on the way: bfloat16"
+def _over(row: StepSequence, blocks: Tensor) -> Tensor:
+    return attend(row.spec, row.q, *row.kv(row.slots(blocks, row.kv_len)), row.context)[0]
 
 
-def rounding(first: Wrong) -> str:
-    """The type in which something is kept on the way, if an answer with that rounding lies clearly nearer than the right one."""
-    missed = distance(first.out, first.right)
-    if not missed < 1.0:
-        return ""
-    near = [(_apart(first, answer), name) for name, answer in answers_of(tiled.roundings, first)]
-    error, name = min(near, default=(math.inf, ""))
-    return name if error < 0.4 * missed else ""
+def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
+    """The answer over the first kv_len slots of the sequence's blocks, and of block 0, which pads a table."""
+    if kv_len < row.query_len:
+        return None
+    blocks = torch.tensor([*row.blocks, *[0] * (-(-kv_len // row.cache.block_size) - len(row.blocks))])
+    return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
+
+
+def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
+    """The same memory under another layout; None where its sizes differ."""
+    if layout == cache.layout or set(layout.tensors) != set(cache.layout.tensors):
+        return None
+    empty = layout.allocate(cache.geometry, cache.k_scale, cache.v_scale)
+    tensors = {}
+    for name, tensor in cache.tensors.items():
+        if empty.tensors[name].numel() != tensor.numel() or not tensor.is_contiguous():
+            return None
+        tensors[name] = tensor.view(empty.tensors[name].shape)
+    return LayerCache(tensors, layout, cache.geometry, cache.k_scale, cache.v_scale)
+
+
+def _without_scales(row: StepSequence) -> tuple[Tensor, Tensor]:
+    """Keys and values as the numbers that the cache keeps of them."""
+    cache, own = row.cache, {name: row.cache.tensors[name] for name in SCALES if name in row.cache.tensors}
+    layout = CacheLayout("numbers", {name: cache.layout.tensors[name] for name in own}, cache.layout.pack_bytes)
+    return replace(row, cache=LayerCache(own, layout, cache.geometry)).kv()

@@ -1,20 +1,223 @@
-"""Judges a step of layers with states: every row, every slot that is written and every bit that is nobody's to change."""
+"""Judges a step of layers with states: every row, every slot that is written, every bit that is nobody's to change; and guesses.
+
+A guess is found by computing the float64 answer with one mistake after another, until one matches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from headway.core.contract.state import StateCache
+from headway.core.contract.state import MAMBA1, StateCache, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateBackend
+from headway.core.oracle import state_reference as right
 from headway.core.oracle.cells import Finding
 from headway.core.oracle.state_cases import StateCase, run_states
-from headway.core.oracle.state_reference import SequenceState, StateAnswer, advance, answer, begin, state_of
-from headway.testing.diagnosis.state_guess import Seen, guess
+from headway.core.oracle.state_reference import Rules, SequenceState, StateAnswer, TokenOperands, advance, answer, begin, state_of
+
+_CLEARLY = 0.25
+"""A mistake explains what is found if that lies nearer to it than this share of its distance from the right answer."""
+_PATIENCE = 4.0
+"""Seconds for which mistakes are tried."""
+_SAID = 2
+"""Mistakes that are said where several give the same answer."""
+_CHUNKS = (64, 16, 32, 128, 8, 256, 512, 1024)
+Mistakes = Iterator[tuple[str, Rules]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a backend left of some sequences of a step: their outputs, or one state."""
+
+    rows: Sequence[int]
+    """The sequences to compute for it."""
+    parts: Callable[[StateAnswer], list[Tensor]]
+    """What an answer has in the place of `found`."""
+    found: list[Tensor]
+
+
+def guess(case: StateCase, wrong: Seen, fine: Seen, tolerance: float) -> str:
+    """Name the mistake that gives what is wrong and leaves what is right as it is; empty if none of them does.
+
+    case: as it was before the step. fine: what is right. tolerance: largest relative error of a right answer.
+    """
+    until, found = time.monotonic() + _PATIENCE, list[tuple[float, str]]()
+    expected = wrong.parts(answer(case, rows=wrong.rows))
+    for name, rules in mistakes(case):
+        if time.monotonic() > until:
+            break
+        error = _apart(wrong.found, wrong.parts(answer(case, rules, wrong.rows)), expected)
+        if error < 1 and (not fine.rows or _leaves(fine, fine.parts(answer(case, rules, fine.rows)), tolerance)):
+            found.append((error, name))
+    least = min(found, default=(0.0, ""))[0]
+    names = [name for error, name in sorted(found) if error <= max(2 * least, 1e-3)]
+    return ", or: ".join(names[:_SAID])
+
+
+def _apart(found: Sequence[Tensor], mistaken: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """How much of the distance that a mistake allows is left, at most 1 if it explains all parts."""
+    shares = []
+    for got, other, want in zip(found, mistaken, expected, strict=True):
+        if other.shape != want.shape:
+            return 2.0
+        away = float((want - other).norm())
+        off = float((got.double() - other).norm())
+        shares.append(off / (_CLEARLY * away) if away > 0 and off == off else 2.0)
+    return max(shares)
+
+
+def _leaves(fine: Seen, mistaken: Sequence[Tensor], tolerance: float) -> bool:
+    return all(
+        float((got.double() - other).norm()) <= tolerance * float(got.norm())
+        for got, other in zip(fine.found, mistaken, strict=True)
+    )
+
+
+def mistakes(case: StateCase) -> Mistakes:
+    """Yield the name and the rules of each mistake that a layer can have, the likeliest first."""
+    spec = case.spec
+    yield from _beginnings(case)
+    if spec.recurrent:
+        yield from _updates()
+        yield from _readings(spec)
+    if spec.conv_channels:
+        yield from _convolutions()
+    yield from _losses(spec)
+
+
+def _beginnings(case: StateCase) -> Mistakes:
+    """What a sequence begins with."""
+    spec, metadata = case.spec, case.metadata
+    zeros = SequenceState.zeros(spec)
+
+    def changed(change: Callable[[SequenceState], SequenceState]) -> Rules:
+        return Rules(begin=lambda case, row: change(right.begin(case, row)))
+
+    def of_slot(slot: Callable[[int], int]) -> Rules:
+        def begin(case: StateCase, row: int) -> SequenceState:
+            read = slot(row)
+            context = case.metadata.step.kv_lens[row] > case.metadata.step.query_lens[row]
+            return right.state_of(case, read) if context and 0 <= read < case.cache.num_slots else right.begin(case, row)
+
+        return Rules(begin=begin)
+
+    yield (
+        "reads the slot's old content: begins with what the slot holds where there is no context",
+        Rules(begin=lambda case, row: right.state_of(case, int(case.metadata.slots_cpu[row])).changed(torch.nan_to_num)),
+    )
+    yield "ignores the context: every step begins with zeros", changed(lambda state: zeros.copy())
+    if spec.conv_channels:
+        yield "ignores the inputs that the convolution remembers", changed(lambda state: replace(state, conv=zeros.conv))
+        yield "keeps the convolution's inputs newest first", changed(lambda state: replace(state, conv=_of(state.conv).flip(-1)))
+    if spec.recurrent:
+        yield "ignores the recurrence's state", changed(lambda state: replace(state, recurrent=zeros.recurrent))
+    if spec.recurrent and spec.key_dim == spec.value_dim:
+        turned = changed(lambda state: replace(state, recurrent=_of(state.recurrent).transpose(-1, -2)))
+        yield f"state transposed: takes layout {case.cache.layout.name} for its transpose", turned
+    yield "reads the slot that it writes, out_slots, in place of slots", of_slot(lambda row: int(metadata.out_slots_cpu[row, 0]))
+    yield "reads the slot of the sequence's number in place of slots", of_slot(lambda row: row)
+    others = len(metadata.slots_cpu)
+    for by in (1, -1):
+        read = of_slot(lambda row, by=by: int(metadata.slots_cpu[(row + by) % others]))  # type: ignore[misc]
+        yield f"reads the slot of the {'next' if by > 0 else 'previous'} sequence", read
+
+
+def _updates() -> Mistakes:
+    """What a token does to the state, and what is read from it."""
+
+    def after(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
+        out, new = right.update(_without_decay(operands), state)
+        return out, operands.decay[..., None] * new
+
+    def everything(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
+        _, new = after(operands, state)
+        return _read_out(operands, new), new
+
+    def early(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
+        return _read_out(operands, state), right.update(operands, state)[1]
+
+    yield "decay applied after instead of before the update", Rules(update=everything)
+    yield "decay applied after the update and after the output is read", Rules(update=after)
+    yield "the output is read before the update", Rules(update=early)
+    yield "no decay", _reading(_without_decay)
+
+
+def _readings(spec: StateSpec) -> Mistakes:
+    """What is made of inputs and gates."""
+    if spec.kind != MAMBA1:
+        heads = torch.arange(spec.num_heads)
+        dealt = heads % spec.num_key_heads * (spec.num_heads // spec.num_key_heads)
+        for name, of in (("h % num_key_heads", dealt), ("0 for every head", 0 * heads)):
+            yield f"wrong head group: state head h reads key head {name}", _reading(partial(_dealt, heads=of))
+    for name, scale in (("without the scale", 1.0), ("scale 1/sqrt(key_dim) in place of the layer's", spec.key_dim**-0.5)):
+        if scale != spec.scale:
+            yield name, Rules(read=partial(_scaled, scale=scale))
+    yield "the gate's sigmoid is missing (beta)", Rules(read=partial(right.read, strength=lambda x: x))
+    yield "the gate's softplus is missing", Rules(read=partial(right.read, positive=lambda x: x))
+
+
+def _convolutions() -> Mistakes:
+    """What the convolution makes of its taps."""
+
+    def taps(change: Callable[[Tensor], Tensor]) -> Rules:
+        def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
+            return right.convolve(spec, replace(parameters, conv_weight=change(_of(parameters.conv_weight))), x, remembered)
+
+        return Rules(convolve=convolve)
+
+    yield "convolution taps shifted by one", taps(lambda weight: weight.roll(1, dims=1))
+    yield "convolution taps shifted by one", taps(lambda weight: weight.roll(-1, dims=1))
+    yield "convolution taps in reverse order", taps(lambda weight: weight.flip(1))
+
+
+def _losses(spec: StateSpec) -> Mistakes:
+    """What gets lost on the way."""
+    zeros = SequenceState.zeros(spec)
+
+    def lost(token: int, state: SequenceState, chunk: int, part: str) -> SequenceState:
+        if token and token % chunk == 0:
+            return replace(state, **{part: _of(getattr(zeros, part)).expand_as(_of(getattr(state, part))).clone()})
+        return state
+
+    for part, kept, there in (("recurrent", "state", spec.recurrent), ("conv", "convolution's inputs", spec.conv_channels > 0)):
+        for chunk in _CHUNKS if there else ():
+            name = (
+                f"missing initial state of later chunks: the {kept} of the tokens before is lost after every {chunk} new tokens"
+            )
+            yield name, Rules(before=partial(lost, chunk=chunk, part=part))
+
+
+def _reading(change: Callable[[TokenOperands], TokenOperands]) -> Rules:
+    return Rules(read=lambda *given: change(right.read(*given)))
+
+
+def _without_decay(operands: TokenOperands) -> TokenOperands:
+    return replace(operands, decay=torch.ones_like(operands.decay))
+
+
+def _dealt(operands: TokenOperands, heads: Tensor) -> TokenOperands:
+    return replace(operands, key=operands.key[..., heads, :], query=operands.query[..., heads, :])
+
+
+def _scaled(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Sequence[Tensor], scale: float) -> TokenOperands:
+    return right.read(replace(spec, scale=scale), parameters, x, gates)
+
+
+def _read_out(operands: TokenOperands, state: Tensor) -> Tensor:
+    out = right.seen(state, operands.query)
+    return out if operands.skip is None else out + operands.skip
+
+
+def _of(part: Tensor | None) -> Tensor:
+    assert part is not None
+    return part
+
 
 ROW_FACTOR = 8.0
 """How much farther than the tolerance of a whole step one sequence or state may be off: few numbers scatter more."""

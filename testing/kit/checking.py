@@ -11,11 +11,10 @@ import torch
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
 from headway.registry.isolation import Trial
+from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
 from headway.testing.kit.kit import list_cells, make_kit, run_cell
-from headway.testing.kit.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now
-from headway.testing.kit.runner import CellProcess, CellRun, Listed, cell_timeout
-from headway.testing.kit.sanitizer import Sanitizer
+from headway.testing.kit.runner import CellProcess, CellRun, Listed, Sanitizer, cell_timeout
 from headway.testing.kit.subject import BASELINE
 
 

@@ -15,7 +15,7 @@ import torch
 from headway.core.contract.errors import HeadwayError
 from headway.core.system.child import message_of, open_replies, reply
 from headway.testing.kit.kit import Kit, list_cells, make_kit, run_cell
-from headway.testing.kit.sanitizer import OUT_OF_BOUNDS
+from headway.testing.kit.runner import OUT_OF_BOUNDS
 from headway.testing.kit.state_kit import StateKit
 
 

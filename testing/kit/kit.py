@@ -13,28 +13,23 @@ from typing import Any
 import torch
 
 from headway.core.contract.errors import ConfigError
-from headway.core.oracle.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import CACHE_TYPES, NEEDLE, PHASES, CheckCell
 from headway.core.oracle.inputs import MOST_QUICK_WORK, MOST_WORK, deal, possible
-from headway.core.oracle.steps import AS_IN_AN_ENGINE, CellErrors
+from headway.core.oracle.steps import CellErrors
 from headway.registry.plugin_sources import split_target
-from headway.testing.diagnosis.controls import Controls
-from headway.testing.diagnosis.verdict import MEMORY
-from headway.testing.kit.checks import answers, batch_invariance, claims, engine, graphs, layouts, steps
+from headway.testing.kit.checks import answers, claims, engine, graphs, layouts, steps
 from headway.testing.kit.cover import DTYPES
 from headway.testing.kit.model_layers import ModelLayer, layer_cells, read_model_layers
-from headway.testing.kit.outcome import finding_of, result_of
-from headway.testing.kit.plugin_trial import process
-from headway.testing.kit.report import CellResult
+from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.stage import Stage
-from headway.testing.kit.state_cells import StateCell, parse_cell
 from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import StateSubject
+from headway.testing.kit.state_subject import StateCell, StateSubject, parse_cell
 from headway.testing.kit.subject import Subject, load_any_subject
 
 Check = Callable[[Stage, CheckCell], str]
 CHECKS: dict[str, tuple[Check, str]] = {
     "claims": (claims.claims, "the class keeps what it says of itself"),
-    "process": (process, "what the trial of plugins at a start would refuse"),
+    "process": (claims.process, "what the trial of plugins at a start would refuse"),
     "serves": (claims.serves, "the model's layers that it serves"),
     "cold": (steps.cold, "time of the first call, compilation included"),
     "refuse": (claims.refuse, "what is not claimed is refused, with reasons"),
@@ -52,7 +47,7 @@ CHECKS: dict[str, tuple[Check, str]] = {
     "steps": (steps.steps, "fifty steps of one instance"),
     "thousand": (steps.thousand, "a thousand steps of one instance"),
     "repeat": (steps.repeat, "the same bits each time"),
-    "invariant": (batch_invariance.invariant, "the same bits in any batch"),
+    "invariant": (answers.invariant, "the same bits in any batch"),
     "memory": (steps.memory, "memory does not grow"),
     "sync": (steps.sync, "no waiting for the device"),
     "engine": (engine.engine, "greedy tokens through the engine"),
@@ -60,8 +55,6 @@ CHECKS: dict[str, tuple[Check, str]] = {
 }
 """Name -> the check and what it holds a backend to, in the order of the scorecard."""
 _OF_NO_LAYOUT = ("claims", "process", "serves")
-CONTROLLED = frozenset({"answer", "long", "graph", "prompt", "bounds", "lse", "turns", "steps"})
-"""Checks whose failures are followed up by control experiments."""
 
 
 class Kit:
@@ -71,10 +64,6 @@ class Kit:
         """layers: of `read_model_layers`, which are tried in place of the kit's own; None: the kit's."""
         self.layers = layers or {}
         self.stage = Stage(subject, self.layers)
-        self._controls = Controls(self.stage)
-        self.guesses = True
-        """Whether a failure says what it looks like."""
-        self._ran = 0
 
     @property
     def name(self) -> str:
@@ -160,41 +149,12 @@ class Kit:
         owner = subject.registry.backends[subject.name].owner
         return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
 
-    def run(self, cell: CheckCell) -> CellResult:
-        """One cell's result; whatever the backend raises is in it. What a failure depends on is found by control experiments."""
-        self._ran += 1
+    def run(self, cell: CheckCell, *, guesses: bool = True) -> CellResult:
+        """One cell's result; whatever the backend raises is in it. guesses: whether a failure says what it looks like."""
         self.stage.errors = CellErrors()
-        self.stage.unlike = replace(AS_IN_AN_ENGINE, without_guesses=not self.guesses)
-        return result_of(cell, lambda: self._checked(cell), self.stage.errors)
-
-    def _checked(self, cell: CheckCell) -> str:
+        self.stage.guesses = guesses
         check, _ = CHECKS[cell.check]
-        try:
-            return check(self.stage, cell)
-        except Skipped:
-            raise
-        except Exception as error:
-            finding = error if isinstance(error, Finding) else finding_of(error)
-            if self.guesses and cell.check in CONTROLLED:
-                try:
-                    self._explain(cell, check, finding)
-                except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it depends on
-                    finding.guess = finding.guess or f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}"
-            if finding is error:
-                raise
-            raise finding from error
-
-    def _explain(self, cell: CheckCell, check: Check, finding: Finding) -> None:
-        """Add to a finding's guess what it depends on."""
-        if self._ran > 1 and self._controls.right_anew(lambda stage: check(stage, cell)):
-            finding.guess = (
-                "right where no other layer ran before it: keeps something of a layer for others, in a class or module"
-            )
-            return
-        said = self._controls.explain(cell, lambda other: check(self.stage, other), named=finding.named)
-        if "memory own" in said:  # whatever it looks like, it comes of the memory
-            finding.guess = MEMORY[cell.memory]
-        finding.guess = "; ".join(part for part in (finding.guess, said) if part)
+        return result_of(cell, lambda: check(self.stage, cell), self.stage.errors)
 
     def _accepts(self, cell: CheckCell) -> bool:
         """Return whether the subject serves a part of the cell's steps, whose kv heads or scale it may refuse."""
@@ -329,9 +289,7 @@ def run_cell(kit: Kit | StateKit, name: str, *, guesses: bool = True) -> CellRes
     """
     cell = parse_cell(name)
     _known(kit, cell)
-    if isinstance(kit, Kit):
-        kit.guesses = guesses
-    result = kit.run(cell)  # type: ignore[arg-type]
+    result = kit.run(cell, guesses=guesses) if isinstance(kit, Kit) else kit.run(cell)  # type: ignore[arg-type]
     return result if guesses else result.model_copy(update={"guess": ""})
 
 

@@ -12,7 +12,7 @@ from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Support
 from headway.core.oracle.cells import EXPANDED, PHASES, CheckCell, Finding, Skipped, telling_sinks
 from headway.core.oracle.inputs import deal
-from headway.models.families.layer_specs import read_layer_specs
+from headway.models.loader import read_layer_specs
 from headway.testing.kit.subject import Subject
 
 _FEATURES = {"sliding_window": "window", "softcap": "softcap", "alibi_slopes": "alibi", "sinks": "sinks"}

@@ -1,15 +1,25 @@
-"""The result file of the conformance kit, schema `headway.check/1`."""
+"""The result file of the conformance kit, schema `headway.check/1`, how a cell's result comes about, and two files compared."""
 
 from __future__ import annotations
 
 import platform
+import re
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from headway.core.contract.errors import HeadwayError, known_cause
+from headway.core.contract.layout import SCALES
+from headway.core.oracle.cells import Finding, Skipped
+from headway.core.oracle.steps import CellErrors
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin, cpu_name, installed_versions, interpreted
 
@@ -134,3 +144,196 @@ def machine_of(device: torch.device) -> CheckMachine:
 def now() -> str:
     """The date and time, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+GROWN = 2.0
+"""Factor by which the error of a cell that passes in both reports must change to be listed. Sums in another order change the
+error of a right kernel by less."""
+_NOISE = 1e-3
+"""Share of the tolerance up to which an error says nothing."""
+_WIDTH = 80
+_LISTED = 20
+"""Cells listed of each kind; the rest are counted."""
+
+
+class ReportComparison:
+    """Differences of two reports, the second of which is the newer one."""
+
+    def __init__(self, first: CheckReport, second: CheckReport) -> None:
+        self.first = first
+        self.second = second
+        self._old, self._new = ({cell.cell: cell for cell in report.cells} for report in (first, second))
+
+    @property
+    def _sides(self) -> list[tuple[dict[str, CellResult], dict[str, CellResult]]]:
+        return [(self._new, self._old), (self._old, self._new)]
+
+    @cached_property
+    def _both(self) -> list[tuple[CellResult, CellResult]]:
+        return [(self._old[name], cell) for name, cell in self._new.items() if name in self._old]
+
+    @cached_property
+    def _failing(self) -> list[str]:
+        """Cells that fail in the second report and do not in the first, which need not have them."""
+        found = [cell for cell in self.second.failed if cell.cell not in self._old or self._old[cell.cell].status != "failed"]
+        return [f"{cell.cell} ({self._was(cell)}): {cell.reason}" for cell in found]
+
+    def _was(self, cell: CellResult) -> str:
+        return self._old[cell.cell].status if cell.cell in self._old else "new"
+
+    @cached_property
+    def _lost(self) -> list[str]:
+        """Cells that passed and are skipped, or missing although the second run tried as much of their check."""
+        checks = {cell.check for cell in self.second.cells} if self.first.quick == self.second.quick else set()
+        found = []
+        for name, cell in self._old.items():
+            now = self._new[name].status if name in self._new else "missing" if cell.check in checks else ""
+            if cell.status == "passed" and now in ("skipped", "missing"):
+                found.append(f"{name}: {now}")
+        return found
+
+    @cached_property
+    def _grown(self) -> list[str]:
+        return self._changed(lambda before, after: after > GROWN * before)
+
+    def _changed(self, counts: Callable[[float, float], bool]) -> list[str]:
+        found = []
+        for old, new in self._both:
+            before, after = old.relative_error, new.relative_error
+            if old.status != "passed" or new.status != "passed" or before is None or after is None:
+                continue
+            if max(before, after) > _NOISE * (new.tolerance or 0.0) and counts(before, after):
+                ratio = f"{after / before:.1f} x" if before else "from 0"
+                found.append(f"{new.cell}: error {before:.2g} to {after:.2g} ({ratio}), tolerance {new.tolerance or 0:.2g}")
+        return found
+
+    @property
+    def worse(self) -> bool:
+        """Whether the second report has a failure, a grown error or a lost cell that the first does not have."""
+        unavailable = bool(self.second.unavailable) and not self.first.unavailable
+        return unavailable or bool(self._failing or self._grown or self._lost)
+
+    def lines(self) -> Iterator[str]:
+        """The differences, in lines of at most 80 columns where names of cells allow."""
+        for name, report in (("A", self.first), ("B", self.second)):
+            made = f"{report.target} on {report.machine.device}, {report.date[:16]}, file {report.digest[:12] or 'unknown'}"
+            left = f", {report.not_run} not run" if report.not_run else ""
+            cells = report.unavailable or f"{len(report.cells)} cells, {len(report.failed)} failed{left}"
+            yield from _wrapped(f"{name}: {made}; {cells}", "")
+        fixed = [f"{new.cell}" for old, new in self._both if (old.status, new.status) == ("failed", "passed")]
+        added, gone = ([name for name in ours if name not in theirs] for ours, theirs in self._sides)
+        shrunk = self._changed(lambda before, after: GROWN * after < before)
+        yield from _section("fail in B", self._failing)
+        yield from _section("lost in B: passed in A, skipped or missing in B", self._lost)
+        yield from _section(f"error grew by more than {GROWN:g} x", self._grown)
+        yield from _section("fixed in B", fixed)
+        yield from _section(f"error shrank by more than {GROWN:g} x", shrunk, listed=3)
+        yield from _section("only in B", added, listed=3)
+        yield from _section("only in A", gone, listed=3)
+        yield "B is worse than A" if self.worse else "B is not worse than A"
+
+
+def _section(title: str, entries: Sequence[str], listed: int = _LISTED) -> Iterator[str]:
+    if not entries:
+        return
+    yield f"{title} ({len(entries)}):"
+    for entry in entries[:listed]:
+        yield from _wrapped(entry, "  ")
+    if len(entries) > listed:
+        yield f"  and {len(entries) - listed} more"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+
+
+_NOTE = 400
+_TWO_SIZES = re.compile(
+    r"(?:size of tensor a|expanded size of the tensor|got) \(?(\d+)\)?.*?(?:size of tensor b|existing size|to match) \(?(\d+)\)?"
+)
+_LEAST_ROUND = 128
+"""Sizes from which on a number in an error is one that was chosen for a buffer."""
+
+
+def _round(size: int) -> bool:
+    """Whether a size is one that a programmer chooses: a power of two, or that and one."""
+    return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
+
+
+class AnyCell(Protocol):
+    """What a result needs of a cell."""
+
+    @property
+    def check(self) -> str:
+        """The name of its check."""
+
+    @property
+    def axes(self) -> dict[str, str | int]:
+        """The result's fields for its axes."""
+
+
+def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
+    """Run one cell and return its result; whatever the backend raises is in it.
+
+    run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        with torch.inference_mode():  # as in the engine, caches and inputs included
+            note, status, found = run(), "passed", None
+    except Skipped as reason:
+        note, status, found = str(reason), "skipped", None
+    except Finding as finding:
+        note, status, found = str(finding), "failed", finding
+    except Exception as error:
+        found = finding_of(error)
+        note, status = str(found), "failed"
+    measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
+    return CellResult(
+        cell=str(cell),
+        check=cell.check,
+        status=status,  # type: ignore[arg-type]
+        reason=note[: 2 * _NOTE],
+        guess=found.guess if found is not None else "",
+        relative_error=measured.error if measured.error is not None and measured.error < 1e30 else None,
+        tolerance=measured.tolerance,
+        seconds=round(time.perf_counter() - started, 4),
+        **cell.axes,  # type: ignore[arg-type]
+    )
+
+
+def finding_of(error: Exception) -> Finding:
+    """What a backend raised, as a finding."""
+    return Finding(_raised(error), guess=_guess_of(error))
+
+
+def _raised(error: Exception) -> str:
+    """What a backend raised and where, in one line."""
+    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
+        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
+        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = (
+        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
+    )
+    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+
+
+def _guess_of(error: BaseException) -> str:
+    error = error.__cause__ or error
+    text = str(error)
+    if isinstance(error, KeyError) and text.strip("'") in ("key", "value", *SCALES):
+        return f"asks for the tensor {text}, which this layout does not have: read `cache.layout`, or refuse it in supports()"
+    if "non-zero size" in text:
+        return "reduces over no keys at all: a sequence, or a part of it, for which it finds none"
+    if "out of range" in text or "out of bounds" in text:
+        return "reads or writes outside of a tensor: of the block table or the cache, or of a buffer of its own"
+    sizes = _TWO_SIZES.search(text)
+    if sizes is not None and _round(min(map(int, sizes.groups()))):
+        least, most = sorted(map(int, sizes.groups()))
+        return f"holds a size of {least:,} where this step needs {most:,}: a buffer or a table of fixed size"
+    if "view size is not compatible" in text or "contiguous" in text:
+        return "needs tensors in one piece: .view() of a slice"
+    return known_cause(text)

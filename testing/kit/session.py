@@ -1,36 +1,42 @@
-"""A backend in the hands of the engine's own attention: sequences that come, grow and go over a paged pool, every step held to
-float64 and every bit that is not the backend's to change watched."""
+"""A backend in the hands of the engine's own attention: sequences that come, grow and go over a paged pool, every step judged.
+
+Answers are held to float64, and every bit that is not the backend's to change is watched.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import CacheLayout, CacheWriter
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
+from headway.core.oracle.cells import CheckCell, Finding
 from headway.core.oracle.inputs import Numbers
-from headway.core.oracle.oracle import StepSequence
-from headway.core.oracle.pool import Layers, first_far
+from headway.core.oracle.oracle import StepSequence, distance, expected
 from headway.core.oracle.steps import (
-    AS_IN_AN_ENGINE,
     GUARD,
+    UNWRITTEN,
     Before,
     CellErrors,
+    Layers,
     StepInputs,
     StepTensors,
     StepTurns,
     Tokens,
-    Unlike,
+    bits,
+    first_far,
 )
 from headway.core.select.layer_specs import LayerSpecs
-from headway.testing.diagnosis.verdict import judge
+from headway.testing.diagnosis.guess import Wrong, guess
+from headway.testing.kit.subject import Subject
 
 _ZERO_AT = 6
 """How many blocks are handed out before block 0 where it is in use: then a sequence of several blocks has it, not as its last."""
@@ -38,6 +44,16 @@ _REMEMBERED = 4
 """Steps whose lengths and blocks are remembered."""
 _NULL = 1
 """The block of zeros that stands in a table for those behind the window, unless block 0 does."""
+
+
+class Room(NamedTuple):
+    """How much a session holds."""
+
+    num_blocks: int
+    """Blocks of its sequences."""
+    max_tokens: int
+    """Tokens of a step."""
+    layers: int
 
 
 class Session:
@@ -51,59 +67,53 @@ class Session:
 
     def __init__(
         self,
+        subject: Subject,
+        cell: CheckCell,
         spec: AttentionSpec,
-        layout: CacheLayout,
-        block_size: int,
-        writer: CacheWriter,
-        prefill: AttentionBackend | None,
-        decode: AttentionBackend | None,
-        *,
-        num_blocks: int,
-        max_tokens: int,
-        layouts: Sequence[CacheLayout] = (),
-        memory: str = "own",
-        layers: int = 2,
-        poison: float = math.nan,
-        seed: int = 0,
-        scores: str = "normal",
-        wide_tables: bool = False,
-        zero_in_use: bool = False,
-        unlike: Unlike | None = None,
-        errors: CellErrors | None = None,
+        parts: tuple[AttentionBackend, AttentionBackend],
+        room: Room,
+        poison: float,
     ) -> None:
-        """prefill, decode: who serves which part; layouts: others that a backend may confuse this one with; scores: out of
-        cells.SCORES; wide_tables: the block table is a part of a wider one, whose other columns name no block; unlike: what is
-        simpler than in an engine, None: nothing; errors: where the error of each judged step is noted."""
-        self.unlike = unlike or AS_IN_AN_ENGINE
-        self.errors = errors or CellErrors()
-        zero_in_use = zero_in_use and not self.unlike.zero_unused
+        """cell: says over which cache, with which scores and work; parts: who serves prompts, and who decodes; poison: in every
+        slot of no token."""
+        memory, zero_in_use = cell.memory, cell.work in ("many", "again") or cell.check == "steps"
+        layout, writer = subject.layouts[cell.layout], subject.writer(cell.layout)
+        self.guesses = True
+        """Whether a failure says what it looks like."""
+        self.errors = CellErrors()
+        """Where the error of each judged step is noted."""
         self.spec = spec
-        self.block_size = block_size
-        self.layouts = layouts
+        self.block_size = cell.block_size
+        self.layouts = list(subject.layouts.values())
+        """All that a backend may confuse this one with."""
         self.memory = memory
-        self.prefill = prefill
-        self.decode = decode
+        self.prefill = parts[0]
+        self.decode = parts[1]
         spare = 4
-        before = (first_far(spec, block_size) if memory == "far" else 0) + _NULL + 1
+        before = (first_far(spec, cell.block_size) if memory == "far" else 0) + _NULL + 1
         self._null = 0 if zero_in_use and memory != "far" and spec.sliding_window is not None else _NULL
-        self.num_blocks = num_blocks + before + spare
-        self.layers = Layers(spec, layout, self.num_blocks, block_size, writer, memory=memory, layers=layers, poison=poison)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.numbers = Numbers(spec, scores, self.generator)
-        self._wide_tables = wide_tables
+        self.num_blocks = room.num_blocks + before + spare
+        self.layers = Layers(
+            spec, layout, self.num_blocks, cell.block_size, writer, memory=memory, layers=room.layers, poison=poison
+        )
+        self.generator = torch.Generator().manual_seed(0)
+        self.numbers = Numbers(spec, cell.scores, self.generator)
+        self._wide_tables = cell.work == "tables"
+        """Whether a table is a part of a wider one, whose other columns name no block."""
         self._contexts: list[tuple[list[int], Tensor]] = []
         """Blocks and cached positions of sequences whose rows have not been written yet."""
         self._tables: dict[tuple[int, ...], Tensor] | None = {} if zero_in_use else None
         """Where tables of a shape lie; None: anywhere."""
         for foreign in (*self.layers.given, *self.layers.right):
             foreign.fill_blocks([self._null], 0.0)
-        order = torch.randperm(num_blocks, generator=self.generator) + before
-        order = torch.arange(before, before + num_blocks) if self.unlike.blocks_in_order else order
+        order = torch.randperm(room.num_blocks, generator=self.generator) + before
         self._free: list[int] = order.tolist()
         if zero_in_use and memory != "far" and self._null:
             self._free.insert(_ZERO_AT, 0)
-        self.attention = PagedAttention(LayerSpecs([spec] * layers), [foreign.cache for foreign in self.layers.given], writer)
-        self.buffers = [StepInputs.allocate(spec, max_tokens, merged=layer % 2 == 1) for layer in range(layers)]
+        self.attention = PagedAttention(
+            LayerSpecs([spec] * room.layers), [foreign.cache for foreign in self.layers.given], writer
+        )
+        self.buffers = [StepInputs.allocate(spec, room.max_tokens, merged=layer % 2 == 1) for layer in range(room.layers)]
         self.previous: list[list[int]] = []
         """kv_len of each row of the first step and of the latest ones."""
         self.previous_blocks: list[list[tuple[int, ...]]] = []
@@ -114,12 +124,12 @@ class Session:
     @property
     def backends(self) -> tuple[Mapping[AttentionSpec, AttentionBackend], Mapping[AttentionSpec, AttentionBackend]]:
         """Who serves the first part and the second, as the engine hands them to a step."""
-        return {self.spec: self.prefill or self.decode}, {self.spec: self.decode or self.prefill}  # type: ignore[dict-item]
+        return {self.spec: self.prefill}, {self.spec: self.decode}
 
     @property
     def instances(self) -> list[AttentionBackend]:
         """The backend's instances, that of each part."""
-        return [each for each in (self.prefill, self.decode) if each is not None]
+        return [self.prefill, self.decode]
 
     def open(self, context: int, share: Tokens | None = None) -> Tokens:
         """A sequence with `context` cached tokens. share: one whose full blocks it begins with, as after a prefix hit."""
@@ -250,6 +260,233 @@ class Session:
         given.k.copy_(k)
         if not self.spec.value_in_key:
             given.v.copy_(v)
-        if self.unlike.out_of_zeros:
-            given.guarded[GUARD:-GUARD] = 0.0
         return given
+
+
+SEQUENCE_FACTOR = 8.0
+"""How much farther from the reference than the tolerance of a whole step one sequence may be: few numbers scatter more."""
+_STRIDED = "wrong in a strided view of memory: go by the strides of the cache, or declare contiguous_blocks"
+MEMORY = {
+    "packed": _STRIDED,
+    "interleaved": _STRIDED,
+    "spaced": _STRIDED,
+    "far": "wrong where numbers of blocks and slots are beyond 16 bits, and offsets of elements beyond 32",
+}
+_LISTED = 6
+_COMPARED = 4
+"""Right sequences that a mistake must leave alone."""
+_EXPONENT = 88.0
+"""Where the exponential of a float32 ends."""
+
+
+def judge(session: Session, step: StepTensors) -> None:
+    """:raises Finding: the first thing that is wrong, with the numbers and a guess."""
+    for layer in range(len(step.inputs)):
+        _cache(session, step, layer)
+        _guards(step, layer)
+    tolerance = limit(session, step)
+    for layer in range(len(step.inputs)):
+        _answers(session, step, layer, tolerance)
+        _padding(step, layer)
+
+
+def limit(session: Session, step: StepTensors) -> float:
+    """The largest tolerance declared by those who served the step, and what rounding the regime's scores may cost."""
+    parts = [(step.metadata.num_prefills, session.prefill), (step.metadata.num_decodes, session.decode)]
+    declared = max(float(backend.tolerance[session.spec.dtype]) for count, backend in parts if count)
+    return declared + session.numbers.slack
+
+
+def _cache(session: Session, step: StepTensors, layer: int) -> None:
+    given, right = session.layers.given[layer], session.layers.right[layer]
+    if not given.differs(right):
+        return
+    wrong = given.differing_slots(right)
+    new = {slot for slot in step.metadata.slot_mapping.tolist() if slot >= 0}
+    missing, stray = sorted(wrong & new), sorted(wrong - new)
+    said = []
+    if missing:
+        slots = missing[:_LISTED]
+        said.append(f"{len(missing)} of {len(new)} new tokens are not in the cache as the writer leaves them (slots {slots})")
+    if stray:
+        said.append(f"{len(stray)} slots of no new token are changed (slots {stray[:_LISTED]})")
+    if not wrong:
+        said.append("memory between the rows, which belongs to somebody else, is changed")
+    looks = "writes to the wrong slot" if missing and stray else "writes to the cache"
+    if missing and not stray:
+        kept = given.cache.gather(torch.tensor(missing, device=session.spec.device))
+        found = any(bool(each.double().isfinite().any()) for each in kept)
+        looks = "writes the new tokens wrongly" if found else "forgets to write the new token"
+    last = session.num_blocks * session.block_size - 1
+    if stray and not missing and (stray == [last] or step.padding.start < step.padding.stop):
+        looks = "writes padding rows to the cache: slot -1 means that nothing is written"
+    raise Finding(f"layer {layer}: the cache must hold what the layout's writer leaves: {'; '.join(said)}", guess=looks)
+
+
+def _guards(step: StepTensors, layer: int) -> None:
+    guarded = step.inputs[layer].guarded
+    edges = torch.cat([guarded[:GUARD], guarded[-GUARD:]])
+    if not bool(edges.isnan().all()):
+        raise Finding(
+            f"layer {layer}: rows before or after `out`, which belong to somebody else, are written",
+            guess="writes more rows than `out` has",
+        )
+
+
+def _padding(step: StepTensors, layer: int) -> None:
+    padding = step.inputs[layer].out[step.padding]
+    if bool((padding.isfinite() & (padding != 0)).any()):
+        raise Finding(
+            f"layer {layer}: the output of padding rows (length 0) must be left alone or zero; it holds numbers",
+            guess="writes padding rows",
+        )
+
+
+def _vanish(out: Tensor, answer: Tensor) -> bool:
+    """Return whether an answer and its output lie below the smallest normal number, as where a sink takes all the weight."""
+    smallest = torch.finfo(out.dtype).tiny
+    return not out.numel() or (float(answer.abs().max()) < smallest and float(out.abs().max()) < smallest)
+
+
+def _answers(session: Session, step: StepTensors, layer: int, tolerance: float) -> None:
+    rows, given = step.rows[layer], step.inputs[layer]
+    right = [expected(row)[0] for row in rows]
+    outs = [given.out[tokens] for tokens in step.tokens]
+    if not outs:
+        return
+    error = distance(torch.cat(outs), torch.cat(right))
+    session.errors.note(error, tolerance)
+    errors = [0.0 if _vanish(out, answer) else distance(out, answer) for out, answer in zip(outs, right, strict=True)]
+    bad = [number for number, each in enumerate(errors) if not each <= SEQUENCE_FACTOR * tolerance]
+    if error <= tolerance and not bad:
+        return
+    numbers = bad or [max(range(len(errors)), key=errors.__getitem__)]
+    finite = [number for number in numbers if not math.isnan(errors[number])]
+    worst = max(finite, key=errors.__getitem__) if finite else numbers[0]
+    if not session.guesses:
+        looks = "" if finite else "NaN"
+    else:
+        looks = _unwritten(given, step, numbers) or _guessed(session, step, layer, numbers, bad, right, tolerance)
+        shared = trait(rows, bad) if bad and len(bad) < len(rows) else ""
+        looks = ", ".join(
+            part for part in (looks or MEMORY.get(session.memory, ""), f"wrong in exactly {shared}" if shared else "") if part
+        )
+    words = f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}"
+    raise Finding(words, guess=looks, error=error, tolerance=tolerance)
+
+
+def _fine(step: StepTensors, bad: Sequence[int]) -> list[int]:
+    """A few of the step's right sequences, of those parts that have wrong ones."""
+    parts = {number < step.metadata.num_prefills for number in bad}
+    right = [n for n in range(len(step.tokens)) if n not in bad and (n < step.metadata.num_prefills) in parts]
+    return right if len(right) <= _COMPARED else [right[at * (len(right) - 1) // (_COMPARED - 1)] for at in range(_COMPARED)]
+
+
+def _wrong(session: Session, step: StepTensors, layer: int, number: int, right: Sequence[Tensor]) -> Wrong:
+    rows, prompts = step.rows[layer], step.metadata.num_prefills
+    lens = [before[number] for before in session.previous if number < len(before)]
+    return Wrong(
+        number,
+        rows[number],
+        step.inputs[layer].out[step.tokens[number]].clone(),
+        layers=[others[number] for at, others in enumerate(step.rows) if at != layer],
+        rows=rows,
+        answers=right,
+        part=slice(0, prompts) if number < prompts else slice(prompts, len(rows)),
+        earlier=[length for length in (session.planned, *reversed(lens)) if length],
+        earlier_blocks=[before[number] for before in reversed(session.previous_blocks) if number < len(before)],
+        layouts=session.layouts,
+    )
+
+
+def _unwritten(given: StepInputs, step: StepTensors, numbers: Sequence[int]) -> str:
+    """Words for rows that nobody wrote; empty where there are none."""
+    missed = [number for number in numbers if given.unwritten(step.tokens[number])]
+    if not missed:
+        return ""
+    parts = torch.cat([bits(given.out[step.tokens[number]]) for number in missed]) == UNWRITTEN[given.out.dtype]
+    said = ""
+    for name, where in (("heads", parts.any(0).any(-1)), ("elements", parts.any(0).any(0))):
+        found = where.nonzero().flatten().tolist()
+        if not said and len(found) < len(where):
+            said = f"; {len(found)} of {len(where)} {name}, first {found[0]}"
+    whose = "every sequence" if len(missed) == len(step.tokens) else "some sequences"
+    return f"leaves rows of `out` unwritten, or parts of them: of {whose}{said}"
+
+
+def _guessed(
+    session: Session,
+    step: StepTensors,
+    layer: int,
+    numbers: Sequence[int],
+    bad: Sequence[int],
+    right: Sequence[Tensor],
+    tolerance: float,
+) -> str:
+    """What wrong sequences look like. numbers: of these; bad: those that are wrong by themselves, and not only by
+    a rounding; right: the right answers."""
+    try:
+        with _beside(step.inputs[layer].out):
+            wrong = [_wrong(session, step, layer, number, right) for number in numbers]
+            fine = [_wrong(session, step, layer, number, right) for number in _fine(step, bad)]
+            computed = [each for each in wrong if not bool(each.out.isnan().any())]
+            if bad and computed and (looks := guess(computed, fine, tolerance)):
+                return looks
+    except (RuntimeError, ValueError, IndexError) as fault:  # what was found counts more than what it looks like
+        return f"no guess, by an error of the kit's own: {type(fault).__name__}: {fault}"
+    if not computed:
+        looks = "NaN for one sequence" if len(wrong) == 1 and fine else "NaN"
+        lift = session.numbers.lift
+        if abs(lift) > _EXPONENT and session.spec.sliding_window is None:  # with one there may be no key that is seen
+            looks += f" where scores are near {lift:+.0f}: exponentials that are not relative to the largest score"
+        return looks
+    return "" if bad else "a rounding that is coarser than the declared tolerance"
+
+
+def _beside(tensor: Tensor) -> AbstractContextManager[object]:
+    """What mistakes are made of lies where the step does. On a CPU it does anyway, and torch need not look at each call."""
+    return nullcontext() if tensor.device.type == "cpu" else tensor.device
+
+
+def _count(bad: Sequence[int], rows: Sequence[object]) -> str:
+    return f"{len(bad)} of {len(rows)} sequences {'is' if len(bad) == 1 else 'are'} wrong; " if bad else ""
+
+
+def _numbers(worst: int, rows: Sequence[StepSequence], outs: Sequence[Tensor], right: Sequence[Tensor]) -> str:
+    """Where one sequence differs most, expected and got."""
+    out, answer = outs[worst].double(), right[worst]
+    apart = (out - answer).abs()
+    at = int(torch.where(apart.isnan(), torch.inf, apart).argmax())
+    token, head, dim = (int(i) for i in torch.unravel_index(torch.tensor(at), answer.shape))
+    row = rows[worst]
+    lens = f"query_len {row.query_len}, kv_len {row.kv_len}"
+    return (
+        f"sequence {worst} ({lens}), query {token}, head {head}, element {dim}: "
+        f"expected {float(answer[token, head, dim]):.5g}, got {float(out[token, head, dim]):.5g}"
+    )
+
+
+_TRAITS: dict[str, Callable[[StepSequence, int, int], bool]] = {
+    "those of a single token": lambda row, number, count: row.kv_len == 1,
+    "the last sequence of the step": lambda row, number, count: number == count - 1,
+    "the first sequence of the step": lambda row, number, count: number == 0,
+    "those with a context": lambda row, number, count: row.context > 0,
+    "those without a context": lambda row, number, count: row.context == 0,
+    "those whose context ends with a block": lambda row, number, count: (
+        row.context > 0 and row.context % row.cache.block_size == 0
+    ),
+    "those that end with a block": lambda row, number, count: row.kv_len % row.cache.block_size == 0,
+    "those of several blocks": lambda row, number, count: row.kv_len > row.cache.block_size,
+    "those of more than 1,024 tokens": lambda row, number, count: row.kv_len > 1024,
+    "those of one new token": lambda row, number, count: row.query_len == 1,
+    "those of several new tokens": lambda row, number, count: row.query_len > 1,
+    "those with an odd length": lambda row, number, count: row.kv_len % 2 == 1,
+}
+
+
+def trait(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
+    """What exactly the wrong sequences of a step have, of which some are right; empty if nothing says it."""
+    for name, holds in _TRAITS.items():
+        if [number for number, row in enumerate(rows) if holds(row, number, len(rows))] == list(wrong):
+            return name
+    return ""

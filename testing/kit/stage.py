@@ -12,11 +12,10 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
-from headway.core.oracle.pool import FINITE_POISON
-from headway.core.oracle.steps import AS_IN_AN_ENGINE, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
+from headway.core.oracle.steps import FINITE_POISON, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.kit.cover import Claimed
 from headway.testing.kit.model_layers import ModelLayer
-from headway.testing.kit.session import Session
+from headway.testing.kit.session import Room, Session
 from headway.testing.kit.subject import BASELINE, Subject
 
 
@@ -27,8 +26,8 @@ class Stage:
         """layers: of the model that the subject is tried on, by name."""
         self.subject = subject
         self._layers = layers
-        self.unlike = AS_IN_AN_ENGINE
-        """What its sessions have simpler than an engine has it."""
+        self.guesses = True
+        """Whether a failure says what it looks like."""
         self.errors = CellErrors()
         """Measured errors of the cell that runs."""
 
@@ -58,41 +57,27 @@ class Stage:
         *,
         poison: float | None = None,
         layers: int = 2,
-        parts: tuple[str, str] | None = None,
-        seed: int = 0,
         extra_tokens: int = 0,
         spec: AttentionSpec | None = None,
     ) -> Session:
-        """A session with room for steps of these lengths.
+        """A session with room for steps of these lengths, its parts served by the subject, else by the baseline.
 
-        parts: backends of the first and the second part of a step; None: the subject, else the baseline. spec: another layer than
-        the cell's.
+        spec: another layer than the cell's.
 
         :raises Skipped: the subject rightly refuses the cell's cache.
         """
         subject, spec = self.subject, spec or self.claimed.spec(cell)
-        prefill, decode = parts or self.parts(cell)
+        prefill, decode = self.parts(cell)
         made = {name: subject.make(spec, cell.layout, cell.block_size, name) for name in dict.fromkeys((prefill, decode))}
-        session = Session(
-            spec,
-            subject.layouts[cell.layout],
-            cell.block_size,
-            subject.writer(cell.layout),
-            made[prefill],
-            made[decode],
+        room = Room(
             num_blocks=sum(blocks_for(each, cell.block_size) for each in lens) + 2 + extra_tokens // cell.block_size,
             max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
-            layouts=list(subject.layouts.values()),
-            memory=cell.memory,
             layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,
-            scores=cell.scores,
-            wide_tables=cell.work == "tables",
-            zero_in_use=cell.work in ("many", "again") or cell.check == "steps",
-            unlike=self.unlike,
-            errors=self.errors,
-            poison=self.poison if poison is None else poison,
-            seed=seed,
         )
+        poison = self.poison if poison is None else poison
+        session = Session(subject, cell, spec, (made[prefill], made[decode]), room, poison)
+        session.guesses = self.guesses
+        session.errors = self.errors
         self._accepted(cell, session)
         return session
 
@@ -159,7 +144,6 @@ def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
             if clean.guess.startswith("NaN"):
                 finding.guess += ", whatever the unused slots hold"
             else:
-                finding.named = clean.named and bool(clean.guess)
                 finding.guess = (
                     clean.guess or "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
                 )

@@ -9,10 +9,8 @@ from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import STATE_KINDS
 from headway.testing.kit.checks import states
-from headway.testing.kit.outcome import result_of
-from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_cells import WORK, StateCell
-from headway.testing.kit.state_subject import StateSubject
+from headway.testing.kit.report import CellResult, result_of
+from headway.testing.kit.state_subject import WORK, StateCell, StateSubject
 
 StateCheck = Callable[[StateSubject, StateCell], str]
 STATE_CHECKS: dict[str, tuple[StateCheck, str]] = {

@@ -101,13 +101,15 @@ def load_any_subject(
 ) -> Subject | StateSubject:
     """Load the subject of a command line: also states:NAME, or a class for layers with a state; see `load_subject`."""
     if target.startswith("broken:"):
-        from headway.testing.broken.planted import find_planted
-        from headway.testing.broken.planted_states import PLANTED_STATES
+        from headway.testing.broken.attention import PLANTED
+        from headway.testing.broken.states import PLANTED_STATES
 
         name = target.removeprefix("broken:")
         if name in PLANTED_STATES:
             return state_subject_of(PLANTED_STATES[name], device, target)
-        return subject_of(find_planted(name), device, target)
+        if name not in PLANTED:
+            raise ConfigError("broken:NAME", f"one of {', '.join(PLANTED)}", repr(name))
+        return subject_of(PLANTED[name], device, target)
     if not target.endswith(".py") and ".py:" not in target:
         registry = registry or create_registry(plugins)  # untried: to find out is what the caller is about
         if target.startswith(STATES):

@@ -15,7 +15,7 @@ from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry
-from headway.testing.kit.checks.batch_invariance import dependent, invariance_case
+from headway.testing.kit.checks.answers import dependent, invariance_case
 
 NAMES = list(create_registry(load_entry_points=False).backends)
 

@@ -14,9 +14,8 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell
-from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.registry import Registry, create_registry
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject

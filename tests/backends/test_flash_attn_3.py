@@ -20,8 +20,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout,
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.core.oracle.cases import Case, make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import create_registry, hookimpl
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject

@@ -11,8 +11,7 @@ import torch
 from backend_cases import SPECS, spec
 from headway.backends.layouts import write_rows
 from headway.core.contract.layout import NHD
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference
+from headway.core.oracle.cases import make_case, parse_case, reference
 from online_softmax import merge, walk
 
 BLOCK_SIZE = 8

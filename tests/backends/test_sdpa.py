@@ -11,8 +11,8 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import HND, NHD, CacheGeometry, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import reference, relative_error
 from headway.core.oracle.oracle import attend as exact
-from headway.core.oracle.reference import reference, relative_error
 from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
 
 GEOMETRY = Geometry(4, 2, 32)

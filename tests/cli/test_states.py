@@ -12,9 +12,9 @@ import torch
 from headway.bench.kernel.state_report import step_bytes
 from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
 from headway.core.system.json_files import write_json
-from headway.models.families.layer_specs import read_layer_specs
+from headway.models.loader import read_layer_specs
 from headway.tuning.table.files import read_state_table, state_table_path
-from headway.tuning.table.state_schema import MeasuredState, StateSpecRecord, StateTable
+from headway.tuning.table.schema import MeasuredState, StateSpecRecord, StateTable
 from hybrid_models import ROWS
 from sandbox import Result, assert_refused
 from tables import a_device

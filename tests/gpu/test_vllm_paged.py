@@ -20,8 +20,7 @@ from headway.backends.vllm_paged.decode import CSRC
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import NHD, VLLM_5D, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import Arguments, Launch
 from headway.kernels.runtime.nvrtc.store import load

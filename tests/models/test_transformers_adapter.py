@@ -20,8 +20,8 @@ from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.compilation import CompilationWatch
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
-from headway.models.transformers_adapter.compile import compile_layers
 from headway.models.transformers_adapter.interface import NAME, attend
+from headway.models.transformers_adapter.load import compile_layers
 from headway.models.transformers_adapter.model import TransformersModel
 from headway.registry import Registry
 from run_engine import generate

@@ -18,8 +18,7 @@ from headway.core.contract.state import KEY_VALUE
 from headway.kernels.linear.axes import Shape, held_sizes, whole_sizes
 from headway.models.checkpoints.weights import DummyWeights
 from headway.models.layers.decoder import Decoder
-from headway.plan.model_costs import WEIGHT_FORMATS, check_cache_dtype, rank_costs
-from headway.plan.read_model import PlannedModel, read_planned_model
+from headway.plan.model_costs import WEIGHT_FORMATS, PlannedModel, check_cache_dtype, rank_costs, read_planned_model
 from thread_ranks import alone
 
 SIZES: dict[str, Any] = {**hybrid_models.SMALL, "hidden_size": 128, "intermediate_size": 256}

@@ -10,8 +10,7 @@ import pytest
 from headway.core.contract.errors import ConfigError
 from headway.plan.demand import Demand, LatencyLimits
 from headway.plan.devices import GPU_KINDS
-from headway.plan.model_costs import WEIGHT_FORMATS
-from headway.plan.read_model import read_planned_model
+from headway.plan.model_costs import WEIGHT_FORMATS, read_planned_model
 from headway.plan.results import PlanReport, report_of
 from headway.plan.search import FleetSearch
 

@@ -13,11 +13,9 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer
-from headway.plan.devices import GPU_KINDS, MESSAGE_BYTES, gpu_kind
-from headway.plan.model_costs import rank_costs
-from headway.plan.read_model import read_planned_model
+from headway.plan.devices import GPU_KINDS, H200, MESSAGE_BYTES, gpu_kind
+from headway.plan.model_costs import rank_costs, read_planned_model
 from headway.plan.step_time import StepPredictor, StepWork
-from headway.plan.utilisation import H200
 from headway.tuning.table.files import read_table
 
 ROOT = Path(__file__).resolve().parents[2]

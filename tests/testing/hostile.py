@@ -14,7 +14,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
-from headway.testing.broken.plain import PlainBackend as _Plain
+from headway.testing.broken.attention import PlainBackend as _Plain
 
 ROWS = ("slot", "block", "head", "dim")
 SLOTS_FIRST = CacheLayout("slots_first", {"key": ROWS, "value": ROWS})

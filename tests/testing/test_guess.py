@@ -1,4 +1,4 @@
-"""Mistakes of a first kernel, each a variant of one right kernel, and the words that the kit finds for them."""
+"""Mistakes of a first kernel, each a variant of one right kernel: the kit finds them, and has words for the usual ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.oracle.cells import CheckCell
-from headway.testing.broken import planted
-from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.broken import attention as planted
+from headway.testing.broken.attention import PlainBackend, PlainPlan
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 
@@ -97,6 +97,9 @@ class KeepsSinksByHeads(PlainBackend):
             self.spec = replace(self.spec, sinks=self.kept.setdefault(self.spec.num_heads, self.spec.sinks))
 
 
+MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
+
+
 class LosesHeadsBehind64(PlainBackend):
     def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
         super().decode(q, cache, plan, out, lse)
@@ -142,7 +145,7 @@ def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (IgnoresTheTable, "none", "ignores the block table: matches blocks 0, 1, ..."),
         (SortsTheTable, "none", "ignores the order of the block table: matches its blocks sorted"),
-        (LeavesTheLastOut, "none", "leaves rows of `out` unwritten, or parts of them: of the last sequence of the step"),
+        (LeavesTheLastOut, "none", "of some sequences, wrong in exactly the last sequence of the step"),
         (KeepsElevenBits, "none", "float32 rounded to 11 bits"),
         (KeepsEightBits, "none", "float32 rounded to 8 bits"),
         (GroupsTheOtherWay, "none", "query heads in the order [group, kv head]"),
@@ -167,9 +170,9 @@ def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
-        (TakesQForOnePiece, {}, "ignores the strides of q"),
-        (TakesEachSequencesQForOnePiece, {"phase": "extend"}, "ignores the strides of each sequence's q"),
-        (HidesByANumber, {"phase": "extend", "scores": "low"}, "what hides them is no -inf"),
+        (TakesQForOnePiece, {}, ""),
+        (TakesEachSequencesQForOnePiece, {"phase": "extend"}, ""),
+        (HidesByANumber, {"phase": "extend", "scores": "low"}, ""),
         (KeepsPlansByFirstBlocks, {"work": "again"}, "had in a step before: a plan that is kept too long"),
         (KeepsSinksByHeads, {"check": "siblings", "feature": "sinks"}, "keeps something of one layer for another"),
         (LosesHeadsBehind64, {"phase": "verify", "kv_heads": 40}, ""),
@@ -335,36 +338,38 @@ class LosesElements(PlainBackend):
 
 
 @pytest.mark.parametrize(
-    ("made", "changes", "words"),
+    ("made", "changes"),
     [
-        (ScalesOnceMore, {}, "scores are multiplied by 0.177, which is 1/sqrt(head_dim)"),
-        (ReadsValuesOneLate, {}, "each key's weight goes to the value one before it"),
-        (
-            SeesWholeBlocks,
-            {"feature": "window-16", "phase": "extend"},
-            "keys up to 7 before the window are seen",
-        ),
-        (BendsScores, {}, "they are another function of the scores"),
-        (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32: they hold zeros"),
-        (
-            HidesByWholeTiles,
-            {"phase": "extend"},
-            "no causal mask in tiles of 16 or 32 keys that end before",
-        ),
-        (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}, "a window whose begin is rounded up to whole tiles of 16"),
-        (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}, "a block table whose rows are as wide as its part's longest"),
-        (ReadsKvHeadsInPairs, {"kv_heads": 3}, "query heads 2 to 3 read 0"),
-        (CountsSinksTwice, {"feature": "sinks"}, "counts the sink more than once: 1 more"),
-        (RoundsScores, {"dtype": "bfloat16", "scores": "high"}, "scores that are rounded to bfloat16"),
-        (CountsFromWholeBlocks, {"phase": "extend"}, "positions count from the context's last whole block"),
-        (RepeatsElements, {}, "element 16 holds that of 0"),
-        (RoundsTwiceOnWriting, {"feature": "fp8", "dtype": "bfloat16"}, "divides by the scale in bfloat16 and rounds twice"),
+        (ScalesOnceMore, {}),
+        (ReadsValuesOneLate, {}),
+        (SeesWholeBlocks, {"feature": "window-16", "phase": "extend"}),
+        (BendsScores, {}),
+        (LosesElements, {}),
+        (HidesByWholeTiles, {"phase": "extend"}),
+        (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}),
+        (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}),
+        (ReadsKvHeadsInPairs, {"kv_heads": 3}),
+        (CountsSinksTwice, {"feature": "sinks"}),
+        (RoundsScores, {"dtype": "bfloat16", "scores": "high"}),
+        (CountsFromWholeBlocks, {"phase": "extend"}),
+        (RepeatsElements, {}),
+        (RoundsTwiceOnWriting, {"feature": "fp8", "dtype": "bfloat16"}),
+        (KeepsTheFirstKernelsHeads, {"work": "again"}),
+        (SharesABuffer, {"phase": "mixed", "feature": "window-1"}),
+        (HasRoomFor64, {"work": "many"}),
+        (AddsToOut, {}),
+        (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}),
+        (GoesWrongBehind40Tokens, {}),
+        (HidesAKeyFromHeadsBehind64, MANY_LATENT),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1}),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 2}),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1, "feature": "sinks"}),
     ],
 )
-def test_a_mistake_of_a_class_is_named(
-    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_mistake_without_a_name_is_found(
+    made: type[PlainBackend], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_guessed(made, changes, words, monkeypatch)
+    assert_guessed(made, changes, "", monkeypatch)
 
 
 class GivesLogSumsFarOff(PlainBackend):
@@ -406,66 +411,33 @@ class GivesLogSums(PlainBackend):
 
 
 @pytest.mark.parametrize(
-    ("of", "changes", "words"),
+    ("of", "changes"),
     [
-        (lambda plain, capped, scale: capped.logsumexp(-1) / math.log(2), {}, "a logarithm to base 2"),
-        (lambda plain, capped, scale: (plain / scale).logsumexp(-1), {}, "lse of scores without a scale"),
-        (lambda plain, capped, scale: plain.logsumexp(-1), {"feature": "softcap"}, "lse without the soft-cap"),
-        (lambda plain, capped, scale: capped.logsumexp(-1) - capped.amax(-1), {}, "lse without the largest score"),
-        (lambda plain, capped, scale: capped.logsumexp(-1), {"feature": "sinks"}, "lse without the sinks"),
+        (lambda plain, capped, scale: capped.logsumexp(-1) / math.log(2), {}),
+        (lambda plain, capped, scale: (plain / scale).logsumexp(-1), {}),
+        (lambda plain, capped, scale: plain.logsumexp(-1), {"feature": "softcap"}),
+        (lambda plain, capped, scale: capped.logsumexp(-1) - capped.amax(-1), {}),
+        (lambda plain, capped, scale: capped.logsumexp(-1), {"feature": "sinks"}),
     ],
 )
-def test_a_mistake_in_log_sums_is_named(of: Any, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_guessed(type("Made", (GivesLogSums,), {"of": staticmethod(of)}), {"check": "lse", **changes}, words, monkeypatch)
+def test_a_mistake_in_log_sums_is_found(of: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(planted.PLANTED, "made", type("Made", (GivesLogSums,), {"of": staticmethod(of)}))
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(replace(CELL, check="lse", **changes))
+    assert result.reason.startswith("lse of sequence"), result
 
 
-MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (MANY_LATENT, "misses the first token; in heads 64 to 127 alone, of 128"),
-        ({"group": 71, "kv_heads": 1}, "misses the first token; in heads 64 to 70 alone, of 71"),
-        ({"group": 71, "kv_heads": 2}, "misses the first token; in heads 64 to 70, 135 to 141 alone, of 142"),
-        ({"group": 71, "kv_heads": 1, "feature": "sinks"}, "misses the first token; in heads 64 to 70 alone, of 71"),
-    ],
-    ids=["latents", "one kv head", "two kv heads", "sinks"],
-)
-def test_a_mistake_in_some_heads_is_named_as_it_is_in_all(
-    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_guessed(HidesAKeyFromHeadsBehind64, changes, words, monkeypatch)
-
-
-def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", TakesSingleKeysAsTheyAre)
-    cell = replace(CELL, phase="prefill", feature="sinks")
-    guess = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).guess
-    assert guess.startswith("matches the answer without the sinks"), guess
-    assert "; in exactly those of a single token" in guess
-
-
-@pytest.mark.parametrize(
-    ("made", "changes", "words"),
-    [
-        (KeepsTheFirstKernelsHeads, {"work": "again"}, "right as an instance's first step: keeps something of an earlier step"),
-        (SharesABuffer, {"phase": "mixed", "feature": "window-1"}, "prompts and decodes are right apart"),
-        (HasRoomFor64, {"work": "many"}, "right with up to 64 of them, wrong with 65"),
-        (AddsToOut, {}, "right where `out` holds zeros"),
-        (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}, "right with kv_heads 2 or 3 or 8 (wrong with 1)"),
-        (GoesWrongBehind40Tokens, {}, "a sequence alone is right up to 40 tokens, and wrong with 41"),
-    ],
-)
-def test_a_control_says_what_a_mistake_depends_on(
-    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_guessed(made, changes, words, monkeypatch)
+def test_what_only_the_wrong_sequences_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_guessed(
+        TakesSingleKeysAsTheyAre,
+        {"phase": "prefill", "feature": "sinks"},
+        "wrong in exactly those of a single token",
+        monkeypatch,
+    )
 
 
 _KEEPS_MASKS = """
 import torch
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 
 class Mine(PlainBackend):
     name = "keeps_masks"
@@ -479,8 +451,8 @@ class Mine(PlainBackend):
 """
 
 
-def test_what_a_class_keeps_of_another_layer_is_told_by_loading_it_anew(tmp_path: Path) -> None:
+def test_what_a_class_keeps_of_another_layer_is_found(tmp_path: Path) -> None:
     (tmp_path / "keeps_masks.py").write_text(_KEEPS_MASKS)
     kit = Kit(load_subject(f"{tmp_path / 'keeps_masks.py'}:Mine", torch.device("cpu")))
     assert kit.run(CELL).status == "passed"
-    assert "keeps something of a layer for others" in kit.run(replace(CELL, feature="window")).guess
+    assert kit.run(replace(CELL, feature="window")).status == "failed"

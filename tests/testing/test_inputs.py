@@ -10,7 +10,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import KV_HEADS, PHASES, SCALES, SCORES, WORKS, CheckCell
 from headway.core.oracle.inputs import Numbers, deal, possible, steps_of
 from headway.core.oracle.oracle import attend
-from headway.core.oracle.pool import first_far
+from headway.core.oracle.steps import first_far
 
 
 @pytest.mark.parametrize(

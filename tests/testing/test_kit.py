@@ -22,11 +22,10 @@ from headway.core.system.provenance import Origin
 from headway.registry.isolation import TIMEOUT
 from headway.testing.diagnosis.scorecard import badge, command, patterns, scorecard
 from headway.testing.kit.checking import Wanted, check
-from headway.testing.kit.comparison import ReportComparison
 from headway.testing.kit.kit import CHECKS, Kit
-from headway.testing.kit.report import CellResult, CheckReport, machine_of, read_check
+from headway.testing.kit.report import CellResult, CheckReport, ReportComparison, machine_of, read_check
 from headway.testing.kit.runner import CellProcess, CellRun, cell_timeout
-from headway.testing.kit.state_cells import parse_cell
+from headway.testing.kit.state_subject import parse_cell
 from headway.testing.kit.subject import load_subject
 
 HERE = Path(__file__).parent
@@ -57,7 +56,7 @@ def baseline() -> Kit:
         pytest.param("WrongBeyond", PLAIN.plain("long", phase="long"), "those of more than 1,024 tokens", marks=pytest.mark.slow),
         ("MutatesMetadata", PLAIN, "slot_mapping"),
         ("CachesByAddress", PLAIN, "wrong"),
-        ("DenseAsOne", PLAIN.plain("answer", phase="prefill"), "ignores the strides of v"),
+        ("DenseAsOne", PLAIN.plain("answer", phase="prefill"), "sequences are wrong"),
         (
             "MasksCausally",
             BOTH_WAYS.plain("answer", feature="bidirectional"),
@@ -401,7 +400,7 @@ def test_what_is_raised_at_one_place_is_shown_once_whatever_the_check() -> None:
 _UNREGISTERED = """
 from headway import hookimpl
 from headway.contract import ALL_PHASES, BackendInfo, CacheLayout, Capabilities
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 
 ROWS = ("slot", "block", "head", "dim")
 OWN = CacheLayout("slots_first", {"key": ROWS, "value": ROWS})

@@ -21,10 +21,9 @@ from headway.core.oracle.cells import MODEL_SOFTCAPS, MODEL_WINDOWS, WINDOWS, Ch
 from headway.core.oracle.inputs import steps_of
 from headway.models.checkpoints.locate import SHAPES
 from headway.models.families.families import FAMILIES
-from headway.models.families.layer_specs import decoder_layer_specs, read_layer_specs
-from headway.models.loader import decoder_config, read_config
-from headway.testing.broken import planted
-from headway.testing.broken.plain import PlainBackend
+from headway.models.loader import decoder_config, decoder_layer_specs, read_config, read_layer_specs
+from headway.testing.broken import attention as planted
+from headway.testing.broken.attention import PlainBackend
 from headway.testing.diagnosis.scorecard import command, scorecard
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.cover import GROUPS, HEAD_DIMS, LATENT_DIM, MANY_HEADS, OTHERS

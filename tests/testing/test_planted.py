@@ -11,7 +11,7 @@ import torch
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.oracle.cells import CheckCell
-from headway.testing.broken.planted import PLANTED
+from headway.testing.broken.attention import PLANTED
 from headway.testing.kit.cover import MANY_HEADS
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.report import CellResult
@@ -86,8 +86,8 @@ def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_he
 
 @pytest.mark.parametrize("name", NAMED)
 def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.testing.broken import planted
-    from headway.testing.broken.plain import PlainBackend
+    from headway.testing.broken import attention as planted
+    from headway.testing.broken.attention import PlainBackend
 
     monkeypatch.setitem(planted.PLANTED, "nothing", PlainBackend)
     right = Kit(load_subject("broken:nothing", torch.device("cpu")))
@@ -97,8 +97,8 @@ def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.
 
 @pytest.mark.parametrize("stale", [False, True], ids=["keeps its tensors", "copies them"])
 def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.testing.broken import planted
-    from headway.testing.broken.plain import PlainBackend, PlainPlan
+    from headway.testing.broken import attention as planted
+    from headway.testing.broken.attention import PlainBackend, PlainPlan
 
     class Uniform(PlainBackend):
         graph_level = GraphLevel.UNIFORM

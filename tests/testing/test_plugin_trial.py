@@ -13,22 +13,22 @@ from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginSource
 from headway.testing.diagnosis.scorecard import scorecard
 from headway.testing.kit.checking import Wanted, check
+from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
 from headway.testing.kit.kit import CHECKS, Kit
-from headway.testing.kit.plugin_trial import CELL, source_of, try_plugin
 from headway.testing.kit.subject import load_subject
 from headway.tuning.isolated.trial import try_plugins
 
 HOSTILE = Path(__file__).parent / "hostile.py"
 IMPORT = """
 import torch
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 torch.set_default_dtype(torch.float64)
 class Mine(PlainBackend):
     name = "mine"
 """
 SIGNALS = """
 import signal
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 class Mine(PlainBackend):
     name = "mine"
     def plan(self, metadata):
@@ -36,7 +36,7 @@ class Mine(PlainBackend):
         return super().plan(metadata)
 """
 RIGHT = """
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 class Mine(PlainBackend):
     name = "mine"
 """

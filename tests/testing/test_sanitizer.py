@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.contract.errors import ConfigError
-from headway.testing.kit.runner import CellProcess, CellRun, cell_timeout
-from headway.testing.kit.sanitizer import Sanitizer, find_sanitizer, first_error
+from headway.testing.kit.runner import CellProcess, CellRun, Sanitizer, cell_timeout, find_sanitizer, first_error
 
 LOG = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ read of size 4 bytes
@@ -67,7 +66,7 @@ def test_a_machine_that_it_cannot_watch_is_refused_in_its_words(tmp_path: Path) 
 
 def test_without_the_tool_or_a_gpu_it_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("headway.testing.kit.sanitizer.PLACE", str(tmp_path))
+    monkeypatch.setattr("headway.testing.kit.runner.PLACE", str(tmp_path))
     with pytest.raises(ConfigError, match="--sanitize: needs --device cuda, whose kernels it watches, got --device cpu"):
         find_sanitizer("cpu")
     with pytest.raises(ConfigError, match="--sanitize: needs compute-sanitizer, got none on the PATH"):

@@ -17,14 +17,12 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateCapabilities
 from headway.core.oracle.state_reference import Rules, SequenceState, TokenOperands, advance, convolve, read
-from headway.testing.broken.plain_states import PlainStates
-from headway.testing.broken.planted_states import PLANTED_STATES
+from headway.testing.broken.states import PLANTED_STATES, PlainStates
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import Kit, make_kit, run_cell
 from headway.testing.kit.report import CellResult
-from headway.testing.kit.state_cells import StateCell, parse_cell
 from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import ODD_LAYOUT, state_subject_of
+from headway.testing.kit.state_subject import ODD_LAYOUT, StateCell, parse_cell, state_subject_of
 from headway.testing.kit.subject import load_subject
 
 NAMED = {
@@ -263,7 +261,7 @@ def test_a_cell_of_no_registered_layout_is_no_finding() -> None:
 def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) -> None:
     file = tmp_path / "own_states.py"
     file.write_text(
-        "from headway.testing.broken.plain_states import PlainStates\n\n\n"
+        "from headway.testing.broken.states import PlainStates\n\n\n"
         "class Own(PlainStates):\n    name = 'own'\n\n    def is_real(self, slot):\n        return True\n"
     )
     cell = str(StateCell("answer", "decode", "conv"))

@@ -10,8 +10,7 @@ from backend_cases import LAYOUTS, spec
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
 from headway.core.contract.layout import LayerCache
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
 from headway.tuning.measure.contender import backend_contender, checked
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.core.contract.layout import NHD
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import reference, relative_error
 from headway.registry import Registry
 from headway.tuning.measure.contender import checked
 from headway.tuning.measure.graph_replay import captures, graph_contender

@@ -12,8 +12,7 @@ from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry, create_registry, hookimpl
-from headway.testing.broken.plain import PlainBackend
-from headway.testing.broken.planted import DropsSoftcap
+from headway.testing.broken.attention import PLANTED, PlainBackend
 from headway.tuning.measure.self_test import SKIP, check_named
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=32, scale=0.21, softcap=1.5, device=torch.device("cpu"))
@@ -39,7 +38,7 @@ def _named(name: str, answer: list[BackendInfo]):
 
 def test_a_wrong_one_is_refused_and_may_be_let_through(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
-    registry = registry_of(DropsSoftcap, "third 1.0")
+    registry = registry_of(PLANTED["drops-softcap"], "third 1.0")
     with pytest.raises(ConfigError, match="right answers in its self-test"):
         check_named(registry, ["drops-softcap"], [SPEC])
     monkeypatch.setenv(SKIP, "1")
@@ -58,7 +57,7 @@ def test_the_refusal_names_a_command_that_finds_it(
 ) -> None:
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=command):
-        check_named(registry_of(DropsSoftcap, owner), ["drops-softcap"], [SPEC])
+        check_named(registry_of(PLANTED["drops-softcap"], owner), ["drops-softcap"], [SPEC])
 
 
 def test_a_right_one_is_tried_once_a_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from headway.core.contract.layout import HND, NHD
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.prior_check import Extent, adopt
-from headway.tuning.table.priors import Prior
+from headway.tuning.table.files import Prior
 from headway.tuning.table.schema import Cell, CrossoverTable
 from headway.tuning.table.schema import points as by_point
 from tables import a_cell, a_table

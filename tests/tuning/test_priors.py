@@ -24,8 +24,7 @@ from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.points import Point, grid
 from headway.tuning.measure.prior_check import layouts_to_check
 from headway.tuning.measure.run import CrossoverOptions
-from headway.tuning.table.files import read_table, table_path
-from headway.tuning.table.priors import prior_path
+from headway.tuning.table.files import prior_path, read_table, table_path
 from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
 from headway.tuning.table.schema import points as by_point
 from tables import POINTS, QUICK, SPEC, a_cell, a_device, a_table

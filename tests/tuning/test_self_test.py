@@ -13,7 +13,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import telling_sinks
 from headway.registry import create_registry
-from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.broken.attention import PlainBackend, PlainPlan
 from headway.tuning.measure.self_test import self_test
 
 PLAIN = AttentionSpec(6, 3, 32, 0.2)

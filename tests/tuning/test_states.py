@@ -29,13 +29,12 @@ from headway.registry import Registry, create_registry
 from headway.tuning import autotune_states
 from headway.tuning.autotune import TableRequest
 from headway.tuning.autotune_states import state_costs_for
-from headway.tuning.isolated.measure_in_child import CRASHED, measure_in_child
-from headway.tuning.isolated.measured_kinds import STATES
-from headway.tuning.measure.state_points import StatePoint, state_grid
+from headway.tuning.isolated.measure_in_child import CRASHED, STATES, measure_in_child
+from headway.tuning.measure.points import StatePoint, state_grid
 from headway.tuning.measure.state_run import StateOptions, run_state_level
 from headway.tuning.table.convert import to_state_costs
 from headway.tuning.table.files import TableError, read_state_table, read_table, state_table_path, stored_tables
-from headway.tuning.table.state_schema import StateSpecRecord, StateTable
+from headway.tuning.table.schema import StateSpecRecord, StateTable
 from stateful_model import MODELS
 from tables import QUICK, a_device
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.core.contract.layout import HND, NHD, VLLM_5D
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import reference, relative_error, run_backend
 from headway.registry import Registry
 from headway.tuning.measure.contender import writer_contender
 from headway.tuning.measure.workloads import DEFAULT_CASES, Geometry, build_case, build_write

@@ -22,7 +22,7 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.kept import KeptTimes, read_kept
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
     from headway.core.engine.ranks.torch_ranks import TorchRanks

@@ -14,7 +14,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.provenance import compiler_versions, cpu_name, installed_versions
 from headway.tuning.measure.timing import Timer
-from headway.tuning.table.identity import DeviceIdentity, DeviceInfo
+from headway.tuning.table.schema import DeviceIdentity, DeviceInfo
 
 LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "flashinfer-python", "xformers", "nvidia-cutlass-dsl", "headway")
 """Distributions whose versions are stored, where installed. Read from package metadata: none is imported for it."""

@@ -27,10 +27,9 @@ from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
-from headway.tuning.measure.kept_prior import times_with, unchecked
+from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped, times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
     from headway.kernels.experts.fused import FusedExperts

@@ -18,8 +18,7 @@ from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import Case, reference, relative_error
 from headway.registry import Registry
 from headway.tuning.measure.contender import Contender, GuardedInputs, InputsChangedError, backend_contender, checked, failed
 from headway.tuning.measure.graph_replay import captures, graph_contender

@@ -19,8 +19,8 @@ from headway.core.speculation.proposers import is_captured
 from headway.tuning.measure.measure_point import CLEAR_LOSS, Pair
 from headway.tuning.measure.points import Coordinates, Point, Times, place_of, rival_times
 from headway.tuning.measure.run import NEAR, surviving_pairs
+from headway.tuning.table.files import Prior
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.priors import Prior
 from headway.tuning.table.schema import Cell, CrossoverTable, PhaseName, PointKey, points
 
 _MOST_POINTS = 4

@@ -27,10 +27,9 @@ from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped
-from headway.tuning.measure.kept_prior import Us, cells_to_check, times_with, unchecked
+from headway.tuning.measure.kept import Differing, KeptTimes, Us, cells_to_check, read_kept, read_shipped, times_with, unchecked
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
     from headway.kernels.linear.forms import QuantizedWeight

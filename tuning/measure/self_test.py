@@ -20,9 +20,8 @@ from headway.core.contract.backend import AttentionBackend, make_backend
 from headway.core.contract.errors import ConfigError, known_cause
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
 from headway.core.oracle.inputs import Numbers
-from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.core.select.startup import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry

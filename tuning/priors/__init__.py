@@ -1,1 +1,1 @@
-"""Tables of common layers on common GPUs, measured elsewhere: `headway.tuning.table.priors` finds them."""
+"""Tables of common layers on common GPUs, measured elsewhere: `headway.tuning.table.files` finds them."""

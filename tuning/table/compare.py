@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.support import Reason
 from headway.registry.records import BUILTIN_OWNER
-from headway.tuning.table.identity import DeviceIdentity
 from headway.tuning.table.noise import mark_ties, noise_of
-from headway.tuning.table.schema import Cell, CrossoverTable, SpecRecord, points, without_refusals
-from headway.tuning.table.state_schema import StateSpecRecord, StateTable
+from headway.tuning.table.schema import (
+    Cell,
+    CrossoverTable,
+    DeviceIdentity,
+    SpecRecord,
+    StateSpecRecord,
+    StateTable,
+    points,
+    without_refusals,
+)
 
 _AGAIN = "headway bench crossover measures again"
 _UNUSED = ("flashinfer-python",)

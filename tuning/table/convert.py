@@ -8,8 +8,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.select.costs import CostTable, Sample, Shape
 from headway.core.select.state_selector import NO_BLOCKS, state_shape
 from headway.tuning.table.noise import LEAST_DIFFERENCE
-from headway.tuning.table.schema import Cell, CrossoverTable, PointKey
-from headway.tuning.table.state_schema import StateTable, Verb
+from headway.tuning.table.schema import Cell, CrossoverTable, PointKey, StateTable, Verb
 
 CORE_PHASE = {"decode": Phase.DECODE, "verify": Phase.DECODE, "prefill": Phase.PREFILL, "extend": Phase.EXTEND}
 """A table's phase -> the contract's. Verification is DECODE with several query tokens."""

@@ -18,7 +18,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case
-from headway.core.oracle.pool import bits
+from headway.core.oracle.steps import bits
 from headway.testing.kit.subject import Subject, subject_of
 
 STEPS = 300

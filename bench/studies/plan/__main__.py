@@ -1,7 +1,7 @@
 """`python -m headway.bench.studies.plan check|fit|measure`: how far `headway plan` is off.
 
 check predicts every time of a whole generation in bench/results/h200, and the latencies of two rates of arrivals; fit chooses the
-numbers of `headway.plan.utilisation` from half of those times; measure times generations on the GPU that is here, and prints
+numbers of `headway.plan.devices` from half of those times; measure times generations on the GPU that is here, and prints
 predicted beside measured.
 """
 
@@ -22,7 +22,7 @@ from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
     from headway.bench.studies.plan.points import MeasuredPoint
-    from headway.plan.utilisation import Utilisation
+    from headway.plan.devices import Utilisation
 
 _WIDTH = 100
 
@@ -38,7 +38,7 @@ def plan(
     """Predict, and say how far off it is."""
     from headway.bench.studies.plan.points import measured_points, weight_points
     from headway.bench.studies.plan.predict import arrivals, fit_all, halves, kernel_cells, kernel_errors
-    from headway.plan.utilisation import H200
+    from headway.plan.devices import H200
 
     console = Terminal(width=_WIDTH, highlight=False)
     if what == "check":

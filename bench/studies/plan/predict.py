@@ -18,13 +18,11 @@ from headway.core.engine.data.groups import page_format
 from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
 from headway.plan.demand import Demand
-from headway.plan.devices import GPU_KINDS
+from headway.plan.devices import GPU_KINDS, Utilisation
 from headway.plan.memory import EngineLimits, EngineMemory
-from headway.plan.model_costs import RankCosts, rank_costs, weight_format
-from headway.plan.read_model import PlannedModel, read_planned_model
+from headway.plan.model_costs import PlannedModel, RankCosts, rank_costs, read_planned_model, weight_format
 from headway.plan.simulation import Latencies, Replica, SimulatedRequest
 from headway.plan.step_time import StepParts, StepPredictor, StepWork
-from headway.plan.utilisation import Utilisation
 from headway.tuning.table.files import read_table
 
 _LONGEST = 16384

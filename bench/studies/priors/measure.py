@@ -39,8 +39,7 @@ from headway.tuning.measure.timing import InterleavedTimer
 from headway.tuning.measure.workloads import Geometry, make_spec
 from headway.tuning.table.compare import differences
 from headway.tuning.table.convert import to_costs
-from headway.tuning.table.files import read_table
-from headway.tuning.table.priors import FOLDER_VARIABLE, Prior, find_prior, prior_path
+from headway.tuning.table.files import FOLDER_VARIABLE, Prior, find_prior, prior_path, read_table
 from headway.tuning.table.schema import CrossoverTable, SpecRecord
 
 TURNS = InterleavedTimer(rounds=3, round_ms=2.0, host_seconds=0.02, long_ms=10.0)

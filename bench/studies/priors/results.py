@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.system.json_files import ResultFile
 from headway.core.system.provenance import Origin
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 
 class Loss(BaseModel):

@@ -15,8 +15,7 @@ from headway.bench.studies.plan.predict import latencies
 from headway.bench.studies.ranks.results import PlannedRun, RanksPrediction
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
-from headway.plan.devices import gpu_kind
-from headway.plan.utilisation import H200
+from headway.plan.devices import H200, gpu_kind
 
 LENGTHS: Final = (512, 512)
 """Tokens in and out of every request."""

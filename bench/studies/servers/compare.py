@@ -34,7 +34,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.tuning.measure.device import crowding, default_device, identify_device
-from headway.tuning.table.identity import DeviceIdentity
+from headway.tuning.table.schema import DeviceIdentity
 
 
 class Measured(BaseModel):

@@ -17,10 +17,17 @@ from headway.core.contract.errors import ModelError
 from headway.core.system.files import read_text
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
-from headway.models.checkpoints.formats.eight_bits import Float8Format, Int8Format
-from headway.models.checkpoints.formats.float4 import ExpertsMxfp4, Nvfp4
-from headway.models.checkpoints.formats.integer_groups import Awq, Gptq, PackQuantized
-from headway.models.checkpoints.formats.module import QuantizedModule, StoredFormat
+from headway.models.checkpoints.formats.stored import (
+    Awq,
+    ExpertsMxfp4,
+    Float8Format,
+    Gptq,
+    Int8Format,
+    Nvfp4,
+    PackQuantized,
+    QuantizedModule,
+    StoredFormat,
+)
 
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Where AutoGPTQ, AWQ and ModelOpt write what other tools write into config.json, and the method of one that names none."""

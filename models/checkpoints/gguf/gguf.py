@@ -29,12 +29,11 @@ from headway.core.system.system_errors import is_rust_panic
 from headway.core.system.terminal import Terminal, progress_bar
 from headway.models.checkpoints.checkpoint import check_bounds, check_sizes
 from headway.models.checkpoints.end_tokens import keep_gguf_ends
-from headway.models.checkpoints.gguf.blocks_file import write_blocks
-from headway.models.checkpoints.gguf.hybrids.architectures import ARCHITECTURES, architecture_of
-from headway.models.checkpoints.gguf.hybrids.convert import write_folder
-from headway.models.checkpoints.gguf.hybrids.header import Header
+from headway.models.checkpoints.gguf.blocks import write_blocks
+from headway.models.checkpoints.gguf.header import Header, refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
+from headway.models.checkpoints.gguf.hybrid_architectures import ARCHITECTURES, architecture_of
+from headway.models.checkpoints.gguf.hybrid_convert import write_folder
 from headway.models.checkpoints.gguf.layout import check_layout
-from headway.models.checkpoints.gguf.unread import refuse_part, refuse_unread_tensors, require_keys, take_rope_scaling
 from headway.models.checkpoints.tensor_files import TensorFiles
 from headway.models.families.families import read_decoder_config
 

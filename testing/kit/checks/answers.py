@@ -1,20 +1,25 @@
-"""Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere."""
+"""Answers held to float64: one instance over two steps, layers that share a plan, shared prefixes, padding, poison everywhere.
+
+And, where a backend says so, a sequence's output with the same bits alone and beside others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.core.contract.backend import AttentionBackend
+from headway.core.contract.layout import CacheLayout, CacheWriter
+from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import Case, make_case, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
 from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance
 from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
-from headway.testing.diagnosis.log_sums import looks_of_lse
 from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
@@ -27,7 +32,7 @@ def answer(stage: Stage, cell: CheckCell) -> str:
     """The steps of one kind of work, in one phase."""
 
     steps = cell_steps(cell)
-    without_stray_reads(lambda poison: run_steps(stage, cell, steps, poison=poison), stage.poison)
+    without_stray_reads(lambda poison: _run_steps(stage, cell, steps, poison), stage.poison)
     return ""
 
 
@@ -36,17 +41,12 @@ def cell_steps(cell: CheckCell) -> list[Lens]:
     return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
 
 
-def run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], *, padding: bool = True, **options: Any) -> None:
-    """Run steps of one instance, each of them judged. padding: whether rows of length 0 follow where the phase has them; options:
-    of `Stage.session`.
-
-    :raises Finding: a step is wrong.
-    """
-    session = stage.session(cell, steps, **options)
+def _run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], poison: float) -> None:
+    session = stage.session(cell, steps, poison=poison)
     kept: list[Turn] = []
     for number, lens in enumerate(steps):
         work = open_all(session, lens, like=kept)
-        session.step(work, padding_rows(cell.phase) if padding else 0)
+        session.step(work, padding_rows(cell.phase))
         if cell.work == "again" and number == 2:  # the step after it has its lengths, and all but the last blocks
             kept = work
         else:
@@ -69,7 +69,6 @@ def siblings(stage: Stage, cell: CheckCell) -> str:
         except Finding as finding:
             if number:  # the first one was right
                 finding.guess = "keeps something of one layer for another that differs in numbers alone"
-                finding.named = True
             raise
         close_all(session, sequences(work))
     return ""
@@ -93,7 +92,6 @@ def shared(stage: Stage, cell: CheckCell) -> str:
         except Finding as finding:
             if number == 1:  # the first one, which has plans of its own, was right
                 finding.guess = "declares shares_plans, and its plan holds sinks or scales"
-                finding.named = True
             raise
         close_all(session, sequences(work))
     return ""
@@ -196,9 +194,83 @@ def lse(stage: Stage, cell: CheckCell) -> str:
                 f"lse of sequence {number} (query_len {row.query_len}, kv_len {row.kv_len}), query {query}, head {head}: "
                 f"expected {float(right[head, query]):.5g}, got {float(sums[head, tokens][query]):.5g}; apart by up to "
                 f"{apart:.2g}, allowed {allowed:.2g}",
-                guess=looks_of_lse(sums.double(), [each for _, each in answers], step.rows[0], number, most),
             )
         limit = 8 * float(session.backends[0][session.spec].tolerance[session.spec.dtype]) + session.numbers.slack
         if not distance(given.out[tokens], out) <= limit:
             raise Finding(f"the output of sequence {number}, computed with lse, is wrong")
     return ""
+
+
+def invariant(stage: Stage, cell: CheckCell) -> str:
+    """Every sequence of some steps has the bits that it has alone."""
+    subject = stage.subject
+    case = invariance_case(
+        stage.claimed.spec(cell), subject.layouts[cell.layout], cell.block_size, subject.writer(cell.layout), stage.poison
+    )
+    found = dependent(subject.make(case.spec, cell.layout, cell.block_size), case)
+    if found:
+        raise Finding(
+            f"batch_invariant: a sequence's bits must not depend on its neighbours; {len(found)} do, such as {found[0]} "
+            "(batch: (query_len, kv_len))",
+            guess="not batch invariant",
+        )
+    return ""
+
+
+PROMPTS = [(17, 17), (1, 1), (40, 40), (5, 5), (33, 33), (64, 64)]
+CHUNKS = [(7, 20), (16, 33), (30, 70), (2, 19)]
+DECODES = [(1, kv) for kv in (2, 15, 16, 17, 49, 130, 33, 75)]
+LENS = [*PROMPTS, *CHUNKS, *DECODES]
+"""(query_len, kv_len): prompts without context, later chunks, decodes."""
+P, C, D = (list(range(len(PROMPTS))), list(range(6, 10)), list(range(10, len(LENS))))
+BATCHES = {
+    "prompts": P,
+    "prompts in reverse": P[::-1],
+    "a prompt and a chunk": [2, 7],
+    "prompts and chunks": [*C, *P],
+    "decodes": D,
+    "decodes in reverse": D[::-1],
+    "two decodes": [D[1], D[5]],
+    "64 decodes": D * 8,
+    "mixed": [*P, *C, *D],
+    "a prompt and decodes": [P[4], *D[2:]],
+}
+"""Rows of LENS that one step holds, those that decode last."""
+
+
+def invariance_case(
+    spec: AttentionSpec, layout: CacheLayout, block_size: int, writer: CacheWriter, poison: float = float("nan")
+) -> Case:
+    """All sequences of LENS over one filled cache, of a layer that asks to be batch invariant."""
+    return make_case(LENS, replace(spec, batch_invariant=True), layout, block_size, writer, poison=poison)
+
+
+def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tensor]:
+    """What each of some of a case's sequences gets, in one step of these alone."""
+    starts = case.metadata.query_start_loc_cpu.tolist()
+    lens = [LENS[row] for row in rows]
+    tables = [case.metadata.block_table_cpu[row].tolist() for row in rows]
+    metadata = AttentionMetadata.build(
+        [q for q, _ in lens], [kv - q for q, kv in lens], tables, case.metadata.block_size, case.q.device
+    )
+    q, k, v = (torch.cat([t[starts[row] : starts[row + 1]] for row in rows]) for t in (case.q, case.k, case.v))
+    out = run_backend(backend, replace(case, metadata=metadata, q=q, k=k, v=v))
+    return list(out.split([q for q, _ in lens]))  # type: ignore[no-untyped-call]
+
+
+def dependent(backend: AttentionBackend, case: Case) -> list[str]:
+    """Sequences whose bits depend on their neighbours, each with the batch that shows it; of the phases the backend claims."""
+    served = {
+        row
+        for row, (query_len, kv_len) in enumerate(LENS)
+        if Phase.of(query_len, kv_len - query_len) in backend.capabilities.phases
+    }
+    alone = {row: outputs(backend, case, [row])[0] for row in sorted(served)}
+    assert all(bool(out.isfinite().all()) for out in alone.values())
+    found = []
+    for name, batch in BATCHES.items():
+        rows = [row for row in batch if row in served]
+        for row, out in zip(rows, outputs(backend, case, rows) if rows else [], strict=True):
+            if not torch.equal(out, alone[row]):
+                found.append(f"{name}: {LENS[row]}")
+    return found

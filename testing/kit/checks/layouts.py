@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.contract.layout import SCALES, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cells import CACHE_TYPES, FP8_SCALES, CheckCell, Finding, Skipped
-from headway.core.oracle.pool import bits
+from headway.core.oracle.steps import bits
 from headway.testing.kit.stage import Stage
 
 BLOCKS = 40

@@ -19,10 +19,8 @@ from headway.core.oracle.state_cases import StateCase, make_state_case, run_stat
 from headway.testing.diagnosis.state_verdict import Judge, same_bits
 from headway.testing.kit.checks.graphs import capture
 from headway.testing.kit.checks.steps import no_growth
-from headway.testing.kit.state_cells import CONVOLUTIONS, WORK, StateCell
-from headway.testing.kit.state_course import Course
-from headway.testing.kit.state_session import Served, StateSession
-from headway.testing.kit.state_subject import StateSubject
+from headway.testing.kit.state_session import Course, Served, StateSession
+from headway.testing.kit.state_subject import CONVOLUTIONS, WORK, StateCell, StateSubject
 
 Lens = list[tuple[int, int]]
 LENS: dict[str, dict[str, Lens]] = {

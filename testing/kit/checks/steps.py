@@ -13,8 +13,7 @@ import psutil
 import torch
 
 from headway.core.oracle.cells import CheckCell, Finding, Skipped
-from headway.core.oracle.pool import bits
-from headway.core.oracle.steps import Before, Lens, Tokens, Turn, first_step
+from headway.core.oracle.steps import Before, Lens, Tokens, Turn, bits, first_step
 from headway.testing.kit.session import Session
 from headway.testing.kit.stage import Stage, close_all, open_all, synchronize, without_stray_reads
 from headway.testing.kit.subject import BASELINE

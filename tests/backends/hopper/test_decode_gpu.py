@@ -19,8 +19,7 @@ from headway.backends.hopper.decode import HopperDecoding
 from headway.backends.layouts import write_rows
 from headway.core.contract.layout import HND, NHD
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, reference_with_lse, relative_error, run_backend
+from headway.core.oracle.cases import make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, STATE_KINDS, VALUE_KEY, StateLayout, StateSpec
 from headway.core.oracle.state_cases import make_state_case
 from headway.testing.diagnosis.state_verdict import Judge
-from headway.testing.kit.state_cells import StateCell
 from headway.testing.kit.state_kit import StateKit
-from headway.testing.kit.state_subject import state_subject_of
+from headway.testing.kit.state_subject import StateCell, state_subject_of
 
 pytest.importorskip("triton")
 try:

@@ -14,8 +14,7 @@ from decode_writes import LENGTHS, error_after_writing, new_token_case, write_an
 from headway.backends import layouts
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error, run_backend
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend
 from headway.registry import Registry
 from headway.tuning.measure.graph_replay import captures, graph_contender
 

@@ -20,7 +20,7 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.config import ExpertsConfig
 from headway.tuning.measure.device import identify_device
-from headway.tuning.table.identity import DeviceInfo
+from headway.tuning.table.schema import DeviceInfo
 
 
 def cell(way: str, tokens: int, us: float | None, peer: bool = False, reason: str = "") -> ExpertsCell:

@@ -21,7 +21,7 @@ from headway.bench.studies.kernel_peers.libraries import all_peers, page_lists
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
-from headway.core.oracle.reference import reference
+from headway.core.oracle.cases import reference
 from headway.registry import Registry
 from headway.tuning.measure.workloads import build_case
 from tiny_bench import CPU, QUICK, SMALL, cell_of

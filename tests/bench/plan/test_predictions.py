@@ -8,7 +8,7 @@ import pytest
 
 from headway.bench.studies.plan.points import measured_points, weight_points
 from headway.bench.studies.plan.predict import arrivals, errors, halves, kernel_cells, kernel_errors, predict, simulate
-from headway.plan.utilisation import H200
+from headway.plan.devices import H200
 
 POINTS = measured_points()
 

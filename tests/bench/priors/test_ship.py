@@ -17,8 +17,7 @@ from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.products import ProductsFile
 from headway.tuning.table.convert import to_costs
-from headway.tuning.table.files import read_table
-from headway.tuning.table.priors import find_prior
+from headway.tuning.table.files import find_prior, read_table
 from headway.tuning.table.schema import PriorRecord
 from tables import QUICK, a_cell, a_device, a_table
 

@@ -19,7 +19,7 @@ from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 from proposer_stub import Told
 from random_schedules import step_through
 from registries import registering

@@ -17,8 +17,8 @@ from headway.kernels.experts.plain import PlainExperts
 from headway.kernels.experts.weights import ExpertsCut
 from headway.models.checkpoints.expert_weights import take_experts
 from headway.models.checkpoints.weights import Weights
-from headway.models.families.experts import deepseek
-from headway.models.families.names import ExpertNames
+from headway.models.config import ExpertNames
+from headway.models.families.experts import deepseek_experts
 from transformers_release import needs
 
 HIDDEN = 32
@@ -68,7 +68,7 @@ def test_experts_equal_transformers(tmp_path: Path, name: str) -> None:
             parameter.normal_(0, 0.4)
     save_file(as_checkpoint(module), tmp_path / "model.safetensors")
     weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
-    read = deepseek(config)
+    read = deepseek_experts(config)
     assert [*read["dense_layers"]] == [0]
     experts = PlainExperts(read["experts"], take_experts(ExpertsCut(read["experts"]), ExpertNames(), HIDDEN, weights, "layer."))
     weights.finish()
@@ -92,5 +92,5 @@ def test_what_cannot_be_names_its_key(changes: dict[str, object], said: str) -> 
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ModelError) as raised:
-        deepseek(config)
+        deepseek_experts(config)
     assert said in str(raised.value)

@@ -17,10 +17,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.kernels.experts.plain import Routing
 from headway.kernels.linear.axes import Axis
 from headway.llm import LLM
-from headway.models.checkpoints.formats.eight_bits import Float8Format, Int8Format
-from headway.models.checkpoints.formats.float4 import ExpertsMxfp4
-from headway.models.checkpoints.formats.integer_groups import PackQuantized
-from headway.models.checkpoints.formats.module import StoredFormat
+from headway.models.checkpoints.formats.stored import ExpertsMxfp4, Float8Format, Int8Format, PackQuantized, StoredFormat
 from headway.models.checkpoints.rounded_weights import DummyInFormat
 from headway.models.checkpoints.weights import STD, DummyWeights
 from headway.models.loader import load_model

@@ -15,8 +15,8 @@ from headway.core.contract.errors import ModelError
 
 pytest.importorskip("gguf")
 from gguf_models import save_gguf
-from headway.models.checkpoints.gguf.hybrids.header import Header
-from headway.models.checkpoints.gguf.hybrids.tokenizer import build_tokenizer
+from headway.models.checkpoints.gguf.header import Header
+from headway.models.checkpoints.gguf.hybrid_convert import build_tokenizer
 
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|")

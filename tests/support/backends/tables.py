@@ -9,8 +9,7 @@ from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point
 from headway.tuning.measure.run import CrossoverOptions
 from headway.tuning.measure.timing import InterleavedTimer
-from headway.tuning.table.identity import DeviceIdentity
-from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, SpecRecord
+from headway.tuning.table.schema import BackendRecord, Cell, CrossoverTable, DeviceIdentity, SpecRecord
 
 SPEC = AttentionSpec(4, 2, 32, 32**-0.5)
 QUICK = InterleavedTimer(rounds=1, round_ms=0.0, min_runs=3)

@@ -13,8 +13,7 @@ from headway.backends import layouts
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error
 
 LENGTHS = "1q1_1q1s2_1q1s15_1q1s16_1q1s17_1q1s18_1q1s47_1q1s48_1q1s49_1q1s300"
 """One token alone, then contexts around the edges of blocks of 16 and 48, and one long enough for several splits."""

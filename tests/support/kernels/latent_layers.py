@@ -12,8 +12,7 @@ from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import Case, make_case, parse_case
-from headway.core.oracle.reference import reference_with_lse, relative_error, run_backend
+from headway.core.oracle.cases import Case, make_case, parse_case, reference_with_lse, relative_error, run_backend
 
 UNEQUAL = {
     "expanded": spec(head_dim=48, v_head_dim=32),

@@ -11,8 +11,7 @@ from backend_cases import CASES, VERIFY
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheLayout
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cases import make_case, parse_case
-from headway.core.oracle.reference import reference, relative_error
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
 
 
 def of_a_kind(spec: AttentionSpec) -> list[AttentionSpec]:

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
-from headway.models.checkpoints.formats.gguf_blocks import PREFIX
-from headway.models.checkpoints.gguf.blocks_file import FOLDER
+from headway.models.checkpoints.gguf.blocks import FOLDER, PREFIX
 
 SCALES_AT = {"Q6_K": (208,), **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))}
 """Where the float16 of a type's blocks lie; of the others at 0."""

@@ -28,7 +28,7 @@ from headway.core.select.selector import Selector
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import PlainLatentLayer
 from headway.registry import Registry, create_registry
-from headway.testing.broken.plain import PlainBackend, PlainPlan
+from headway.testing.broken.attention import PlainBackend, PlainPlan
 from registries import registering
 from run_engine import generate
 

@@ -15,7 +15,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.testing.broken.plain import PlainBackend
+from headway.testing.broken.attention import PlainBackend
 from registries import registering
 from run_engine import generate
 from tiny_model import TinyModel

@@ -1,10 +1,11 @@
-"""The blocks of a .gguf file beside the plain weights that it was converted to, for a CPU that multiplies them as they are."""
+"""The blocks of a .gguf file, kept beside the plain weights made of them, for a CPU that multiplies them as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -14,7 +15,41 @@ from torch import Tensor
 
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
 from headway.models.checkpoints.formats.config import FormatRule, Quantization
-from headway.models.checkpoints.formats.gguf_blocks import PREFIX, GgufBlocks
+from headway.models.checkpoints.formats.stored import QuantizedModule, StoredFormat
+
+PREFIX = ".gguf_"
+"""What stands between a module's name and a type, in the name of the tensor of its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufBlocks(StoredFormat):
+    """A tensor uint8 [N, blocks, num_bytes] of blocks beside the plain weight that was made of them."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".weight", *(PREFIX + name for name in BLOCK_TYPES))
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return "GGUF blocks"
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return any(module.elements(PREFIX + name) for name in BLOCK_TYPES)
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, BLOCK_TYPES[self._type(module)].columns
+
+    def read(self, module: QuantizedModule) -> GgufWeight:
+        """See StoredFormat."""
+        name = self._type(module)
+        kind = BLOCK_TYPES[name]
+        blocks = module.take(PREFIX + name, ("uint8",), module.rows, module.columns.units(kind.columns), kind.num_bytes)
+        return GgufWeight((name,), (blocks,))
+
+    def _type(self, module: QuantizedModule) -> str:
+        return next(name for name in BLOCK_TYPES if module.elements(PREFIX + name))
+
 
 FOLDER = "gguf_blocks"
 """Folder of the blocks, inside that of the converted model: transformers does not look there."""

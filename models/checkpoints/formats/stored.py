@@ -1,0 +1,591 @@
+"""How each format keeps the weights of a module, and random weights of it.
+
+Floats of 8 bits (DeepSeek, compressed-tensors, ModelOpt), whole numbers of 8 (W8A8), floats of 4 (MXFP4, NVFP4), and groups of
+integers (AWQ, GPTQ, pack-quantized). Codes and scales are drawn: to round random floats takes a minute a layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.errors import ModelError
+from headway.kernels.linear.axes import Axis, axes_of
+from headway.kernels.linear.forms import (
+    FP4_VALUES,
+    MX_GROUP,
+    Float4Weight,
+    Float8Weight,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    packed,
+)
+from headway.models.checkpoints.tensor_files import PLAIN, TensorFiles
+
+Octets = Callable[..., Tensor]
+"""Draws uint8 of a shape, each of the 256 values as often as any other."""
+
+
+class QuantizedModule:
+    """The tensors of one module, by what their names add to its name, and the axes of the weight that they stand for."""
+
+    def __init__(self, files: TensorFiles, name: str, axes: tuple[Axis, ...], dtype: torch.dtype) -> None:
+        """name: without `.weight`; axes: out_features and in_features, or those of a tensor of experts; dtype: the model's."""
+        self.name = name
+        self.axes = axes
+        self.dtype = dtype
+        self.num_bytes = 0
+        """What was read of it."""
+        self._files = files
+
+    @property
+    def rows(self) -> Axis:
+        """out_features."""
+        return self.axes[0]
+
+    @property
+    def columns(self) -> Axis:
+        """in_features."""
+        return self.axes[1]
+
+    def elements(self, suffix: str) -> str:
+        """Return torch's name of a tensor's elements; "" where the module has no such tensor."""
+        return self._files.elements(self.name + suffix)
+
+    def suffix_of(self, suffixes: Sequence[str]) -> str:
+        """Return the suffix of the tensor that the module has; else the one that other modules have, else the first."""
+        found = [suffix for suffix in suffixes if self.elements(suffix)]
+        return next(iter(found or [suffix for suffix in suffixes if self._files.has_any(suffix)] or suffixes))
+
+    def shape(self, suffix: str) -> list[int]:
+        """The shape of a tensor that is there, whole."""
+        return self._files.shape(self.name + suffix)
+
+    def use(self, suffixes: tuple[str, ...]) -> None:
+        """Count tensors as read that belong to the module, whether or not its weight is made of them."""
+        for suffix in suffixes:
+            self._files.use(self.name + suffix)
+
+    def take(self, suffix: str, elements: tuple[str, ...], *shape: int | Axis) -> Tensor:
+        """Read one tensor.
+
+        elements: what it may hold.
+
+        :raises ModelError: it is missing, of other elements, or its shape is not that.
+        """
+        name = self.name + suffix
+        if name not in self._files:
+            raise ModelError(f"weights: {self.name} is quantised, and {self._files.folder} has no tensor {name!r} beside it")
+        if (got := self.elements(suffix)) not in elements:
+            raise self.error(suffix, f"needs {' or '.join(elements)} elements", got)
+        whole = [Axis.of(size).whole for size in shape]
+        if (stored := self.shape(suffix)) != whole:
+            raise self.error(suffix, f"needs shape {whole}", str(stored))
+        tensor = self._files.read(name, axes_of(shape))
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def take_scales(self, suffix: str, *shape: int | Axis, signed: bool = False, elements: tuple[str, ...] = PLAIN) -> Tensor:
+        """Read scales, as they are stored.
+
+        signed: whether they may be below 0, as some makers of groups of integers write them.
+
+        :raises ModelError: also for one that is 0 or no number, or below 0.
+        """
+        scales = self.take(suffix, elements, *shape)
+        values = scales.float()
+        wrong = ~torch.isfinite(values) | ((values == 0) if signed else (values <= 0))
+        if bool(wrong.any()):
+            value = float(values[wrong][0])
+            raise self.error(suffix, "needs finite scales other than 0" if signed else "needs finite scales above 0", f"{value}")
+        return scales
+
+    def error(self, suffix: str, need: str, got: str) -> ModelError:
+        """Make the error of a tensor, with its file."""
+        name = self.name + suffix
+        return ModelError(f"weights: {name} ({self._files.file_of(name)}) {need}, got {got}")
+
+    def divided(self, size: int) -> int:
+        """Count the groups of columns. size: columns of each.
+
+        :raises ModelError: they do not divide in_features.
+        """
+        if self.columns.whole % size:
+            raise ModelError(
+                f"weights: {self.name} needs in_features of a multiple of group_size={size}, got {self.columns.whole}"
+            )
+        return self.columns.whole // size
+
+
+class StoredFormat(ABC):
+    """How a format keeps the weight of a module."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+    """What the names of the tensors add that a module of the format may have, activations' scales among them."""
+    of_experts: ClassVar[bool] = False
+    """Whether it keeps tensors of all experts of a layer alone, and leaves other products plain."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The format in words, for the log and for errors."""
+
+    @abstractmethod
+    def holds(self, module: QuantizedModule) -> bool:
+        """Whether the module's tensors are of this format, as far as their names and elements tell."""
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """Elements of each axis that lie together and are read together: whatever a rank holds is widened to whole ones."""
+        return 1, 1
+
+    @abstractmethod
+    def read(self, module: QuantizedModule) -> QuantizedWeight | Tensor:
+        """Read the module's weight: in the form that products read, or, where there is none, expanded to the model's dtype.
+
+        :raises ModelError: a tensor is missing, of a wrong shape, or has impossible scales.
+        """
+
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> QuantizedWeight | None:
+        """Draw a random weight [rows, columns] of deviation `std` in the form that `read` gives; None where that is expanded.
+
+        octets: draws the codes; dtype: the model's.
+        """
+        return None
+
+
+_FLOAT8, _INT8 = ("float8_e4m3fn",), ("int8",)
+_POWERS = "float8_e8m0fnu"
+"""Scales that are powers of two alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Format(StoredFormat):
+    """`weight` float8_e4m3fn [N, K] times `weight_scale` (or `weight_scale_inv`, which multiplies too)."""
+
+    scales: Literal["tensor", "channel"] | tuple[int, int]
+    """What has a scale: the whole tensor, each row, or blocks of so many rows and columns."""
+    inverse_name: bool = False
+    """Whether the method's own name for scales is `weight_scale_inv`."""
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *(".weight", ".weight_scale", ".weight_scale_inv"),
+        *(".input_scale", ".activation_scale", ".activation_scale_inv"),
+    )
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        if isinstance(self.scales, tuple):
+            return f"fp8 (blocks of {self.scales[0]} x {self.scales[1]})"
+        return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return module.elements(".weight") in _FLOAT8
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return (1, self.scales[1]) if isinstance(self.scales, tuple) else (1, 1)
+
+    def read(self, module: QuantizedModule) -> Float8Weight:
+        """See StoredFormat."""
+        values = module.take(".weight", _FLOAT8, module.rows, module.columns)
+        suffix = module.suffix_of(self.suffixes[1:3] if not self.inverse_name else self.suffixes[2:0:-1])
+        if not isinstance(self.scales, tuple):
+            scales = _row_scales(module, suffix, self.scales)
+            return Float8Weight(values, scales[:, None], (1, module.columns.size))
+        rows, columns = self.scales
+        blocks = module.columns.units(columns)
+        elements = (*PLAIN, _POWERS)
+        if _is_cut_within(module, rows):
+            held = torch.tensor([row // rows for row in module.rows.pick(range(module.rows.whole))], device=values.device)
+            scales = module.take_scales(suffix, -(-module.rows.whole // rows), blocks, elements=elements)
+            return Float8Weight(values, scales.float()[held], (1, columns))
+        scales = module.take_scales(suffix, module.rows.units(rows), blocks, elements=elements)
+        return Float8Weight(values, scales.float(), (rows, columns))
+
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float8Weight:
+        """See StoredFormat."""
+        return float8(octets, rows, columns, std, self.scales if isinstance(self.scales, tuple) else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Format(StoredFormat):
+    """`weight` int8 [N, K] times `weight_scale`: one for each row, or for all."""
+
+    scales: Literal["tensor", "channel"]
+    suffixes: ClassVar[tuple[str, ...]] = (".weight", ".weight_scale", ".input_scale", ".input_zero_point", ".weight_zero_point")
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return module.elements(".weight") in _INT8
+
+    def read(self, module: QuantizedModule) -> Int8Weight:
+        """See StoredFormat."""
+        values = module.take(".weight", _INT8, module.rows, module.columns)
+        if module.elements(".weight_zero_point"):
+            zeros: Tensor = module.take(".weight_zero_point", _INT8, *module.shape(".weight_zero_point"))
+            if bool(zeros.any()):
+                raise module.error(".weight_zero_point", "needs zeros alone: rows are computed without", "others")
+        return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
+
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int8Weight:
+        """See StoredFormat."""
+        return int8(octets, rows, columns, std)
+
+
+def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", "channel"]) -> Tensor:
+    """float32 [N]: a scale for each row that is held, also of a tensor that has one scale."""
+    stored = module.shape(suffix) if module.elements(suffix) else [1]
+    if scales == "tensor":
+        shape = stored if stored in ([], [1], [1, 1]) else [1]
+        return module.take_scales(suffix, *shape).float().reshape(1).repeat(module.rows.size)
+    rest = [] if len(stored) == 1 else [1]
+    return module.take_scales(suffix, module.rows, *rest).float().flatten()
+
+
+def _is_cut_within(module: QuantizedModule, rows: int) -> bool:
+    """Whether what is held begins or ends within a block of so many rows."""
+    ends = [end for each in module.rows.held for end in (each.start, each.stop)]
+    return any(end % rows and end != module.rows.whole for end in ends)
+
+
+_OCTETS = ("uint8",)
+_NV_GROUP = 16
+"""Elements of a row that share a scale in NVFP4."""
+_NAN = 255
+"""The exponent that stands for no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMxfp4(StoredFormat):
+    """`_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] in place of a tensor [E, K, N] of all experts."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
+    of_experts: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return "MXFP4"
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return bool(module.elements("_blocks"))
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, MX_GROUP, 1
+
+    def read(self, module: QuantizedModule) -> Float4Weight:
+        """See StoredFormat. The result has the rows of all experts: [E N, K]."""
+        experts, columns, rows = module.axes
+        groups = columns.units(MX_GROUP)
+        blocks = module.take("_blocks", _OCTETS, experts, rows, groups, MX_GROUP // 2)
+        exponents = module.take("_scales", _OCTETS, experts, rows, groups)
+        if bool((exponents == _NAN).any()):
+            raise module.error("_scales", f"needs exponents below {_NAN}", f"{_NAN}, which is no number")
+        octets = torch.empty(experts.size, rows.size, columns.size // 2, dtype=torch.uint8, device=blocks.device)
+        for target, block in zip(octets, blocks, strict=True):  # one at a time: codes take more memory than they do packed
+            target.copy_(packed(_codes(block.flatten(1)), MX_GROUP))
+        return Float4Weight(octets.flatten(0, 1), exponents.flatten(0, 1))
+
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float4Weight | None:
+        """See StoredFormat."""
+        return None if columns % MX_GROUP else float4(octets, rows, columns, std)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4(StoredFormat):
+    """Codes uint8 [N, K / 2], `weight_scale` float8 [N, K / 16], and one more scale of the whole tensor."""
+
+    codes: str
+    """What the codes' name adds."""
+    scale: str
+    """The same of the whole tensor's scale."""
+    divides: bool
+    """Whether that divides instead of multiplying."""
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *(".weight", ".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_global_scale"),
+        *(".input_scale", ".input_global_scale"),
+    )
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return "NVFP4"
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return module.elements(self.codes) in _OCTETS
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        return 1, _NV_GROUP
+
+    def read(self, module: QuantizedModule) -> Tensor:
+        """See StoredFormat."""
+        module.divided(_NV_GROUP)
+        groups = module.columns.units(_NV_GROUP)
+        codes = _codes(module.take(self.codes, _OCTETS, module.rows, module.columns.units(2)))
+        scales = module.take(".weight_scale", ("float8_e4m3fn",), module.rows, groups).float()  # 0 where all of a group is 0
+        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+            raise module.error(".weight_scale", "needs finite scales, none below 0", "others")
+        one = module.shape(self.scale) if module.elements(self.scale) else [1]
+        factor = module.take_scales(self.scale, *(one if one in ([], [1], [1, 1]) else [1]), elements=PLAIN).float().reshape(())
+        scales = scales / factor if self.divides else scales * factor
+        values = torch.tensor(FP4_VALUES, device=codes.device)[codes.int()].view(len(codes), -1, _NV_GROUP)
+        return (values * scales[:, :, None]).to(module.dtype).flatten(1)
+
+
+def _codes(octets: Tensor) -> Tensor:
+    """Two codes of a byte, the lower bits' first: uint8 [R, C] to [R, 2 C]."""
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
+
+
+_NO_NUMBER: Final = 0x7F
+"""Bits of a float8_e4m3fn below its sign that stand for no number."""
+
+
+def _deviation(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def float8(octets: Octets, rows: int, columns: int, std: float, block: tuple[int, int] | None = None) -> Float8Weight:
+    """Every float of 8 bits is as likely. block: rows and columns under one scale; None: a whole row."""
+    high, wide = block or (1, columns)
+    codes = octets(rows, columns)
+    codes.masked_fill_((codes & _NO_NUMBER) == _NO_NUMBER, 0)
+    every = torch.arange(_NO_NUMBER, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scales = torch.full((-(-rows // high), -(-columns // wide)), std / _deviation(every), device=codes.device)
+    return Float8Weight(codes.view(torch.float8_e4m3fn), scales, (high, wide))
+
+
+def int8(octets: Octets, rows: int, columns: int, std: float) -> Int8Weight:
+    """From -127 to 127; 0 is twice as likely."""
+    values = octets(rows, columns).view(torch.int8)
+    values.masked_fill_(values == -128, 0)
+    scale = std / _deviation(torch.arange(-127, 128))
+    return Int8Weight(values, torch.full((rows,), scale, device=values.device))
+
+
+def int4(octets: Octets, rows: int, columns: int, std: float, group_size: int, dtype: torch.dtype) -> Int4Weight:
+    """From -7 to 7; 0 is twice as likely. dtype: of the scales; columns: a multiple of group_size."""
+    packed = octets(rows, columns // 2)
+    for least, zero in ((0x0F, 0x08), (0xF0, 0x80)):
+        packed |= ((packed & least) == 0).to(torch.uint8) * zero
+    scale = std / _deviation(torch.tensor([*range(-7, 8), 0]))
+    scales = torch.full((rows, columns // group_size), scale, dtype=dtype, device=packed.device)
+    return Int4Weight(packed, scales, None, group_size)
+
+
+def float4(octets: Octets, rows: int, columns: int, std: float) -> Float4Weight:
+    """Every float of 4 bits is as likely; the exponent of a group is one of two, so often that the deviation is right."""
+    square = (std / _deviation(torch.tensor(FP4_VALUES))) ** 2
+    low = int(torch.frexp(torch.tensor(square**0.5, dtype=torch.float64)).exponent) - 1  # 4 ** low <= square < 4 ** (low + 1)
+    larger = round(256 * (square / 4.0**low - 1) / 3)
+    packed = octets(rows, columns // 2)
+    exponents = (octets(rows, columns // MX_GROUP).int() < larger).to(torch.uint8) + (low + 127)
+    return Float4Weight(packed, exponents)
+
+
+_WORD = 32
+"""Bits of a word."""
+_WORDS, _INDICES = ("int32",), ("int32", "int64")
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word AWQ keeps each of 8 columns that follow one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerGroups(StoredFormat):
+    """What the three have in common."""
+
+    bits: int
+    group_size: int
+    """Columns of a row that share a scale; -1: all."""
+
+    @property
+    def codes(self) -> int:
+        """Numbers in a word."""
+        return _WORD // self.bits
+
+    def units(self, module: QuantizedModule) -> tuple[int, ...]:
+        """See StoredFormat."""
+        size, count = self.group(module)
+        return self.codes, self.codes if count == 1 else size
+
+    def group(self, module: QuantizedModule) -> tuple[int, int]:
+        """Columns of a group, and how many groups the whole weight has."""
+        size = module.columns.whole if self.group_size == -1 else self.group_size
+        return size, module.divided(size)
+
+    def named(self, name: str) -> str:
+        """The format in words."""
+        return f"{name} ({self.bits} bits, {'rows' if self.group_size == -1 else f'groups of {self.group_size}'})"
+
+    def weight(
+        self, module: QuantizedModule, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
+    ) -> Int4Weight | Tensor:
+        """Bring what was read into the form of products, or expand it.
+
+        codes: uint8 [N, K]; scales: [N, groups]; zeros: uint8 [N, groups], what is subtracted first, None: the middle.
+        group_of: the group of each column, int64 [K]; None: columns lie group by group.
+        """
+        size = codes.shape[1] // scales.shape[1] if group_of is None else self.group(module)[0]
+        order = None
+        if group_of is not None:
+            order = torch.argsort(group_of, stable=True)
+            counted = torch.arange(codes.shape[1], device=order.device) // size
+            fits = codes.shape[1] == size * scales.shape[1] and bool(torch.equal(group_of[order], counted))
+        if self.bits == 4 and (group_of is None or fits):
+            codes = codes if order is None else codes[:, order]
+            plain = zeros is None or bool((zeros == 8).all())
+            kept = None if zeros is None or plain else zeros.contiguous()
+            return Int4Weight(packed(codes, size), scales.contiguous(), kept, size, None if order is None else order.int())
+        groups = group_of if group_of is not None else torch.arange(codes.shape[1], device=codes.device) // size
+        middle = float(2 ** (self.bits - 1))
+        values = codes.float() - (middle if zeros is None else zeros.float()[:, groups])
+        return (values * scales.float()[:, groups]).to(module.dtype)
+
+    def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Int4Weight | None:
+        """See StoredFormat."""
+        size = columns if self.group_size == -1 else self.group_size
+        return int4(octets, rows, columns, std, size, dtype) if self.bits == 4 and columns % size == 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(IntegerGroups):
+    """`qweight` int32 [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N] (the layout that AutoAWQ calls gemm)."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales")
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return self.named("AWQ")
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return bool(module.elements(".qweight"))
+
+    def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
+        """See StoredFormat."""
+        size, count = self.group(module)
+        words = module.rows.units(self.codes)
+        groups = _groups(module, size, count)
+        codes = _awq_columns(module.take(".qweight", _WORDS, module.columns, words))
+        zeros = _awq_columns(module.take(".qzeros", _WORDS, groups, words))
+        scales = module.take_scales(".scales", groups, module.rows, signed=True)
+        return self.weight(module, codes.t(), scales.t(), zeros.t())
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(IntegerGroups):
+    """`qweight` int32 [K / 8, N], `qzeros` [groups, N / 8], `scales` [groups, N], `g_idx` [K], the group of each column."""
+
+    less_one: bool
+    """Whether zeros are stored less 1, as the first version of the format has them."""
+    suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales", ".g_idx")
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return self.named("GPTQ")
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return bool(module.elements(".qweight"))
+
+    def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
+        """See StoredFormat."""
+        size, count = self.group(module)
+        group_of = _group_of(module, ".g_idx", size, count)
+        groups = _groups(module, size, count) if group_of is None else Axis.all(count)
+        words = module.columns.units(self.codes)
+        codes = unpacked_words(module.take(".qweight", _WORDS, words, module.rows).t(), self.bits)
+        zeros = module.take(".qzeros", _WORDS, groups, module.rows.units(self.codes))
+        zeros = unpacked_words(zeros, self.bits)
+        if self.less_one:
+            zeros = (zeros + 1) & (2**self.bits - 1)  # AutoGPTQ, which wrote them, lets a zero of 0 wrap around
+        scales = module.take_scales(".scales", groups, module.rows, signed=True)
+        return self.weight(module, codes, scales.t(), zeros.t(), group_of)
+
+
+@dataclass(frozen=True, slots=True)
+class PackQuantized(IntegerGroups):
+    """`weight_packed` int32 [N, K / 8], `weight_scale` [N, groups], `weight_zero_point` [N / 8, groups], `weight_g_idx`."""
+
+    symmetric: bool
+    suffixes: ClassVar[tuple[str, ...]] = (
+        *(".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+        ".input_scale",
+    )
+
+    @property
+    def label(self) -> str:
+        """The format in words."""
+        return self.named("pack-quantized")
+
+    def holds(self, module: QuantizedModule) -> bool:
+        """See StoredFormat."""
+        return module.elements(".weight_packed") in _WORDS
+
+    def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
+        """See StoredFormat."""
+        size, count = self.group(module)
+        group_of = _group_of(module, ".weight_g_idx", size, count)
+        groups = _groups(module, size, count) if group_of is None else Axis.all(count)
+        words = module.columns.units(self.codes)
+        codes = unpacked_words(module.take(".weight_packed", _WORDS, module.rows, words), self.bits)
+        scales = module.take_scales(".weight_scale", module.rows, groups, signed=True)
+        zeros = None
+        if not self.symmetric or module.elements(".weight_zero_point"):
+            held = module.rows.units(self.codes)
+            columns = module.take(".weight_zero_point", _WORDS, held, groups).t()
+            zeros = unpacked_words(columns, self.bits).t()[: module.rows.size]
+        return self.weight(module, codes[:, : module.columns.size], scales, zeros, group_of)
+
+
+def unpacked_words(words: Tensor, bits: int) -> Tensor:
+    """Numbers that lie in words of 32 bits, the first in the lowest bits. words: int32 [R, C]; uint8 [R, C * 32 / bits]."""
+    octets = words.contiguous().view(torch.uint8)
+    return octets if bits == 8 else torch.stack([octets & 15, octets >> 4], dim=-1).flatten(1)
+
+
+def _awq_columns(words: Tensor) -> Tensor:
+    """The numbers of AWQ's words, in the order of the columns."""
+    octets = unpacked_words(words, 4)
+    codes = octets.view(len(octets), -1, 8)
+    return codes[:, :, torch.tensor(_AWQ_PLACES, device=codes.device)].flatten(1)
+
+
+def _groups(module: QuantizedModule, size: int, count: int) -> Axis:
+    """The groups that a rank holds; a row of one group may be cut anywhere."""
+    return Axis.all(1) if count == 1 else module.columns.units(size)
+
+
+def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Tensor | None:
+    """The group of each column that is held; None where columns lie group by group, or nothing else is said.
+
+    :raises ModelError: there is no such group.
+    """
+    if not module.elements(suffix):
+        return None
+    whole = module.take(suffix, _INDICES, module.columns.whole).long()
+    counted = torch.arange(len(whole), device=whole.device) // size
+    if torch.equal(whole, counted) or bool((whole == -1).any()):  # -1: compressed-tensors' word for "not ordered"
+        return None
+    low, high = int(whole.min()), int(whole.max())
+    if low < 0 or high >= count:
+        raise module.error(suffix, f"needs groups from 0 to {count - 1}", f"{low} to {high}")
+    return torch.cat([whole[each.start : each.stop] for each in module.columns.held])

@@ -1,0 +1,273 @@
+"""Parts with a state, each with its norms, its merged input product, its convolution, its gate, and the product after it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from headway.core.contract.errors import ModelError
+from headway.core.contract.model import Attention, StateLayer
+from headway.core.contract.state import StateParameters
+from headway.kernels.linear.axes import Axis
+from headway.kernels.linear.linear import Linear
+from headway.kernels.step.operations import Gate, Norm, NormShare, Operations, Rope
+from headway.models.config import DecoderConfig, StateConfig, StateNames, state_spec
+from headway.models.cut import StateCut
+from headway.models.layers.tensors import LayerTensors
+
+
+class StatePart(ABC):
+    """A part with a state. A kind of it says which sections its input product has, and what becomes of them."""
+
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """place: index of the part's first layer among the model's layers with a state.
+
+        :raises ModelError: batch_invariant.
+        """
+        assert config.state is not None
+        if batch_invariant:
+            raise ModelError("deterministic: layers with a state are not batch invariant; use a model of attention alone")
+        state, names, weights, hidden = config.state, config.names.state, tensors.weights, config.hidden_size
+        self._place = place
+        self.spec = state_spec(state, weights.dtype, weights.device)
+        cut = tensors.cut.state
+        sizes = self.sections(cut)
+        self.norm = tensors.norm_if_any(names.norm, hidden)
+        groups, factors = cut.key_heads.whole if names.by_key_head else 1, dict(config.multipliers.sections)
+        self.in_proj = tensors.sections(names.inputs, sizes, hidden, state.in_bias, groups, factors)
+        self._at = _places(sizes)
+        out_norm = _out_norm(config, state, tensors) if state.norm_size else None
+        self.gate = Gate(state.gate, out_norm, state.norm_size, state.gate_first)
+        scale = config.residual_scale * config.multipliers.state
+        self.out_proj = tensors.linear({names.out: hidden}, cut.out, state.out_bias, scale=scale)
+        self.state_layers = self._layers(state, names, tensors)
+
+    @staticmethod
+    @abstractmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """Sections of the merged input product and their sizes: in this order, what goes through the convolution first."""
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """What a backend sees of the part."""
+        spec, cut = self.spec, tensors.cut.state
+        heads, weight, bias = cut.heads, None, None
+        if spec.conv_channels:
+            sizes = _convolved(names.conv, [*self.sections(cut).values()], spec.conv_channels)
+            weight, bias = tensors.take_conv(sizes, spec.conv_width, state.conv_bias)
+        parameters = StateParameters(
+            conv_weight=weight,
+            conv_bias=bias,
+            A_log=tensors.take_float(names.A_log, heads) if names.A_log else None,
+            dt_bias=tensors.take_float(names.dt_bias, heads) if names.dt_bias else None,
+            D=tensors.take_float(names.D, heads) if names.D else None,
+        )
+        return [StateLayer(spec, parameters)]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products of the part."""
+        return [self.in_proj, self.out_proj]
+
+    def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (nothing to merge is what most kinds have)
+        """Nothing is merged."""
+
+    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        return self.add(x, self.mix(x, rope, ops, attention), ops)
+
+    @abstractmethod
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+
+    def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
+        """See MixerPart."""
+        return ops.add_product(x, mixed, self.out_proj)
+
+    def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
+        """The layer's input [num_tokens, input_channels], and each section of the product. x: [num_tokens, hidden_size]."""
+        y = ops.norm_product(x, self.norm, self.in_proj, None)
+        return y[:, : self.spec.input_channels], {name: y[:, place] for name, place in self._at.items()}
+
+
+def _out_norm(config: DecoderConfig, state: StateConfig, tensors: LayerTensors) -> Norm:
+    """The norm of the recurrence's output, whose weight is the plain one also where the model's other norms add 1 to theirs."""
+    cut = tensors.cut.state
+    all_weights = state.norm_all_weights or cut.norms == 1
+    weight = tensors.take(f"{config.names.state.out_norm}.weight", cut.out if all_weights else state.norm_size)
+    share = NormShare(tensors.ranks, cut.norms) if cut.norms_are_shared else None
+    return Norm(weight, state.norm_eps or config.norm_eps, share=share)
+
+
+def _convolved(modules: Sequence[str], sections: Sequence[Axis], channels: int) -> Mapping[str, Axis]:
+    """Convolutions and their channels: those of the first sections, as one or each by itself."""
+    ends = itertools.accumulate(section.size for section in sections)
+    read = [section for section, end in zip(sections, ends, strict=True) if end <= channels]
+    return dict(zip(modules, read if len(modules) > 1 else [functools.reduce(Axis.__add__, read)], strict=True))
+
+
+def _places(sizes: Mapping[str, Axis]) -> dict[str, slice]:
+    places, first = {}, 0
+    for name, axis in sizes.items():
+        places[name] = slice(first, first + axis.size)
+        first += axis.size
+    return places
+
+
+class GatedDelta(StatePart):
+    """The gated delta rule (Yang et al. 2024, arXiv 2412.06464). One product gives q, k, v, both gates of the recurrence and
+    that of its output."""
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """q, k, v; a, of which the decay is made, and b, of which beta is; z, the gate of the output."""
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        qkv, parts = self._split(x, ops)
+        out = attention.state(self._place, qkv, [parts["a"], parts["b"]])
+        return ops.gate(out, parts["z"], self.gate)
+
+
+class KimiDelta(StatePart):
+    """Kimi delta attention (Kimi Team 2025, arXiv 2510.26692), with a decay for each channel. One product gives q, k, v and
+    beta, and the first halves of two products of low rank: the decay's, the output gate's."""
+
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """See StatePart."""
+        super().__init__(config, place, tensors, batch_invariant)
+        cut, (decay, gate) = tensors.cut.state, config.names.state.low_rank
+        self.decay_proj = tensors.linear({decay: cut.keys}, cut.low_rank, False)
+        self.gate_proj = tensors.linear({gate: cut.out}, cut.low_rank, False)
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """q, k, v; b, of which beta is made; f and g, of rank value_dim: of the decay and of the gate."""
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "b": cut.heads, "f": cut.low_rank, "g": cut.low_rank}
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """A_log has axes of size 1 in checkpoints, and dt_bias a single one for heads and channels."""
+        cut, channels = tensors.cut.state, self.spec.key_dim
+        (layer,) = super()._layers(state, replace(names, A_log="", dt_bias=""), tensors)
+        A_log = tensors.take_float(names.A_log, 1, 1, cut.heads, 1).flatten()
+        dt_bias = tensors.take_float(names.dt_bias, cut.keys).view(-1, channels)
+        return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log, dt_bias=dt_bias))]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products of the part."""
+        return [self.in_proj, self.decay_proj, self.gate_proj, self.out_proj]
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        qkv, parts = self._split(x, ops)
+        a = ops.norm_product(parts["f"], None, self.decay_proj, None).view(len(x), self.spec.num_heads, self.spec.key_dim)
+        out = attention.state(self._place, qkv, [a, parts["b"]])
+        return ops.gate(out, ops.norm_product(parts["g"], None, self.gate_proj, None), self.gate)
+
+
+class Lightning(StatePart):
+    """Lightning attention (Qin et al. 2024, arXiv 2401.04658). One product gives q, k, v, which are activated, and the
+    gate of the normed output."""
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """q, k, v, and z, the gate of the output."""
+        return {"q": cut.keys, "k": cut.keys, "v": cut.values, "z": cut.values}
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """The slopes follow from the layer's number."""
+        (layer,) = super()._layers(state, names, tensors)
+        A_log = torch.tensor(tensors.cut.state.heads.pick(state.slopes), dtype=torch.float32, device=tensors.weights.device).log()
+        return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        qkv, parts = self._split(x, ops)
+        return ops.gate(attention.state(self._place, silu(qkv), []), parts["z"], self.gate)
+
+
+class Mamba2(StatePart):
+    """A state space (Dao and Gu 2024, arXiv 2405.21060). One product gives x, B, C, dt and the gate of the output."""
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """x, B and C, which go through the convolution; dt; z, the gate of the output."""
+        return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        inputs, parts = self._split(x, ops)
+        return ops.gate(attention.state(self._place, inputs, [parts["dt"]]), parts["z"], self.gate)
+
+
+class Mamba1(StatePart):
+    """Mamba as Jamba has it (arXiv 2312.00752): a convolution, a product that makes dt, B and C of what it returns, and the
+    recurrence, which are two layers with a state."""
+
+    def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
+        """See StatePart."""
+        super().__init__(config, place, tensors, batch_invariant)
+        assert config.state is not None
+        names, spec, rank, cut = config.names.state, self.spec, config.state.dt_rank, tensors.cut.state
+        self._sizes = [rank, spec.key_dim, spec.key_dim]
+        self.x_proj = tensors.linear({names.from_conv: sum(self._sizes)}, cut.heads, False)
+        self.norms = [tensors.norm(name, size) for name, size in zip(names.from_conv_norms, self._sizes, strict=True)]
+        self.dt_proj = tensors.linear({names.low_rank[0]: cut.heads}, rank, False)
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """x, which goes through the convolution; z, the gate of the output."""
+        return {"x": cut.heads, "z": cut.heads}
+
+    def _layers(self, state: StateConfig, names: StateNames, tensors: LayerTensors) -> list[StateLayer]:
+        """The convolution, and the recurrence behind it."""
+        spec, heads = self.spec, tensors.cut.state.heads
+        weight, bias = tensors.take_conv({names.conv[0]: heads}, spec.conv_width, state.conv_bias)
+        recurrence = StateParameters(
+            A_log=tensors.take_float(names.A_log, heads, spec.key_dim),
+            dt_bias=tensors.take_float(names.dt_bias, heads),
+            D=tensors.take_float(names.D, heads),
+        )
+        convolution = StateParameters(conv_weight=weight, conv_bias=bias)
+        return [StateLayer(spec.convolution, convolution), StateLayer(spec.recurrence, recurrence)]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Products of the part."""
+        return [self.in_proj, self.x_proj, self.dt_proj, self.out_proj]
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        inputs, parts = self._split(x, ops)
+        inputs = attention.state(self._place, inputs, [])
+        made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
+        dt, B, C = (ops.norm(part.contiguous(), norm) for part, norm in zip(made, self.norms, strict=True))
+        out = attention.state(self._place + 1, inputs, [ops.product(dt, self.dt_proj), B, C])
+        return ops.gate(out, parts["z"], self.gate)
+
+
+class ShortConvolution(StatePart):
+    """LFM2's (Liquid AI 2025, arXiv 2511.23404): the input is multiplied by one gate before the convolution, the result by
+    another."""
+
+    @staticmethod
+    def sections(cut: StateCut) -> Mapping[str, Axis]:
+        """x, and its gates before and behind the convolution."""
+        return {"x": cut.out, "B": cut.out, "C": cut.out}
+
+    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
+        """See MixerPart."""
+        inputs, parts = self._split(x, ops)
+        out = attention.state(self._place, ops.gate(inputs, parts["B"], _PLAIN), [])
+        return ops.gate(out, parts["C"], self.gate)
+
+
+_PLAIN = Gate("none")

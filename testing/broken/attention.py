@@ -1,0 +1,268 @@
+"""A backend that reads like the definition of attention, and backends with one planted mistake each, made from it.
+
+The kit must catch every one of them and name its mistake.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.capabilities import ALL_PHASES, Capabilities
+from headway.core.contract.layout import HND, NHD, LayerCache
+from headway.core.contract.metadata import AttentionMetadata
+
+
+@dataclass
+class PlainPlan:
+    """A step's metadata; its tensors are read when a layer is computed, so a captured plan needs no replay's help."""
+
+    metadata: AttentionMetadata
+
+
+class PlainBackend(AttentionBackend):
+    """One sequence at a time, in float32."""
+
+    name = "plain"
+    capabilities = Capabilities(
+        phases=ALL_PHASES, devices=("cpu", "cuda"), features=frozenset({"sliding_window", "softcap", "sinks"})
+    )
+    graph_level = GraphLevel.DECODE
+
+    def plan(self, metadata: AttentionMetadata) -> PlainPlan:
+        """Nothing to prepare."""
+        return PlainPlan(metadata)
+
+    def prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None
+    ) -> None:
+        """Every sequence over its cached rows, which hold this step's too."""
+        self.decode(q, cache, plan, out)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """Every sequence over its cached rows; a padding row is left alone."""
+        metadata, start = plan.metadata, 0
+        for number, (query_len, kv_len) in enumerate(zip(metadata.query_lens, metadata.seq_lens.tolist(), strict=True)):
+            if kv_len:
+                keys, values = self.rows(cache, metadata.block_table[number].long(), kv_len)
+                tokens = slice(start, start + query_len)
+                out[tokens] = self.sequence(q[tokens], keys, values, kv_len - query_len, number, metadata)
+            start += query_len
+
+    def sequence(self, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata) -> Tensor:
+        """One sequence. q: [n, num_heads, head_dim]; keys, values: [kv_len, num_kv_heads, head_dim]; context: cached tokens."""
+        heads = self.kv_heads(q.device)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys[:, heads].float()) * self.scale()
+        scores = self.mask(self.cap(scores), context)
+        return torch.einsum("hqk,khd->qhd", self.weights(scores), values[:, heads].float()).to(q.dtype)
+
+    def rows(self, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+        """Cached keys and values of a sequence."""
+        at = torch.arange(kv_len, device=blocks.device)
+        return cache.gather(blocks[at // self.block_size] * self.block_size + at % self.block_size)
+
+    def scale(self) -> float:
+        """What multiplies the scores."""
+        return self.spec.scale
+
+    def kv_heads(self, device: torch.device) -> Tensor:
+        """The kv head of each query head."""
+        return torch.arange(self.spec.num_heads, device=device) // self.spec.group_size
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """The soft-cap, where the layer has one."""
+        return scores if self.spec.softcap is None else self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+
+    def mask(self, scores: Tensor, context: int) -> Tensor:
+        """Causal from the bottom right, and the window. scores: [num_heads, n, kv_len]."""
+        ago = self.ago(scores, context)
+        hidden = ago < 0
+        if self.spec.sliding_window is not None:
+            hidden |= ago >= self.window()
+        return scores.masked_fill(hidden, -torch.inf)
+
+    def ago(self, scores: Tensor, context: int) -> Tensor:
+        """How many positions before each query a key lies: [n, kv_len]."""
+        n, kv_len = scores.shape[1:]
+        keys = torch.arange(kv_len, device=scores.device)
+        return torch.arange(context, context + n, device=scores.device)[:, None] - keys
+
+    def window(self) -> int:
+        """Keys a query may see."""
+        assert self.spec.sliding_window is not None
+        return self.spec.sliding_window
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """The softmax, sinks in its denominator."""
+        if self.spec.sinks is None:
+            return scores.softmax(-1)
+        sinks = torch.tensor(self.spec.sinks, device=scores.device)[:, None, None].expand(-1, scores.shape[1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+
+
+def _writes_padding_rows(
+    self: PlainBackend, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor
+) -> None:
+    slots = plan.metadata.slot_mapping
+    blocks, places = slots // self.block_size % cache.geometry.num_blocks, slots % self.block_size
+    for rows, logical in ((k, cache.logical_key), (v, cache.logical_value)):
+        logical[blocks, places] = rows.reshape(len(slots), *logical.shape[2:])
+    self.decode(q, cache, plan, out)
+
+
+def _with_q_scaled(self: PlainBackend, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: object = None) -> None:
+    q.mul_(self.spec.scale)  # the answer is right, and the next reader of q gets another one
+    PlainBackend.decode(self, q, cache, plan, out)
+
+
+@dataclass
+class _StalePlan(PlainPlan):
+    lens: list[int]
+
+
+def _keep_first_lengths(self: PlainBackend, plan: _StalePlan, metadata: AttentionMetadata) -> None:
+    plan.lens = plan.lens or metadata.seq_lens_cpu.tolist()
+
+
+def _with_planned_lengths(
+    self: PlainBackend, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: object = None
+) -> None:
+    if isinstance(plan, _StalePlan) and plan.lens:
+        plan = PlainPlan(replace(plan.metadata, seq_lens=torch.tensor(plan.lens, dtype=torch.int32)))
+    PlainBackend.decode(self, q, cache, plan, out)
+
+
+def _with_noise(self: PlainBackend, q: Tensor, cache: LayerCache, plan: PlainPlan, out: Tensor, lse: object = None) -> None:
+    PlainBackend.decode(self, q, cache, plan, out)
+    out.mul_(1 + torch.finfo(out.dtype).eps * torch.randint(0, 2, out.shape, device=out.device))
+
+
+@dataclass
+class _PlanWithSinks(PlainPlan):
+    sinks: tuple[float, ...] | None
+
+
+def _with_planned_sinks(
+    self: PlainBackend, q: Tensor, cache: LayerCache, plan: _PlanWithSinks, out: Tensor, lse: object = None
+) -> None:
+    own = self.spec
+    self.spec = replace(own, sinks=plan.sinks)
+    PlainBackend.decode(self, q, cache, plan, out)
+    self.spec = own
+
+
+def _hnd_as_nhd(self: PlainBackend, cache: LayerCache, blocks: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
+    geometry, at = cache.geometry, torch.arange(kv_len, device=blocks.device)
+    shape = (geometry.num_blocks, geometry.block_size, geometry.num_kv_heads, -1)
+    block, place = blocks[at // self.block_size], at % self.block_size
+    key, value = (tensor.reshape(shape)[block, place] for tensor in (cache.key, cache.value))
+    return key, value
+
+
+def _one_maximum(self: PlainBackend, scores: Tensor) -> Tensor:
+    exponentials = (scores - scores.max()).exp()
+    plain = self.spec.sinks is None
+    return exponentials / exponentials.sum(-1, keepdim=True) if plain else PlainBackend.weights(self, scores)
+
+
+def _over(change: Any) -> Any:
+    """A `sequence` of changed arguments. change: (self, q, keys, values, context, metadata) -> q, keys, values, context."""
+
+    def sequence(
+        self: PlainBackend, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
+    ) -> Tensor:
+        q, keys, values, context = change(self, q, keys, values, context, metadata)
+        return PlainBackend.sequence(self, q, keys, values, context, number, metadata)
+
+    return sequence
+
+
+def _first_tile_of_heads(self: PlainBackend, q: Tensor) -> Tensor:
+    group, heads = self.spec.group_size, torch.arange(self.spec.num_heads, device=q.device)
+    return q[:, heads // group * group + heads % group % 64]
+
+
+def _nan_for_the_third(
+    self: PlainBackend, q: Tensor, keys: Tensor, values: Tensor, context: int, number: int, metadata: AttentionMetadata
+) -> Tensor:
+    out = PlainBackend.sequence(self, q, keys, values, context, number, metadata)
+    return out / 0 * 0 if number == 2 else out
+
+
+_MISTAKES: dict[str, dict[str, Any]] = {
+    # 1 / sqrt(head_dim) whatever the layer says.
+    "wrong-scale": {"scale": lambda self: float(self.spec.head_dim**-0.5)},
+    "ignores-the-context": {"sequence": _over(lambda self, q, keys, values, at, _: (q, keys[at:], values[at:], 0))},
+    # A query sees the token after it.
+    "causal-off-by-one": {"ago": lambda self, scores, context: PlainBackend.ago(self, scores, context) + 1},
+    # A window of w keys without the query itself.
+    "window-off-by-one": {"window": lambda self: PlainBackend.window(self) + 1},
+    # Query heads are dealt to kv heads in turn, as by a transposed reshape.
+    "wrong-gqa-map": {"kv_heads": lambda self, device: torch.arange(self.spec.num_heads, device=device) % self.spec.num_kv_heads},
+    "drops-softcap": {"cap": lambda self, scores: scores},
+    "drops-sinks": {"weights": lambda self, scores: scores.softmax(-1)},
+    # Decode runs over whole blocks without a mask.
+    "reads-past-the-end": {
+        "rows": lambda self, cache, blocks, kv_len: PlainBackend.rows(
+            self, cache, blocks, -(-kv_len // self.block_size) * self.block_size
+        ),
+        "sequence": _over(lambda self, q, keys, values, at, _: (q, keys, values, len(keys) - 1 if len(q) == 1 else at)),
+    },
+    # Decode stores the new token itself; slot -1 is taken for the last one.
+    "writes-padding-rows": {"decode_writes": True, "write_and_decode": _writes_padding_rows},
+    # The blocks of a sequence are taken to follow its first.
+    "assumes-contiguous-blocks": {
+        "rows": lambda self, cache, blocks, kv_len: PlainBackend.rows(
+            self, cache, (blocks[0] + torch.arange(len(blocks), device=blocks.device)) % cache.geometry.num_blocks, kv_len
+        )
+    },
+    # The scale is multiplied into q where q lies.
+    "changes-q": {"decode": _with_q_scaled, "scale": lambda self: 1.0},
+    # A captured decode keeps the lengths of the first replay.
+    "stale-plan-on-replay": {
+        "plan_for_capture": lambda self, metadata: _StalePlan(metadata, []),
+        "plan_for_replay": _keep_first_lengths,
+        "decode": _with_planned_lengths,
+    },
+    # The last bit is disturbed at random, as by sums in varying order.
+    "non-deterministic": {"decode": _with_noise},
+    # The third sequence of a step divides by zero.
+    "nan-for-one-sequence": {"sequence": _nan_for_the_third},
+    "claims-a-layout-it-cannot-read": {
+        "capabilities": replace(PlainBackend.capabilities, layouts=(NHD, HND)),
+        "rows": _hnd_as_nhd,
+    },
+    # Plans are claimed to serve all layers of a kind, and hold the sinks of the layer that made them.
+    "shares-its-sinks": {
+        "capabilities": replace(PlainBackend.capabilities, shares_plans=True),
+        "plan": lambda self, metadata: _PlanWithSinks(metadata, self.spec.sinks),
+        "decode": _with_planned_sinks,
+    },
+    # A tile holds 64 query heads of a kv head, and a second tile takes the queries of the first.
+    "takes-the-first-tile-of-heads": {
+        "capabilities": replace(PlainBackend.capabilities, value_in_key=True, v_head_dims=((576, 512),)),
+        "sequence": _over(lambda self, q, keys, values, at, _: (_first_tile_of_heads(self, q), keys, values, at)),
+    },
+    # The softmax of all heads and queries takes one maximum, and vanishes where every score is far below it.
+    "shares-a-maximum": {"weights": _one_maximum},
+    # A plan finds the context of a sequence by its length: it is that of the step's first sequence of this length.
+    "takes-lengths-for-sequences": {
+        "sequence": _over(
+            lambda self, q, keys, values, _, metadata: (
+                *(q, keys, values),
+                len(keys) - metadata.query_lens[metadata.kv_lens.index(len(keys))],
+            )
+        )
+    },
+}
+"""Name -> what the backend has in place of the plain one's."""
+
+PLANTED: dict[str, type[AttentionBackend]] = {
+    name: type(name.title().replace("-", ""), (PlainBackend,), {"name": name, "__module__": __name__, **changes})
+    for name, changes in _MISTAKES.items()
+}
+"""Nineteen ways to get attention wrong, by name."""
