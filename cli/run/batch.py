@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.core.contract.adapters import LoRARequest
     from headway.pooling.async_pooling import AsyncPooling
-    from headway.server.openai.batches.lines import LineAnswers
-    from headway.server.openai.batches.run import BatchRun
+    from headway.server.openai.batches.worker import BatchRun, LineAnswers
 
 BATCH = "Batch"
 JOURNAL = ".journal"
@@ -73,8 +72,8 @@ def batch(
     adapters = adapters_of(lora_modules or (), engine["enable_lora"])
     args = EngineArgs.of(model, **engine)
     try:
-        from headway.server.openai.batches.journal import Journal
-        from headway.server.openai.batches.run import BatchRun
+        from headway.server.openai.batches.store import Journal
+        from headway.server.openai.batches.worker import BatchRun
     except ImportError as error:
         raise ConfigError("headway batch", "its libraries", str(error), "pip install 'headway[serve]'") from error
     with Journal(output.with_name(output.name + JOURNAL), name) as journal:
@@ -136,7 +135,7 @@ def _answers(
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
     from headway.server.options import ServerOptions
-    from headway.server.pooling.app import create_pooling_app
+    from headway.server.pooling.routes import create_pooling_app
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
     options = ServerOptions(

@@ -243,7 +243,7 @@ def _check_at_once(options: ServerOptions) -> None:
     :raises ConfigError: libraries for spans are missing, or the folder of files cannot be used.
     """
     if options.otlp_traces_endpoint is not None:
-        from headway.server.operators.exporters import find_exporter
+        from headway.server.operators.tracing import find_exporter
 
         find_exporter(options.otlp_traces_endpoint)
     if options.files_dir is not None:

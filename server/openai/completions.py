@@ -2,15 +2,259 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+from uuid import uuid4
 
-from openai.types import Completion, CompletionChoice
+import orjson
+from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.completion_choice import Logprobs
+from openai.types.completion_usage import PromptTokensDetails
 
-from headway.outputs import CompletionOutput, RequestOutput
-from headway.server.openai.answers import ChunkedAnswer, completion_logprobs, extras, prompt_extras, usage
-from headway.server.openai.requests import CompletionRequest
+from headway.core.contract.errors import ConfigError
+from headway.core.engine.data.step import NO_TOKEN_LEFT
+from headway.core.sampling.logprobs import Logprob
+from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from headway.requests.token_bytes import TextBytes
+from headway.server.errors import ApiError
+from headway.server.openai.requests import CompletionRequest, SamplingRequest
+
+DONE = b"data: [DONE]\n\n"
+"""The end of every stream."""
+
+
+def event(data: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class Answer(ABC):
+    """Writes one answer: its id, the events of its stream, its whole."""
+
+    prefix: ClassVar[str]
+    """Start of the answer's id."""
+
+    def __init__(self, body: SamplingRequest, model: str, name: str = "") -> None:
+        """model: the name to answer by. name: what the client calls its request, of which the id is made; "": nothing."""
+        self.id = f"{self.prefix}{name or uuid4().hex}"
+        self.key = f"{self.id}-{uuid4().hex[:8]}" if name else self.id
+        """The id where it must be the only one: clients may give two requests the same name."""
+        self.body = body
+        self.model = model
+        self.created = int(time.time())
+        options = body.stream_options
+        self.tells_usage = options is not None and options.continuous_usage_stats
+        """Whether every chunk has the usage so far."""
+        given = body.response_format is not None or body.structured_outputs is not None
+        self.is_structured = given or bool(body.older_form)
+        self.form_field = "structured_outputs"
+        """The field that has asked for the form which the completion has."""
+
+    def check_ended(self, new: CompletionOutput) -> None:
+        """Check that a completion, which has ended, has not failed.
+
+        :raises ApiError: it has failed, or was ended by the server.
+        """
+        check_ended(new, self.is_structured, self.form_field)
+
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """Write the events that come before all others of a choice. output: makes the output so far, which few answers need."""
+        return b""
+
+    @abstractmethod
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """Write the new part of a choice as events. used: the output and its tokens so far, where `tells_usage`."""
+
+    @abstractmethod
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """Write the end of a stream. used: the last output of each prompt, with the number of tokens of its completions."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Write the end of a stream that has begun and failed."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Write the answer that comes at once. outputs: one for each prompt."""
+
+
+class ChunkedAnswer(Answer):
+    """Writes an answer of OpenAI's chats and completions, whose streams are chunks.
+
+    Most chunks of a stream differ in nothing but their text. What stands before and after the text is rendered once for each
+    choice, so that a chunk costs little more than the escaping of its text.
+    """
+
+    chunk_object: ClassVar[str]
+    around: ClassVar[tuple[str, str]]
+    """JSON before and after a text in a choice of a chunk, between its index and its finish_reason."""
+
+    def __init__(self, body: SamplingRequest, model: str, has_logprobs: bool, name: str = "") -> None:
+        """model, name: see `Answer`.
+
+        :raises ConfigError: a stream is to tell of the prompt, which it does not in vLLM either.
+        """
+        super().__init__(body, model, name)
+        if body.stream and body.prompt_logprobs:
+            raise ConfigError("prompt_logprobs", "stream=false beside it", "stream=true")
+        options = body.stream_options
+        self.includes_usage = options is not None and options.include_usage
+        self._plain = not (has_logprobs or body.return_token_ids or self.tells_usage)
+        self._common = {"id": self.id, "object": self.chunk_object, "created": self.created, "model": model}
+        self._heads: dict[int, bytes] = {}
+        self._tail = (self.around[1] + ',"finish_reason":null}]' + (',"usage":null' if self.includes_usage else "")).encode()
+        self._tail += b"}\n\n"
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`."""
+        if self._plain and new.finish_reason is None:
+            head = self._heads.get(index)
+            if head is None:
+                head = self._heads[index] = self._head(index)
+            return head + orjson.dumps(new.text) + self._tail
+        return self.chunk([self.choice(index, new)], None if used is None else usage([used]))
+
+    def chunk(self, choices: list[dict[str, Any]], used: CompletionUsage | None = None) -> bytes:
+        """Write an event with these choices."""
+        data = {**self._common, "choices": choices}
+        if self.includes_usage or used is not None:
+            data["usage"] = None if used is None else used.model_dump(exclude_none=True)
+        return event(data)
+
+    def _head(self, index: int) -> bytes:
+        common = orjson.dumps(self._common)[:-1]
+        return b"data: " + common + f',"choices":[{{"index":{index},{self.around[0]}'.encode()
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        return self.chunk([], usage(used)) + DONE if self.includes_usage else DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        return error.event() + DONE
+
+    @abstractmethod
+    def choice(self, index: int, new: CompletionOutput) -> dict[str, Any]:
+        """Make a choice of a chunk from the new part of a completion."""
+
+
+def usage(outputs: Sequence[tuple[RequestOutput, int]]) -> CompletionUsage:
+    """The usage of prompts, each with the number of tokens of its completions."""
+    prompt = sum(len(output.prompt_token_ids) for output, _ in outputs)
+    written = sum(count for _, count in outputs)
+    cached = PromptTokensDetails(cached_tokens=sum(output.num_cached_tokens for output, _ in outputs))
+    return CompletionUsage(
+        prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written, prompt_tokens_details=cached
+    )
+
+
+def num_written(output: RequestOutput) -> int:
+    """Number of tokens of all completions of an output."""
+    return sum(len(each.token_ids) for each in output.outputs)
+
+
+def check_ended(new: CompletionOutput, structured: bool, field: str = "structured_outputs") -> None:
+    """Check that a completion has not failed.
+
+    structured: the request asked for a form, by this field, which perhaps could not be compiled.
+
+    :raises ApiError: the completion has failed, or was ended by the server.
+    """
+    if new.finish_reason == "error":
+        said = new.error or "the completion has failed"
+        by_form = said.startswith("structured_outputs") or (structured and not new.token_ids)
+        said = said.replace("structured_outputs", field, 1)
+        raise ApiError(400 if NO_TOKEN_LEFT in said or by_form else 500, said)
+    if new.finish_reason == "abort":
+        raise ApiError(503, "the server has ended the request", code="aborted")
+
+
+def extras(body: SamplingRequest, new: CompletionOutput) -> dict[str, Any]:
+    """Fields of a choice that vLLM adds."""
+    found: dict[str, Any] = {"stop_reason": new.stop_reason} if new.finish_reason is not None else {}
+    if body.return_token_ids:
+        found["token_ids"] = new.token_ids
+    return found
+
+
+def prompt_extras(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
+    """Fields about a prompt that vLLM adds, to the answer of a chat and to each choice of completions."""
+    found: dict[str, Any] = {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+    return {**found, **prompt_logprobs(body, output)}
+
+
+def prompt_logprobs(body: SamplingRequest, output: RequestOutput) -> dict[str, Any]:
+    """The field of that name, as vLLM has it; empty where it was not asked for."""
+    if body.prompt_logprobs is None:
+        return {}
+    places = output.prompt_logprobs or []
+    return {"prompt_logprobs": [None if place is None else _by_token(place) for place in places]}
+
+
+def _by_token(place: LogprobsByToken) -> dict[str, Any]:
+    return {str(token): _described(found) for token, found in place.items()}
+
+
+def _described(found: Logprob) -> dict[str, Any]:
+    return {"logprob": _finite(found), "rank": found.rank, "decoded_token": found.decoded_token}
+
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in vLLM."""
+
+
+def chat_logprobs(places: Sequence[LogprobsByToken], most: int, as_ids: bool, text: TextBytes) -> dict[str, Any]:
+    """`logprobs` of a chat's choice. most: top_logprobs of the request. as_ids: write tokens as "token_id:123".
+
+    text: of the completion, before these places.
+    """
+    content = []
+    for place in places:
+        own = text.take(list(place))
+        entries = [_entry(token, found, as_ids, each) for (token, found), each in zip(place.items(), own, strict=True)]
+        likely = [entry for entry, found in zip(entries, place.values(), strict=True) if (found.rank or 0) <= most]
+        likely.sort(key=lambda each: -each["logprob"])
+        content.append({**entries[0], "top_logprobs": likely[:most]})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    places: Sequence[LogprobsByToken | None], token_ids: Sequence[int], offset: int, most: int, as_ids: bool, decode: Any
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a completion's choice, and the offset of what follows.
+
+    places: one for each of token_ids; None: the first token of a prompt. offset: characters before them. most: logprobs of the
+    request. decode: text of a token.
+    """
+    listed: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for place, token in zip(places, token_ids, strict=False):
+        text = decode(token) if place is None else place[token].decoded_token or ""
+        listed["text_offset"].append(offset)
+        listed["tokens"].append(_name(token, text, as_ids))
+        offset += len(text)
+        if place is None:
+            listed["token_logprobs"].append(None)
+            listed["top_logprobs"].append(None)
+            continue
+        listed["token_logprobs"].append(_finite(place[token]))
+        top = {_name(each, found.decoded_token or "", as_ids): _finite(found) for each, found in list(place.items())[: most + 1]}
+        listed["top_logprobs"].append(top if most else None)
+    return listed, offset
+
+
+def _entry(token: int, found: Logprob, as_ids: bool, own: bytes) -> dict[str, Any]:
+    """The entry of a token. own: its bytes."""
+    return {"token": _name(token, found.decoded_token or "", as_ids), "logprob": _finite(found), "bytes": list(own)}
+
+
+def _name(token: int, text: str, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else text
+
+
+def _finite(found: Logprob) -> float:
+    return max(found.logprob, LOWEST)
 
 
 class CompletionAnswer(ChunkedAnswer):

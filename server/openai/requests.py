@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import shown
-from headway.server.unknown_fields import Fields
+from headway.server.errors import Fields
 
 MOST_COMPLETIONS = 128
 """Most completions of one prompt, as in OpenAI's API: a large n is quickly written and slowly computed."""

@@ -6,9 +6,9 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 from uuid import uuid4
 
 import numpy
@@ -16,31 +16,166 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from openai.types import Model
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.pooling.engine import PoolingStats
 from headway.hosting.host import EngineDeadError
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
 from headway.requests.chat_template import chat_prompt
+from headway.requests.prompts import Prompt
 from headway.server.errors import ApiError, api_error
-from headway.server.limits.admission import Admission
+from headway.server.limits.middleware import Admission, guard
+from headway.server.openai.batches.routes import BatchRoutes
+from headway.server.openai.batches.worker import LineAnswers
 from headway.server.openai.params import template_kwargs
+from headway.server.openai.requests import MOST_PROMPTS, TokenIds
+from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Families, Histogram
 from headway.server.options import ServerOptions
-from headway.server.pooling.metrics import PoolingMetrics
-from headway.server.pooling.requests import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    PooledRequest,
-    PoolRequest,
-    RerankRequest,
-    ScoreRequest,
-)
 from headway.server.request_ids import request_name
 from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
 from headway.version import __version__
+
+Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+
+
+class PooledRequest(BaseModel):
+    """The fields that all of them share; other fields are ignored, as OpenAI's servers do."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+    """One of the server's names for its model; None: that model."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens to which longer texts are cut; -1: the model's limit; None: longer ones are refused."""
+    request_id: str | None = None
+    """What the answer's id is made of, where the header X-Request-Id gives none."""
+    user: str | None = None
+
+
+class EmbeddingRequest(PooledRequest):
+    """The body of /v1/embeddings: texts, or a conversation."""
+
+    input: (
+        str
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Texts
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | None
+    ) = None
+    messages: list[dict[str, Any]] | None = None
+    """A conversation, which is one text in the model's chat template."""
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    """Refused: a template is a program."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The texts of `input`, or the token ids of each."""
+        if self.input is None:
+            return []
+        if isinstance(self.input, str):
+            return [self.input]
+        if self.input and isinstance(self.input[0], int):
+            return [{"prompt_token_ids": self.input}]
+        return [each if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
+
+
+class ClassifyRequest(EmbeddingRequest):
+    """The body of /classify: texts, as /v1/embeddings has them."""
+
+
+class PoolRequest(EmbeddingRequest):
+    """The body of /pooling."""
+
+    task: str | None = None
+    """embed, classify, token_embed or token_classify; None: what the model is for."""
+
+
+class ScoreRequest(PooledRequest):
+    """The body of /score: two texts, a text and a list, or two lists of one length."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    """The same as `text_1`, in newer releases of vLLM."""
+    documents: str | Texts | None = None
+    """The same as `text_2`."""
+
+    @property
+    def texts(self) -> tuple[str | list[str], str | list[str]]:
+        """Queries and documents; an empty list where one is missing, which is refused with its name."""
+        return self.queries or self.text_1 or [], self.documents or self.text_2 or []
+
+
+class RerankRequest(PooledRequest):
+    """The body of /rerank."""
+
+    query: str
+    documents: Texts
+    top_n: int = Field(default=0, ge=0)
+    """Documents that are returned, the best first; 0: all."""
+    return_documents: bool = True
+    """Whether each result brings its document's text, as vLLM's does."""
+
+
+class PoolingMetrics:
+    """Counts and times of the server's requests, kept on its event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        """model_name: label of every figure."""
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._seconds = Histogram(REQUEST_SECONDS)
+        self._tokens = self._requests = 0
+        self.refused: Counter[str] = Counter()
+        """Status -> requests that were answered by an error of that status."""
+
+    def answered(self, seconds: float, tokens: int) -> None:
+        """Add a request that has its answer."""
+        self._seconds.observe(seconds)
+        self._tokens += tokens
+        self._requests += 1
+
+    def page(self, stats: PoolingStats, queued: int) -> Response:
+        """Write all figures. queued: requests without an answer."""
+        return Response(generate_latest(Families(list(self._families(stats, queued)))), media_type=CONTENT_TYPE)
+
+    def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests without an answer.", labels=names)
+        waiting.add_metric(values, queued)
+        yield waiting
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Tokens of texts that were answered.", self._tokens),
+            ("vllm:request_success", "Requests that were answered.", self._requests),
+            ("headway:pooled_texts", "Texts that were run.", stats.num_texts),
+            ("headway:pooled_batches", "Batches that were run.", stats.num_batches),
+        ):
+            family = CounterMetricFamily(name, text, labels=names)
+            family.add_metric(values, value)
+            yield family
+        seconds = HistogramMetricFamily("vllm:e2e_request_latency_seconds", "Seconds from arrival to answer.", labels=names)
+        seconds.add_metric(values, self._seconds.buckets, self._seconds.sum)
+        yield seconds
+        steps = CounterMetricFamily("headway:steps", "Batches that a backend served.", labels=[*names, "phase", "backend"])
+        for backend, count in sorted(stats.batches_by_backend.items()):
+            steps.add_metric([*values, "prefill", backend], count)
+        yield steps
+        refused = CounterMetricFamily("headway:requests_refused", "Requests answered by an error.", labels=[*names, "status"])
+        for status, count in self.refused.items():
+            refused.add_metric([*values, status], count)
+        yield refused
+
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
 """Paths that a server of a model which generates text has."""
@@ -290,3 +425,24 @@ def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
 
 def _json(data: object) -> Response:
     return Response(orjson.dumps(data), media_type="application/json")
+
+
+OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))
+"""Paths that need no API key: probes and scrapers carry none."""
+
+
+def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = None) -> FastAPI:
+    """Make an ASGI application that does not shut down the model's engine. `app.state.routes` are its PoolingRoutes."""
+    options = options or ServerOptions()
+    app = FastAPI(title="Headway", version=__version__)
+    routes = PoolingRoutes(pooling, options)
+    answers = LineAnswers(routes.posts, routes.refuse, lambda: pooling.has_lost_engine)
+    batches = BatchRoutes(options, answers, options.batch_concurrency or max(options.max_queue // 2, 1))
+    app.state.routes = routes
+    app.state.batches = batches
+    app.state.line_answers = answers
+    routes.add_to(app)
+    batches.add_to(app)
+    app.state.refused = routes.refused
+    guard(app, options, OPEN_PATHS, app.state.refused)
+    return app

@@ -45,8 +45,8 @@ class World:
         limits = RequestLimits(MAX_MODEL_LEN, VOCABULARY, "")
         self.engine = EngineLoop(self.device, config, limits, frozenset({STOP}))
         self.device.selector, self.device.selection = llm.engine.executor.selector, llm.engine.selection  # which the page asks
-        assembly = llm.driver.assembly._replace(engine=cast(Any, self.engine))
-        self.llm = cast(LLM, SimpleNamespace(driver=EngineDriver(assembly)))
+        assembly = llm.driver.assembly._replace(engine=cast("Any", self.engine))
+        self.llm = cast("LLM", SimpleNamespace(driver=EngineDriver(assembly)))
 
     def request(self) -> dict[str, Any]:
         """The body of one; many prompts begin alike."""

@@ -2,23 +2,300 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
+from uuid import uuid4
 
 import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.sampling.params import SamplingParams
+from headway.outputs import CompletionOutput, RequestOutput
 from headway.server.errors import ApiError
-from headway.server.openai.chats import Chats
+from headway.server.openai.chat import ChatAnswer, Chats
+from headway.server.openai.completions import num_written
+from headway.server.openai.converted import ConvertedAnswer
 from headway.server.openai.reply import Reply
-from headway.server.openai.responses.answer import ResponsesAnswer
 from headway.server.openai.responses.requests import Item, ResponsesRequest
-from headway.server.openai.responses.store import ResponseStore, StoredResponse
 from headway.server.routing import Endpoint, add_posts, endpoint
 from headway.server.service import Service
+
+_TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
+"""Kind of a piece -> type of its item."""
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXT_EVENTS: Final = {
+    "message": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
+class OpenItem:
+    """The item that is being written."""
+
+    def __init__(self, piece: ChatPiece, place: int) -> None:
+        """piece: its first. place: its number among the items of the answer."""
+        self.kind = _TYPES[piece.kind]
+        self.call = piece.call
+        self.place = place
+        self.id = f"{_PREFIXES[self.kind]}_{uuid4().hex}"
+        self._call_id = piece.id
+        self.name = piece.text if piece.kind == "call" else ""
+        """The function's name, of a call."""
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return "".join(self._texts)
+
+    def add(self, text: str) -> None:
+        """Add text."""
+        self._texts.append(text)
+
+    @property
+    def content(self) -> dict[str, Any] | None:
+        """The one part of its content; None: calls have none."""
+        if self.kind == "function_call":
+            return None
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def item(self, status: str) -> Item:
+        """The item. status: "in_progress", "completed" or "incomplete"; an item in progress has no content yet."""
+        common = {"id": self.id, "status": status}
+        if self.kind == "function_call":
+            return {
+                "type": self.kind,
+                **common,
+                "call_id": self._call_id,
+                "name": self.name,
+                "arguments": self.text,
+            }
+        content = [] if status == "in_progress" else [self.content]
+        if self.kind == "reasoning":
+            return {"type": self.kind, **common, "summary": [], "content": content}
+        return {"type": self.kind, **common, "role": "assistant", "content": content}
+
+
+class ResponsesAnswer(ConvertedAnswer):
+    """Writes a chat's answer as a response."""
+
+    prefix = "resp_"
+
+    def __init__(
+        self, chat: ChatAnswer, asked: ResponsesRequest, default: SamplingParams, keep: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """default: values of fields that a request leaves out. keep: called with the response when it is complete."""
+        super().__init__(chat)
+        self._asked = asked
+        self._default = default
+        self._keep = keep
+        self._items: list[Item] = []
+        self._open: OpenItem | None = None
+        self._status = "completed"
+        self._number = 0
+
+    def begin(self, index: int, output: Callable[[], RequestOutput]) -> bytes:
+        """Write the response as it is before its output."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event("response.in_progress", response=response)
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`."""
+        pieces, reason = self.chat.read(0, new)
+        self._note(reason)
+        return b"".join(self._piece(each) for each in pieces)
+
+    def _note(self, reason: str | None) -> None:
+        """Take note why the answer has ended, if it has."""
+        if reason == "length":
+            self._status = "incomplete"
+
+    def _piece(self, piece: ChatPiece) -> bytes:
+        """Write a piece, and before it the end of an item of another kind and the start of its own."""
+        said = b""
+        if self._open is None or (self._open.kind, self._open.call) != (_TYPES[piece.kind], piece.call):
+            said = self._close("completed") + self._start(piece)
+        assert self._open is not None
+        if piece.kind != "call":
+            self._open.add(piece.text)
+            more: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
+            event = f"{_TEXT_EVENTS[self._open.kind]}.delta"
+            said += self._event(event, **self._place(self._open), delta=piece.text, **more)
+        return said
+
+    def _start(self, piece: ChatPiece) -> bytes:
+        opened = self._open = OpenItem(piece, len(self._items))
+        said = self._event("response.output_item.added", output_index=opened.place, item=opened.item("in_progress"))
+        if opened.content is not None:
+            said += self._event("response.content_part.added", **self._place(opened), part=opened.content)
+        return said
+
+    def _close(self, status: str) -> bytes:
+        """Write the end of the item that is being written, if any."""
+        opened = self._open
+        self._open = None
+        if opened is None:
+            return b""
+        kind, place = opened.kind, self._place(opened)
+        if kind == "function_call":
+            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, arguments=opened.text, name=opened.name)
+        else:
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+            said = self._event(f"{_TEXT_EVENTS[kind]}.done", **place, text=opened.text, **more)
+            said += self._event("response.content_part.done", **place, part=opened.content)
+        item = opened.item(status)
+        self._items.append(item)
+        return said + self._event("response.output_item.done", output_index=opened.place, item=item)
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        ((output, count),) = used
+        said = self._close(self._status)
+        response = self._response(self._status, usage_of(output, count))
+        self._keep(response)
+        return said + self._event(f"response.{self._status}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        told = {"code": error.code or "server_error", "message": str(error)}
+        return self._event("response.failed", response={**self._response("failed"), "error": told})
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        (output,) = outputs
+        pieces, reason = self.chat.read(0, output.outputs[0])
+        self._note(reason)
+        for piece in pieces:
+            self._piece(piece)  # the events of a stream make the items
+        self._close(self._status)
+        response = self._response(self._status, usage_of(output, num_written(output)))
+        self._keep(response)
+        return orjson.dumps(response)
+
+    def _response(self, status: str, usage: dict[str, Any] | None = None) -> dict[str, Any]:
+        asked, default = self._asked, self._default
+        form = asked.text.format if asked.text is not None else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
+            "model": self.model,
+            "output": list(self._items),
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
+            "store": asked.store is not False,
+            "temperature": default.temperature if asked.temperature is None else asked.temperature,
+            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": [each.model_dump() for each in asked.tools or ()],
+            "top_p": default.top_p if asked.top_p is None else asked.top_p,
+            "truncation": "disabled",
+            "usage": usage,
+        }
+
+    def _place(self, opened: OpenItem) -> dict[str, Any]:
+        place = {"item_id": opened.id, "output_index": opened.place}
+        return place if opened.kind == "function_call" else {**place, "content_index": 0}
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        told = {"type": kind, "sequence_number": self._number, **data}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(told) + b"\n\n"
+
+
+def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
+    """The usage of a response. written: tokens of its completion."""
+    prompt = len(output.prompt_token_ids)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + written,
+    }
+
+
+MOST_BYTES: Final = 64 * 2**20
+"""Bytes of JSON of all stored responses and their conversations."""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and the conversation up to it."""
+
+    response: dict[str, Any]
+    before: Sequence[Item]
+    """Items of the conversation that the request continued."""
+    input: Sequence[Item]
+    """Items of the request."""
+
+    @property
+    def conversation(self) -> list[Item]:
+        """All items, those of the answer included."""
+        return [*self.before, *self.input, *self.response["output"]]
+
+
+class ResponseStore:
+    """The last responses of a server; the oldest give way. For the server's event loop alone."""
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        """most: number of responses; 0: none is stored. most_bytes: of their JSON; the newest stays, whatever its size."""
+        self.most = most
+        self._most_bytes = most_bytes
+        self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, stored: StoredResponse) -> None:
+        """Store a response, where any are stored."""
+        if not self.most:
+            return
+        size = len(orjson.dumps([stored.response, stored.before, stored.input]))
+        self._found[stored.response["id"]] = stored, size
+        self._bytes += size
+        while len(self._found) > self.most or (self._bytes > self._most_bytes and len(self._found) > 1):
+            _, (_, gone) = self._found.popitem(last=False)
+            self._bytes -= gone
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """The response of an id. param: the field of the request that names it.
+
+        :raises ApiError: it is not stored, or is no longer.
+        """
+        found = self._found.get(response_id)
+        if found is None:
+            kept = (
+                f"the last {self.most} responses, at most {self._most_bytes >> 20} MiB, since its start" if self.most else "none"
+            )
+            place = f"{param}: " if param else ""
+            message = f"{place}no response {response_id[:80]!r} is stored; this server keeps {kept}"
+            raise ApiError(400 if param else 404, message, param, "previous_response_not_found" if param else None)
+        return found[0]
+
+    def remove(self, response_id: str) -> None:
+        """Forget a response.
+
+        :raises ApiError: it is not stored.
+        """
+        self.get(response_id)
+        _, size = self._found.pop(response_id)
+        self._bytes -= size
 
 
 class ResponsesRoutes:

@@ -112,7 +112,7 @@ def test_a_reused_request_id_gets_no_token_of_the_earlier_request(llm: LLM, serv
 def test_an_async_llm_that_is_dropped_ends_its_thread(llm: LLM) -> None:
     served = AsyncLLM.from_llm(llm)
     asyncio.run(read(served.generate([1, 2, 3], GREEDY)))
-    left, thread = ref(served), cast(EngineThread, served.host).thread
+    left, thread = ref(served), cast("EngineThread", served.host).thread
     del served
     gc.collect()
     thread.join(10)
@@ -151,7 +151,7 @@ def test_freed_memory_is_given_back_once_when_there_is_no_work(llm: LLM, monkeyp
             await read(served.generate([1, 2, 3], GREEDY))
             await served.stats()  # the last call: from here on there is nothing to do
             callers.clear()
-            thread = cast(EngineThread, served.host).thread
+            thread = cast("EngineThread", served.host).thread
             while thread not in callers:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.7)

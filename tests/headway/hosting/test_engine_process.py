@@ -49,7 +49,7 @@ def start(llm: LLM, **options: object) -> AsyncLLM:
 
 
 def process_of(made: AsyncLLM) -> psutil.Process:
-    return psutil.Process(cast(EngineProcess, made.host).pid)
+    return psutil.Process(cast("EngineProcess", made.host).pid)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway
 from headway import LLM, SamplingParams
 from headway.core.sampling.grammar_text import GrammarError, grammar_text
 from headway.requests.chats import ChatFormat
-from headway.server.anthropic.requests import MessagesRequest, TokenCountRequest
+from headway.server.anthropic.routes import MessagesRequest, TokenCountRequest
 from headway.server.errors import ApiError, api_error
 from headway.server.openai.params import ParamsMaker, chat_params, tool_use
 from headway.server.openai.requests import ChatRequest

@@ -15,7 +15,7 @@ from headway.core.contract.chat_parsers import ChatPiece
 from headway.outputs import CompletionOutput
 from headway.server.openai.chat import ChatAnswer
 from headway.server.openai.responses.requests import messages_of_items
-from headway.server.openai.responses.store import ResponseStore, StoredResponse
+from headway.server.openai.responses.routes import ResponseStore, StoredResponse
 from server_thread import Running
 
 responses = pytest.importorskip("openai.types.responses", reason="openai below 1.66 has no responses")
