@@ -16,7 +16,7 @@ from headway.requests.chats import ChatFormat
 from headway.requests.sampling_defaults import default_params
 from headway.requests.token_bytes import TokenBytes
 from headway.server.errors import ApiError, Fields, IgnoredFields
-from headway.server.limits.middleware import Admission
+from headway.server.middleware import Admission
 from headway.server.openai.params import ParamsMaker
 from headway.server.operators.metrics import Metrics
 from headway.server.operators.tracing import Tracing, tracing_to

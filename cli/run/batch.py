@@ -135,7 +135,7 @@ def _answers(
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
     from headway.server.options import ServerOptions
-    from headway.server.pooling.routes import create_pooling_app
+    from headway.server.pooling import create_pooling_app
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
     options = ServerOptions(

@@ -19,7 +19,7 @@ from headway.requests.chats import ChatReader, ChatText
 from headway.requests.token_bytes import TextBytes, TokenBytes
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
-from headway.server.openai.completions import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
+from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
 from headway.server.openai.params import chat_params, template_kwargs, tool_use
 from headway.server.openai.requests import BatchChatRequest, ChatRequest, TokenizeRequest
 from headway.server.service import Service

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from headway.outputs import CompletionOutput
+from headway.server.openai.answers import Answer
 from headway.server.openai.chat import ChatAnswer
-from headway.server.openai.completions import Answer
 
 SHARED_FIELDS: Final = (
     *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens", "priority"),

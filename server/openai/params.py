@@ -17,7 +17,7 @@ from headway.core.system.text import shown
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.openai.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
-from headway.server.pooling.routes import EmbeddingRequest
+from headway.server.pooling import EmbeddingRequest
 
 _SAME: Final = (
     "n",

@@ -18,7 +18,7 @@ from headway.hosting.host import EngineDeadError
 from headway.outputs import RequestOutput
 from headway.requests.streams import RequestStream
 from headway.server.errors import ApiError, api_error
-from headway.server.openai.completions import Answer, num_written
+from headway.server.openai.answers import Answer, num_written
 from headway.server.operators.metrics import Metrics
 from headway.server.service import RunningAnswer, Service, Ticket
 

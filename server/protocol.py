@@ -14,7 +14,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from headway.server.errors import ApiError
-from headway.server.limits.middleware import PROBES
+from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from headway.requests.chats import ChatText, ToolCall
 from headway.requests.conversation import text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
+from headway.server.openai.answers import num_written
 from headway.server.openai.chat import ChatAnswer, Chats
-from headway.server.openai.completions import num_written
 from headway.server.openai.converted import SHARED_FIELDS, ConvertedAnswer, text_parts
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply

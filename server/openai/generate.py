@@ -20,7 +20,7 @@ from headway.core.system.json_text import parse_model
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
-from headway.server.openai.completions import DONE, Answer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds

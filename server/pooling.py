@@ -31,7 +31,7 @@ from headway.pooling.async_pooling import AsyncPooling
 from headway.requests.chat_template import chat_prompt
 from headway.requests.prompts import Prompt
 from headway.server.errors import ApiError, api_error
-from headway.server.limits.middleware import Admission, guard
+from headway.server.middleware import Admission, guard
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
 from headway.server.openai.params import template_kwargs
