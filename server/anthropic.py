@@ -23,13 +23,12 @@ from headway.requests.chats import ChatText, ToolCall
 from headway.requests.conversation import text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
+from headway.server.middleware import request_name
 from headway.server.openai.answers import num_written
-from headway.server.openai.chat import ChatAnswer, Chats
-from headway.server.openai.converted import SHARED_FIELDS, ConvertedAnswer, text_parts
+from headway.server.openai.chat import SHARED_FIELDS, ChatAnswer, Chats, ConvertedAnswer, text_parts
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import MOST_STOPS, ChatRequest
-from headway.server.request_ids import request_name
 from headway.server.routing import Endpoint, add_posts
 from headway.server.service import Service
 

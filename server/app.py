@@ -24,7 +24,7 @@ from headway.hosting.host import EngineDeadError
 from headway.requests.tool_use import ToolUse
 from headway.server.anthropic import MessagesRoutes
 from headway.server.errors import ApiError, api_error
-from headway.server.middleware import guard
+from headway.server.middleware import guard, request_name
 from headway.server.openai.answers import CompletionAnswer
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
@@ -39,7 +39,6 @@ from headway.server.operators.metrics import CONTENT_TYPE
 from headway.server.operators.routes import AdapterRoutes, OperatorRoutes, ProfileRoutes, models_of
 from headway.server.options import ServerOptions
 from headway.server.page.routes import ASSETS, PageRoutes
-from headway.server.request_ids import request_name
 from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint, path_error
 from headway.server.service import Service
 from headway.version import __version__

@@ -20,11 +20,11 @@ from headway.core.system.json_text import parse_model
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
+from headway.server.middleware import check_id, request_name
 from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
-from headway.server.request_ids import check_id, request_name
 from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
 from headway.server.service import Service
 from headway.version import __version__

@@ -19,8 +19,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.server.errors import ApiError
 from headway.server.openai.answers import num_written
-from headway.server.openai.chat import ChatAnswer, Chats
-from headway.server.openai.converted import ConvertedAnswer
+from headway.server.openai.chat import ChatAnswer, Chats, ConvertedAnswer
 from headway.server.openai.reply import Reply
 from headway.server.openai.responses_requests import Item, ResponsesRequest
 from headway.server.routing import Endpoint, add_posts, endpoint

@@ -12,7 +12,7 @@ from headway.core.system.text import shown
 from headway.requests.conversation import call_arguments, text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
-from headway.server.openai.converted import SHARED_FIELDS, text_parts
+from headway.server.openai.chat import SHARED_FIELDS, text_parts
 from headway.server.openai.requests import ChatRequest
 
 Item = dict[str, Any]
