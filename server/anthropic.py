@@ -1,4 +1,4 @@
-"""The routes of Anthropic's API."""
+"""Anthropic's messages: the bodies of requests, the chats that they are, their answers and routes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, RequestOutput
+from headway.requests.chat_template import text_field
 from headway.requests.chats import ChatText, ToolCall
-from headway.requests.conversation import text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import request_name

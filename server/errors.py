@@ -1,4 +1,4 @@
-"""Answers to requests that fail, in the form of the path's own API: OpenAI's errors, or Anthropic's."""
+"""Answers to requests that fail, in the form of the path's own API; and fields of a body that no API has."""
 
 from __future__ import annotations
 

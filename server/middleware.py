@@ -1,4 +1,4 @@
-"""Refusals before anything else looks at a request: a wrong key, a foreign host, a body that a foreign page may have sent."""
+"""What stands before the routes: ids of requests, hosts, keys and bodies that are refused, and the room in the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of a model that is pooled: /v1/embeddings as OpenAI's, /rerank and /score as vLLM's."""
+"""The server of a pooling model: its application, routes and metrics; /v1/embeddings is OpenAI's, /rerank and /score vLLM's."""
 
 from __future__ import annotations
 

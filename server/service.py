@@ -13,8 +13,8 @@ from headway.async_llm import AsyncLLM
 from headway.core.chat.template import token_after_answer
 from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
-from headway.requests.sampling_defaults import default_params
-from headway.requests.token_bytes import TokenBytes
+from headway.requests.request_state import TokenBytes
+from headway.requests.rules import default_params
 from headway.server.errors import ApiError, Fields, IgnoredFields
 from headway.server.middleware import Admission
 from headway.server.openai.params import ParamsMaker

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
-from headway.cli.options import AdapterModules, adapters_of
+from headway.cli.options import AdapterModules, ConfigFile, adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs, help_texts
@@ -106,17 +105,16 @@ def _digest(source: Path) -> str:
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
     """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
-    from headway.pooling.find import find_pooling_model
+    from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)
     if pooled is not None:
-        from headway.pooling.assembly import assemble_pooling
+        from headway.pooling.assembly import PoolingClient, assemble_pooling
         from headway.pooling.async_pooling import AsyncPooling
-        from headway.pooling.client import PoolingClient
 
         return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
     from headway.async_llm import AsyncLLM
-    from headway.hosting.adapters import add_adapter
+    from headway.hosting.host import add_adapter
 
     llm = AsyncLLM.from_engine_args(args, own_process=sys.platform != "win32")
     try:

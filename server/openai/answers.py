@@ -1,4 +1,4 @@
-"""The answer of /v1/completions."""
+"""From the outputs of a request to OpenAI's objects: the parts of every answer, and /v1/completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import NO_TOKEN_LEFT
 from headway.core.sampling.logprobs import Logprob
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
-from headway.requests.token_bytes import TextBytes
+from headway.requests.request_state import TextBytes
 from headway.server.errors import ApiError
 from headway.server.openai.requests import CompletionRequest, SamplingRequest
 

@@ -1,4 +1,4 @@
-"""The answer of /v1/chat/completions."""
+"""The conversations of a server: from the body of a chat to its prompt, and from outputs to /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
-from headway.requests.token_bytes import TextBytes, TokenBytes
+from headway.requests.request_state import TextBytes, TokenBytes
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage

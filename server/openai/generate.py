@@ -1,4 +1,4 @@
-"""Paths of other servers than OpenAI's: SGLang's /generate and what it tells of its model, vLLM's /generate, and /invocations."""
+"""Paths of other servers than OpenAI's: SGLang's /generate, vLLM's /generate and /inference/v1/generate, and /invocations."""
 
 from __future__ import annotations
 

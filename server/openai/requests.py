@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's fields, and those that vLLM adds. See `Fields` for others."""
+"""The bodies of requests: OpenAI's fields, those that vLLM adds, and those of pooling models. See `Fields` for others."""
 
 from __future__ import annotations
 

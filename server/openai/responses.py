@@ -1,4 +1,4 @@
-"""The routes of OpenAI's responses: asked for, told again, continued and forgotten."""
+"""OpenAI's responses: their answers, their store and their routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths for those who run a server, by the names that vLLM's have: what it does now, and switches that all its clients feel."""
+"""Paths for those who run a server, by vLLM's names: what it does now, its adapters, switches and profiles."""
 
 from __future__ import annotations
 

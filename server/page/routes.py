@@ -1,4 +1,4 @@
-"""The web UI at `/`, which needs no network but this server, and its data."""
+"""The web UI at `/`, which needs no network but this server, and the JSON that it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and batches on disk: each a file of JSON beside its content, so that a server that starts again finds all of them."""
+"""Files, batches and their journals on disk, so that a server that starts again finds all of them."""
 
 from __future__ import annotations
 

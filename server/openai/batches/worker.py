@@ -1,4 +1,4 @@
-"""The batches of a server: one after the other, each to its end, over as many starts of the server as that takes."""
+"""The lines of a batch, one run over them, and the worker that runs a server's batches one after the other."""
 
 from __future__ import annotations
 
