@@ -13,22 +13,20 @@ from typer.core import TyperCommand
 from headway.cli.look.backends import backends
 from headway.cli.look.doctor import doctor
 from headway.cli.look.explain import explain
-from headway.cli.look.plugins import plugins
+from headway.cli.look.plugins import new_backend, plugins
 from headway.cli.look.table import table
 from headway.cli.measure.bench_crossover import crossover
 from headway.cli.measure.bench_kernel import kernel
 from headway.cli.measure.bench_serve import serve as bench_serve
 from headway.cli.measure.bench_throughput import throughput
-from headway.cli.measure.build import build
 from headway.cli.measure.check import check
 from headway.cli.measure.diff import diff
 from headway.cli.measure.plan import plan
-from headway.cli.new_backend import new_backend
 from headway.cli.run.batch import batch
 from headway.cli.run.chat import chat
 from headway.cli.run.generate import generate
 from headway.cli.run.serve import serve
-from headway.cli.run.warm import warm
+from headway.cli.run.warm import build, warm
 from headway.compat.vllm.options import ANY_VALUE, FLAGS
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr

@@ -1,24 +1,157 @@
-"""The options of `EngineArgs` as flags of a command, and as the table of docs/options.md."""
+"""The fields of `EngineArgs` and `SamplingParams` as flags of a command, and the table of docs/options.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 import typer
 
 from headway.cli.options import PLUGIN_HELP, in_place_of, parse_attn_options, parse_block_size, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.files import read_text
 from headway.engine_args import EngineArgs, help_texts, option_types
 
 Command = Callable[..., None]
 
-PANEL = "Model and engine"
-"""The panel in which the help of a command lists these options."""
-SWITCHES = "Switches"
+SAMPLING_PANEL: Final = "Sampling"
+"""The panel in which the help of a command lists the fields of SamplingParams."""
+PANEL: Final = "Model and engine"
+"""The panel of the options of EngineArgs."""
+SWITCHES: Final = "Switches"
 """The panel of options that are turned on and off: their two long names would leave the other texts little room."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Flag(NamedTuple):
+    """A field of SamplingParams or EngineArgs as a flag of a command line."""
+
+    field: str
+    kind: Any
+    """The type that typer reads its value as."""
+    help: str
+    default: Any = None
+    value: Callable[[Any], Any] = _same
+    """Makes the field's value from what typer read."""
+    spelled: str = ""
+    """The flag, where it is not the field's name."""
+    switch: bool = False
+    """A flag without a value, which has no --no-... beside it."""
+
+    @property
+    def name(self) -> str:
+        return self.spelled or "--" + self.field.replace("_", "-")
+
+    @property
+    def word(self) -> str:
+        """The name of the command's parameter."""
+        return self.name.lstrip("-").replace("-", "_")
+
+
+def _parameter(flag: _Flag, panel: str) -> inspect.Parameter:
+    paired = not flag.switch and flag.kind in (bool, bool | None)
+    declared = () if paired else (flag.name,)
+    option = typer.Option(*declared, help=flag.help, rich_help_panel=SWITCHES if paired else panel)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(flag.word, kind, default=flag.default, annotation=Annotated[flag.kind, option])
+
+
+def _taking(command: Command, place: str, flags: Sequence[_Flag], panel: str, take: Callable[[dict[str, Any]], Any]) -> Command:
+    """Return a command with flags in the place of its parameter `place`, which gets what `take` makes of the flags' words."""
+    parameters = in_place_of(place, command, [_parameter(flag, panel) for flag in flags])
+
+    def run(**values: Any) -> None:
+        taken = take({flag.word: values.pop(flag.word) for flag in flags})
+        command(**values, **{place: taken})
+
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
+    run.__module__ = command.__module__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+_FLAGS: Final = (
+    _Flag("max_tokens", int, "Most tokens to write."),
+    _Flag("min_tokens", int, "No end before this many tokens."),
+    _Flag("temperature", float, "0 takes the most likely token every time."),
+    _Flag("top_p", float, "Sample from the smallest set of tokens that reaches this probability."),
+    _Flag("top_k", int, "Sample from this many most likely tokens; -1: from all."),
+    _Flag("min_p", float, "Drop tokens less likely than this times the most likely one."),
+    _Flag("repetition_penalty", float, "Above 1: makes tokens of prompt and text less likely."),
+    _Flag("presence_penalty", float, "-2 to 2: taken from the logits of tokens that the text holds."),
+    _Flag("frequency_penalty", float, "-2 to 2: the same, once for each time that it holds them."),
+    _Flag("seed", int, "Makes sampled text repeatable."),
+    _Flag("n", int, "Texts for the prompt, which is computed once."),
+    _Flag("stop", list[str], "A text that ends the completion. Repeatable."),
+    _Flag("ignore_eos", bool, "Go on past the model's end-of-text token."),
+    _Flag("logprobs", int, "Show each token's log-probability, and those of this many most likely ones."),
+)
+_FORMS: Final = (
+    _Flag("json", str, "A JSON schema that the text obeys: a file, or the schema itself.", spelled="--json-schema"),
+    _Flag("regex", str, "A regular expression that the text matches."),
+    _Flag("choice", list[str], "A text that may be the answer. Repeatable: the completion is one of them."),
+    _Flag("grammar", str, "A grammar that the text follows, in Lark's notation or llama.cpp's: a file, or the grammar itself."),
+)
+
+
+def takes_sampling_options(*without: str, **defaults: object) -> Callable[[Command], Command]:
+    """Give a command these flags in the place of its parameter `sampling`, a dict for SamplingParams of the given ones.
+
+    without: fields that make no sense for the command. defaults: of the command, where they are not the field's.
+    """
+    flags = [
+        flag._replace(default=False, switch=True)
+        if flag.kind is bool
+        else flag._replace(kind=flag.kind | None, default=defaults.get(flag.field))
+        for flag in (*_FLAGS, *_FORMS)
+        if flag.field not in without
+    ]
+    return lambda command: _taking(command, "sampling", flags, SAMPLING_PANEL, lambda words: _sampling(flags, words))
+
+
+def _sampling(flags: Sequence[_Flag], words: dict[str, Any]) -> dict[str, Any]:
+    """Make the arguments of SamplingParams from the flags that were given.
+
+    :raises ConfigError: a form that is not well-formed, or several of them.
+    """
+    from headway.core.sampling.structured import StructuredOutputsParams
+
+    given = [(flag, words[flag.word]) for flag in flags]
+    chosen = {flag.field: (flag.name, value) for flag, value in given if value is not None and value is not False and value != []}
+    forms = {field: chosen.pop(field) for field in [flag.field for flag in _FORMS] if field in chosen}
+    sampling = {field: value for field, (_, value) in chosen.items()}
+    if len(forms) > 1:
+        first, second, *_ = (name for name, _ in forms.values())
+        raise ConfigError(second, "one form of the text alone", f"{first} as well")
+    for field, (name, value) in forms.items():
+        form: dict[str, Any] = {field: _text_of(name, value) if field in ("json", "grammar") else value}
+        sampling["structured_outputs"] = StructuredOutputsParams(**form)
+    return sampling
+
+
+def _text_of(option: str, given: str) -> str:
+    """The text of a file, or the given text itself: a schema is an object, and the rules of a grammar have colons.
+
+    :raises ConfigError: neither is there.
+    """
+    try:
+        return read_text(Path(given))
+    except (OSError, ValueError) as error:
+        if given.lstrip().startswith("{") or (":" in given and option == "--grammar"):
+            return given
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(option, "a file that can be read, or the text itself", f"{given!r} ({reason})") from None
+
+
 _PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "worker_extension_cls")
 """Options whose values are Python objects."""
 _USES: Mapping[str, Sequence[str]] = {
@@ -77,92 +210,49 @@ _USES: Mapping[str, Sequence[str]] = {
 """What options are for -> the options; the page lists those that stand here nowhere at its end."""
 
 
-class _Flag(NamedTuple):
-    """An option in the form of a command line's flag."""
-
-    name: str
-    kind: Any
-    """The type that typer reads its value as."""
-    default: Any
-    value: Callable[[Any], Any]
-    """Makes the option's value from what typer read."""
-    help: str
-    switch: bool = False
-    """A flag without a value, which has no --no-... beside it."""
-
-
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
     """Give a command the flags of these options in the place of its parameter `engine`, a dict of their values.
 
     names: options of EngineArgs; none means all that a command line can give. defaults: where the command's differ.
     """
+    flags = [_flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY]
+    added = [*flags, *([_NO_AUTOTUNE] if any(flag.field == "autotune_budget" for flag in flags) else [])]
 
-    def decorate(command: Command) -> Command:
-        flags = {name: _flag(name, defaults) for name in names or help_texts() if name not in _PYTHON_ONLY}
-        added = [*flags.values(), *([_NO_AUTOTUNE] if "autotune_budget" in flags else [])]
-        parameters = in_place_of("engine", command, [_parameter(flag) for flag in added])
+    def take(words: dict[str, Any]) -> dict[str, Any]:
+        engine = {flag.field: flag.value(words[flag.word]) for flag in flags}
+        return {**engine, "autotune_budget": 0.0} if words.get(_NO_AUTOTUNE.word, False) else engine
 
-        def run(**values: Any) -> None:
-            engine = {name: flag.value(values.pop(_word(flag))) for name, flag in flags.items()}
-            if values.pop(_word(_NO_AUTOTUNE), False):
-                engine["autotune_budget"] = 0.0
-            command(**values, engine=engine)
-
-        run.__name__ = command.__name__
-        run.__doc__ = command.__doc__
-        run.__module__ = command.__module__
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorate
+    return lambda command: _taking(command, "engine", added, PANEL, take)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-_NO_AUTOTUNE = _Flag("--no-autotune", bool, False, _same, "Let auto measure nothing at the first start.", switch=True)
+_NO_AUTOTUNE = _Flag("no_autotune", bool, "Let auto measure nothing at the first start.", False, switch=True)
 
 
 def _flag(name: str, defaults: dict[str, object] | None = None) -> _Flag:
     text = help_texts()[name]
     default = {**_defaults(), **(defaults or {})}[name]
-    flag = "--" + name.replace("_", "-")
     if name == "attn_options":
         options = "An option of a backend, as NAME.key=value. Repeatable."
-        return _Flag("--attn-opt", list[str] | None, None, lambda texts: parse_attn_options(texts or []), options)
+        return _Flag(name, list[str] | None, options, None, lambda texts: parse_attn_options(texts or []), "--attn-opt")
     if name == "plugin_policy":
-        return _Flag("--plugins", str | None, None, _same, text)
+        return _Flag(name, str | None, text, spelled="--plugins")
     if name == "plugins":
-        return _Flag("--plugin", list[str] | None, None, lambda files: files or [], PLUGIN_HELP)
+        return _Flag(name, list[str] | None, PLUGIN_HELP, None, lambda files: files or [], "--plugin")
     if name == "crossover_table":
         one_each = "File of measured times that auto obeys. Repeatable, for models of several kinds of layers."
-        return _Flag(flag, list[str] | None, None, lambda files: files or None, one_each)
+        return _Flag(name, list[str] | None, one_each, None, lambda files: files or None)
     if name == "block_size":
-        return _Flag(flag, str, "auto" if default is None else str(default), parse_block_size, text.partition(" Default")[0])
+        return _Flag(name, str, text.partition(" Default")[0], "auto" if default is None else str(default), parse_block_size)
     if name == "cudagraph_capture_sizes":
-        return _Flag(flag, str | None, default, lambda sizes: sizes_of(flag, sizes), text)
+        return _Flag(name, str | None, text, default, lambda sizes: sizes_of("--cudagraph-capture-sizes", sizes))
     kind = get_args(option_types()[name])[0]
     if {int, str} <= set(get_args(kind)):  # a size, as a number or as a text such as 4GiB
         kind = str | None if NoneType in get_args(kind) else str
-    return _Flag(flag, kind, default, _same, text, switch=default is False)
+    return _Flag(name, kind, text, default, switch=default is False)
 
 
 def _defaults() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(EngineArgs)}
-
-
-def _word(flag: _Flag) -> str:
-    return flag.name.lstrip("-").replace("-", "_")
-
-
-def _parameter(flag: _Flag) -> inspect.Parameter:
-    declared = (flag.name,) if flag.switch else ()
-    paired = not flag.switch and flag.kind in (bool, bool | None)
-    option = typer.Option(*declared, help=flag.help, rich_help_panel=SWITCHES if paired else PANEL)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(_word(flag), kind, default=flag.default, annotation=Annotated[flag.kind, option])
 
 
 def options_page() -> str:

@@ -17,13 +17,12 @@ from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.engine.data.stats import EngineSnapshot
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
-from headway.engine_access import AsyncModelAccess
 from headway.engine_args import EngineArgs, takes_arguments_of
-from headway.hosting.adapters import AsyncAdapters
 from headway.hosting.driver import EngineDriver, driver_of
-from headway.hosting.host import EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
+from headway.hosting.host import AsyncAdapters, EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
+from headway.llm_engine import AsyncModelAccess
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream

@@ -9,21 +9,44 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
 from headway.compat.vllm.arguments import Flag, add_flags, add_foreign_flags
 from headway.compat.vllm.options import LLM_OPTIONS, TAKEN, from_vllm
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
-from headway.models.checkpoints.locate import ModelOrigin
-from headway.models.encoders.pooling.detect import RUNNERS, TASKS
+from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
+from headway.models.encoders.pooling.detect import RUNNERS, TASKS, PoolingTask, pooling_task
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from headway.core.contract.backend import AttentionBackend
     from headway.registry import Registry
+
+
+class PoolingModel(NamedTuple):
+    """Where a model that is pooled was found, and what for."""
+
+    folder: Path
+    task: PoolingTask
+
+
+def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
+    """Find the model of these options if it is pooled; None: it generates text. Reads small files alone and loads no torch.
+
+    :raises HeadwayError: there is no such model, or options contradict each other.
+    """
+    asked = args.runner != "auto" or args.task != "auto"
+    if args.model in ALIASES and not asked:
+        return None
+    if asked and pooling_task(Path(), args.runner, args.task) is None:
+        return None
+    task = pooling_task(locate(args.model, weights=False, origin=args.origin), args.runner, args.task)
+    return None if task is None else PoolingModel(locate(args.model, args.load_format != "dummy", args.origin), task)
+
 
 P = ParamSpec("P")
 C = TypeVar("C", bound=type)

@@ -17,16 +17,13 @@ from headway.compat.vllm.configs import ModelSettings
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.sampling.params import SamplingParams
-from headway.engine_access import EngineAccess
-from headway.engine_args import EngineArgs, takes_arguments_of
+from headway.engine_args import EngineArgs, find_pooling_model, takes_arguments_of
 from headway.hosting.assembly import assemble, checked_registry
 from headway.hosting.driver import EngineDriver
-from headway.llm_engine import LLMEngine
+from headway.llm_engine import EngineAccess, LLMEngine
 from headway.outputs import RequestOutput
 from headway.pooled_calls import PooledCalls
-from headway.pooling.assembly import assemble_pooling
-from headway.pooling.client import PoolingClient
-from headway.pooling.find import find_pooling_model
+from headway.pooling.assembly import PoolingClient, assemble_pooling
 from headway.requests.chat_template import list_of_messages
 from headway.requests.prompts import FORMS, Message, Prompt, is_one
 from headway.requests.request_state import OutputProcessor, Progress, RequestState

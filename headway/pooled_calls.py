@@ -14,7 +14,7 @@ from headway.outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from headway.pooling.client import PoolingClient
+from headway.pooling.assembly import PoolingClient
 from headway.requests.prompts import Prompt
 
 

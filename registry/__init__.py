@@ -8,11 +8,10 @@ if TYPE_CHECKING:
     from headway.registry.create import create_registry
     from headway.registry.hookspecs import hookimpl
     from headway.registry.records import PluginFailure
-    from headway.registry.registry import Registry
-    from headway.registry.shelf import BackendEntry
+    from headway.registry.registry import BackendEntry, Registry
 
 _HOME = {
-    "BackendEntry": "shelf",
+    "BackendEntry": "registry",
     "PluginFailure": "records",
     "Registry": "registry",
     "create_registry": "create",

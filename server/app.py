@@ -22,27 +22,23 @@ from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.sampling.params import SamplingParams
 from headway.hosting.host import EngineDeadError
 from headway.requests.tool_use import ToolUse
-from headway.server.anthropic.routes import MessagesRoutes
+from headway.server.anthropic import MessagesRoutes
 from headway.server.errors import ApiError, api_error
-from headway.server.limits.middleware import guard
-from headway.server.openai.batches.lines import LineAnswers
+from headway.server.middleware import guard, request_name
+from headway.server.openai.answers import CompletionAnswer
 from headway.server.openai.batches.routes import BatchRoutes
+from headway.server.openai.batches.worker import LineAnswers
 from headway.server.openai.beams import reply_of
-from headway.server.openai.chat import BatchChatAnswer
-from headway.server.openai.chats import Chats
-from headway.server.openai.completions import CompletionAnswer
-from headway.server.openai.generate_routes import GenerateRoutes
+from headway.server.openai.chat import BatchChatAnswer, Chats
+from headway.server.openai.generate import GenerateRoutes
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import BatchChatRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from headway.server.openai.responses.routes import ResponsesRoutes
-from headway.server.operators.adapter_routes import AdapterRoutes, models_of
+from headway.server.openai.responses import ResponsesRoutes
 from headway.server.operators.metrics import CONTENT_TYPE
-from headway.server.operators.operator_routes import OperatorRoutes
-from headway.server.operators.profile_routes import ProfileRoutes
+from headway.server.operators.routes import AdapterRoutes, OperatorRoutes, ProfileRoutes, models_of
 from headway.server.options import ServerOptions
 from headway.server.page.routes import ASSETS, PageRoutes
-from headway.server.request_ids import request_name
 from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint, path_error
 from headway.server.service import Service
 from headway.version import __version__

@@ -18,13 +18,13 @@ from typing import Final
 import uvicorn
 
 from headway.async_llm import AsyncLLM
-from headway.machine.threads import SWITCH_INTERVAL
+from headway.machine.memory import SWITCH_INTERVAL
 from headway.pooling.async_pooling import AsyncPooling
 from headway.server.app import create_app
-from headway.server.limits.protocol import limited_protocol
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.options import ServerOptions, bound_socket, is_local
-from headway.server.pooling.app import create_pooling_app
+from headway.server.pooling import create_pooling_app
+from headway.server.protocol import limited_protocol
 from headway.server.service import Service, chat_format_of
 
 log = logging.getLogger("headway")

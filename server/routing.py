@@ -19,7 +19,7 @@ from starlette.responses import Response
 from headway.core.system.json_text import parse_json, parse_model
 from headway.core.system.text import shown
 from headway.server.errors import ApiError
-from headway.server.limits.middleware import PROBES
+from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
 
 log = logging.getLogger("headway")

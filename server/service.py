@@ -13,16 +13,15 @@ from headway.async_llm import AsyncLLM
 from headway.core.chat.template import token_after_answer
 from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
-from headway.requests.sampling_defaults import default_params
-from headway.requests.token_bytes import TokenBytes
-from headway.server.errors import ApiError
-from headway.server.limits.admission import Admission
+from headway.requests.request_state import TokenBytes
+from headway.requests.rules import default_params
+from headway.server.errors import ApiError, Fields, IgnoredFields
+from headway.server.middleware import Admission
 from headway.server.openai.params import ParamsMaker
 from headway.server.operators.metrics import Metrics
 from headway.server.operators.tracing import Tracing, tracing_to
 from headway.server.options import ServerOptions
 from headway.server.routing import read_body
-from headway.server.unknown_fields import Fields, IgnoredFields
 
 Body = TypeVar("Body", bound=Fields)
 

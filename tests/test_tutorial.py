@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headway.cli.new_backend import write_package
+from headway.cli.look.plugins import write_package
 from headway.contract import StateBackend
 from headway.registry import create_registry
 from headway.testing.kit.kit import CHECKS

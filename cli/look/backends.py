@@ -15,7 +15,75 @@ from headway.cli.options import PluginFiles
 from headway.core.system.terminal import Terminal
 
 if TYPE_CHECKING:
+    import torch
+
+    from headway.core.contract.capabilities import Capabilities
+    from headway.core.contract.state_backend import StateCapabilities
     from headway.core.contract.support import Support
+    from headway.registry import BackendEntry, Registry
+
+
+def describe(registry: Registry, name: str) -> dict[str, Any]:
+    """Describe an attention backend; its capabilities are known only where its module loads."""
+    row = _identity(name, registry.backends[name], registry.availability(name))
+    try:
+        claims = registry.backend(name).capabilities
+    except Exception:  # its reason is already in the row
+        return row
+    return row | {
+        **_shared_claims(claims, registry.layouts),
+        "block_multiple": claims.block_multiple,
+        "head_dims": claims.head_dims,
+        "features": sorted(claims.features),
+    }
+
+
+def describe_states(registry: Registry, name: str) -> dict[str, Any]:
+    """Describe a backend for layers with a state; see `describe`."""
+    from headway.core.contract.state import STATE_KINDS
+
+    row = _identity(name, registry.state_backends[name], registry.state_availability(name))
+    try:
+        claims = registry.state_backend(name).capabilities
+    except Exception:  # its reason is already in the row
+        return row
+    return row | {
+        **_shared_claims(claims, registry.state_layouts),
+        "state_kinds": [kind for kind in STATE_KINDS if kind in claims.kinds],
+        "convolution": claims.convolution,
+        "state_dtypes": _names(claims.state_dtypes),
+        "key_dims": claims.key_dims,
+        "value_dims": claims.value_dims,
+        "max_draft_tokens": claims.max_draft_tokens,
+    }
+
+
+def _identity(name: str, entry: BackendEntry[Any], available: Support) -> dict[str, Any]:
+    return {
+        "name": name,
+        "kind": entry.owner,
+        "summary": entry.info.summary,
+        "available": bool(available),
+        "reasons": [str(reason) for reason in available.reasons],
+    }
+
+
+def _shared_claims(claims: Capabilities | StateCapabilities, layouts: Iterable[str]) -> dict[str, Any]:
+    from headway.core.contract.metadata import Phase
+
+    return {
+        "phases": [phase.value for phase in Phase if phase in claims.phases],
+        "layouts": [layout.name for layout in claims.layouts] if claims.layouts is not None else list(layouts),
+        "dtypes": _names(claims.dtypes),
+        "devices": list(claims.devices),
+    }
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> list[str]:
+    from headway.core.contract.spec import DTYPE_NAMES
+
+    return [DTYPE_NAMES.get(dtype, str(dtype)) for dtype in dtypes]
+
 
 READY, NEEDS_GPU, NOT_READY = "ready here", "needs an NVIDIA GPU", "not ready"
 """Groups of backends, in the order in which commands show them."""
@@ -36,7 +104,6 @@ def backends(
     """
     if context.invoked_subcommand is not None:
         return
-    from headway.cli.look.backend_rows import describe, describe_states
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway.core.contract.backend import AttentionBackend
     from headway.core.contract.state_backend import StateBackend
     from headway.core.contract.support import Support
-    from headway.machine.description import Machine
+    from headway.machine.doctor import Machine
     from headway.registry import BackendEntry, Registry
 
 _NAME = 16
@@ -35,8 +35,7 @@ def doctor(
 
     With --json, also every reason why a backend is not ready.
     """
-    from headway.machine.description import examine
-    from headway.machine.doctor import PACKAGES, library
+    from headway.machine.doctor import PACKAGES, examine, library
     from headway.tuning.isolated.trial import create_registry
 
     registry = create_registry(plugin or ())

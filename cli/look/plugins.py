@@ -1,18 +1,85 @@
-"""`headway plugins`: every installed plugin, its file, its parts, and whether it was loaded."""
+"""`headway plugins`, which lists the installed plugins, and `headway new-backend`, which writes the package of a new one."""
 
 from __future__ import annotations
 
 import json
+import keyword
 import logging
+import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from headway.core.contract.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from headway.registry import Registry
     from headway.registry.records import PluginRecord
+
+TEMPLATE: Final = Path(__file__).parents[1] / "template"
+"""Folder of the package's template, in copier's form."""
+
+
+def new_backend(
+    name: Annotated[str, typer.Argument(help="The backend's name, as --attn-backend will take it: my_kernel.")],
+    into: Annotated[Path | None, typer.Option(help="Folder to write. Default: headway-NAME, here.")] = None,
+) -> None:
+    """Write the package of a backend that runs, with its tests.
+
+    It has a README and a workflow too. docs/tutorial-backend.md continues from there.
+    """
+    from headway.tuning.isolated.trial import create_registry
+
+    folder = into or Path(distribution_of(name))
+    files = write_package(name, folder, create_registry())
+    module = next(path for path in files if path.suffix == ".py" and path.parent == Path())
+    title = "".join(part.capitalize() for part in name.split("_"))
+    written = f"{folder}: {', '.join(map(str, files))}"
+    print(textwrap.fill(written, 79, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
+    print(f"It runs as it is. Your kernel replaces attend() in {module}. Next:\n")
+    for line in (
+        f"cd {folder}",
+        f"headway check {module}:{title} --quick",
+        f'headway generate --plugin {module} --attn-backend {name} "The capital of France is"',
+    ):
+        print(f"    {line}")
+
+
+def distribution_of(name: str) -> str:
+    """Return the name of a backend's package, which is that of its folder, too."""
+    return f"headway-{name.replace('_', '-')}"
+
+
+def write_package(name: str, folder: Path, registry: Registry) -> list[Path]:
+    """Write the package of a backend into a new folder; returns the files, relative to it.
+
+    :raises ConfigError: an invalid name or one that is taken, a folder that exists or cannot be made, or copier is missing.
+    """
+    from headway.core.contract.backend import API_VERSION
+    from headway.registry.validate import RESERVED
+
+    ok = name.isidentifier() and name.isascii() and name == name.lower() and not keyword.iskeyword(name)
+    if not ok or name in RESERVED:
+        raise ConfigError("NAME", "a Python identifier in lower case, such as my_kernel", repr(name))
+    if name in registry.backends:
+        raise ConfigError("NAME", "a name that no backend has", f"{name!r} of {registry.backends[name].owner}")
+    if folder.exists():
+        raise ConfigError("--into", "a folder that does not exist yet", str(folder))
+    try:
+        from copier import run_copy
+    except ImportError as error:
+        raise ConfigError("headway new-backend", "the package copier", str(error), 'pip install "headway[kit]"') from error
+    answers = {"name": name, "distribution": distribution_of(name), "api_version": API_VERSION}
+    try:
+        run_copy(str(TEMPLATE), folder, answers, defaults=True, quiet=True)
+    except OSError as error:
+        raise ConfigError("--into", "a folder that can be written", str(folder), str(error)) from error
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
 
 _STATES = {"loaded": "green", "left out": "bold red", "blocked": "yellow"}
 _KINDS = {

@@ -216,7 +216,7 @@ def regret(
     from headway.cli.options import sizes_of
     from headway.core.select.selection import Workload
     from headway.core.system.json_files import write_json
-    from headway.machine.threads import set_threads
+    from headway.machine.memory import set_threads
     from headway.tuning.isolated.trial import create_registry
     from headway.tuning.measure.device import resolve_device
     from headway.tuning.table.files import read_table

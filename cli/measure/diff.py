@@ -124,7 +124,7 @@ def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> 
 
 def _load(args: EngineArgs, device: torch.device, quantization: str | None, err: Terminal) -> DiffModels:
     from headway.bench.diff.weights import load_models
-    from headway.machine.threads import set_threads
+    from headway.machine.memory import set_threads
 
     if device.type == "cpu":
         set_threads(args.num_threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from headway.plan.devices import GpuKind
     from headway.plan.results import PlanReport, PlanRow
     from headway.plan.search import FleetSearch
+
 
 _WIDTH = 80
 _MODEL = "A folder with a config.json, a Hugging Face hub id, or the name of a shape; no weights are read."
@@ -92,7 +94,6 @@ def plan(
     if json_file is not None:
         write_json(report, json_file, "--json")
     if picture is not None:
-        from headway.cli.measure.plan_picture import to_picture
         from headway.core.system.json_files import write_bytes
 
         write_bytes(to_picture(report), picture, "--picture")
@@ -186,10 +187,11 @@ def _print_point(text: str, console: Terminal) -> None:
         console.print(Text(line))
 
 
-def _name(row: PlanRow) -> str:
-    cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype} cache"
+def _name(row: PlanRow, size: str = "tensor-parallel size", of_cache: str = " cache") -> str:
+    """Name of a layout. size, of_cache: the words for both, which a picture shortens."""
+    cache = "" if row.kv_cache_dtype == "auto" else f", {row.kv_cache_dtype}{of_cache}"
     weights = "" if row.weights == "model" else f", {row.weights} weights"
-    return f"tensor-parallel size {row.tensor_parallel_size}{cache}{weights}"
+    return f"{size} {row.tensor_parallel_size}{cache}{weights}"
 
 
 def _table(rows: Sequence[PlanRow]) -> Table:
@@ -212,3 +214,34 @@ def _table(rows: Sequence[PlanRow]) -> Table:
     for row in rows:
         table.add_row(*(show(row) for show in kept.values()))
     return table
+
+
+def to_picture(report: PlanReport) -> bytes:
+    """Draw a report's full load as a PNG: batch sizes along each curve, and the plan that was chosen.
+
+    :raises ConfigError: matplotlib is not installed.
+    """
+    from headway.bench.charts import BAR_COLOURS, bare, heading, new_figure, png
+
+    figure = new_figure(8.0, 5.2, "leave --picture out")
+    axis = figure.subplots()
+    for number, (name, rows) in enumerate(groupby(report.full_load, key=lambda row: _name(row, "tp", ""))):
+        curve = list(rows)
+        colour, style = BAR_COLOURS[number % len(BAR_COLOURS)], "-" if number < len(BAR_COLOURS) else "--"
+        x, y = [row.tokens_per_second_per_user for row in curve], [row.tokens_per_second_per_gpu for row in curve]
+        axis.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, label=name)
+    axis.set(
+        xlabel="Output tokens a second of one user",
+        ylabel="Output tokens a second of one GPU",
+        xscale="log",
+        yscale="log",
+    )
+    if report.max_per_token_ms is not None:
+        axis.axvline(1e3 / report.max_per_token_ms, color="#444444", linewidth=1, linestyle=":", label="limit of time per token")
+    for formatter in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter, axis.yaxis.set_major_formatter):
+        formatter("{x:,.0f}")
+    bare(axis)
+    lengths = f"{report.input_len:,} tokens in, {report.output_len:,} out"
+    heading(figure, f"{report.model} on {report.num_gpus:,} x {report.gpu}, {lengths}: predicted, each point a batch size")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return png(figure)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import takes_engine_options
-from headway.cli.options import AdapterModules, adapters_of
+from headway.cli.options import AdapterModules, ConfigFile, adapters_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.terminal import Terminal
 from headway.engine_args import EngineArgs, help_texts
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
     from headway.core.contract.adapters import LoRARequest
     from headway.pooling.async_pooling import AsyncPooling
-    from headway.server.openai.batches.lines import LineAnswers
-    from headway.server.openai.batches.run import BatchRun
+    from headway.server.openai.batches.worker import BatchRun, LineAnswers
 
 BATCH = "Batch"
 JOURNAL = ".journal"
@@ -73,8 +71,8 @@ def batch(
     adapters = adapters_of(lora_modules or (), engine["enable_lora"])
     args = EngineArgs.of(model, **engine)
     try:
-        from headway.server.openai.batches.journal import Journal
-        from headway.server.openai.batches.run import BatchRun
+        from headway.server.openai.batches.store import Journal
+        from headway.server.openai.batches.worker import BatchRun
     except ImportError as error:
         raise ConfigError("headway batch", "its libraries", str(error), "pip install 'headway[serve]'") from error
     with Journal(output.with_name(output.name + JOURNAL), name) as journal:
@@ -107,17 +105,16 @@ def _digest(source: Path) -> str:
 
 def _load(args: EngineArgs, adapters: Sequence[LoRARequest]) -> AsyncLLM | AsyncPooling:
     """Load the model and adapters; one that writes has an engine in a process of its own, as behind a server."""
-    from headway.pooling.find import find_pooling_model
+    from headway.engine_args import find_pooling_model
 
     pooled = find_pooling_model(args)
     if pooled is not None:
-        from headway.pooling.assembly import assemble_pooling
+        from headway.pooling.assembly import PoolingClient, assemble_pooling
         from headway.pooling.async_pooling import AsyncPooling
-        from headway.pooling.client import PoolingClient
 
         return AsyncPooling(PoolingClient(assemble_pooling(args, pooled)))
     from headway.async_llm import AsyncLLM
-    from headway.hosting.adapters import add_adapter
+    from headway.hosting.host import add_adapter
 
     llm = AsyncLLM.from_engine_args(args, own_process=sys.platform != "win32")
     try:
@@ -136,7 +133,7 @@ def _answers(
     from headway.async_llm import AsyncLLM
     from headway.server.app import create_app
     from headway.server.options import ServerOptions
-    from headway.server.pooling.app import create_pooling_app
+    from headway.server.pooling import create_pooling_app
 
     most = concurrency or (2 * llm.facts.max_num_seqs if isinstance(llm, AsyncLLM) else 64)
     options = ServerOptions(

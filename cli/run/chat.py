@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from headway.cli.engine_options import takes_engine_options
+from headway.cli.engine_options import takes_engine_options, takes_sampling_options
 from headway.cli.options import AdapterFolder, adapter_of
-from headway.cli.run.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, HeadwayError, PromptError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.terminal import Terminal, for_standard_output

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from headway.cli.engine_options import takes_engine_options
+from headway.cli.engine_options import takes_engine_options, takes_sampling_options
 from headway.cli.options import AdapterFolder, adapter_of
-from headway.cli.run.sampling_options import takes_sampling_options
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.terminal import Terminal, for_standard_output

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from headway.cli.config_file import ConfigFile
 from headway.cli.engine_options import PANEL, takes_engine_options
-from headway.cli.options import AdapterModules, adapters_of, on_command_line
+from headway.cli.options import AdapterModules, ConfigFile, adapters_of, on_command_line
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json
 from headway.engine_args import EngineArgs, help_texts
 
 if TYPE_CHECKING:
     from headway.async_llm import AsyncLLM
+    from headway.engine_args import PoolingModel
     from headway.hosting.process_messages import SpawnedEngine
     from headway.pooling.async_pooling import AsyncPooling
-    from headway.pooling.find import PoolingModel
     from headway.server.options import ServerOptions
 
 SERVER = "Server"
@@ -243,7 +242,7 @@ def _check_at_once(options: ServerOptions) -> None:
     :raises ConfigError: libraries for spans are missing, or the folder of files cannot be used.
     """
     if options.otlp_traces_endpoint is not None:
-        from headway.server.operators.exporters import find_exporter
+        from headway.server.operators.tracing import find_exporter
 
         find_exporter(options.otlp_traces_endpoint)
     if options.files_dir is not None:
@@ -338,7 +337,7 @@ def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, objec
 
     :raises ConfigError: an option that this machine or, of `generating`, a model which is pooled does not have.
     """
-    from headway.pooling.find import find_pooling_model
+    from headway.engine_args import find_pooling_model
 
     if restarts and sys.platform == "win32":
         raise ConfigError("--restart-engine", "0 on Windows, where the engine has no process of its own", restarts)
@@ -351,9 +350,8 @@ def _find_pooled(args: EngineArgs, restarts: int, generating: Mapping[str, objec
 
 def _load_pooled(args: EngineArgs, found: PoolingModel) -> tuple[AsyncPooling, str]:
     """Load a model that is pooled; returns it and the choice of its backends in words."""
-    from headway.pooling.assembly import assemble_pooling
+    from headway.pooling.assembly import PoolingClient, assemble_pooling
     from headway.pooling.async_pooling import AsyncPooling
-    from headway.pooling.client import PoolingClient
 
     assembly = assemble_pooling(args, found)
     return AsyncPooling(PoolingClient(assembly)), str(assembly.engine.selector.selection)
@@ -365,10 +363,9 @@ def _load(args: EngineArgs, spawned: SpawnedEngine | None, restarts: int, option
     Returns it, and in words the choice of its backends and how its chats are read.
     """
     from headway.async_llm import AsyncLLM
-    from headway.hosting.adapters import add_adapter
     from headway.hosting.driver import driver_of
-    from headway.hosting.process_host import EngineProcess
-    from headway.hosting.restarting_host import RestartingEngine
+    from headway.hosting.host import add_adapter
+    from headway.hosting.process_host import EngineProcess, RestartingEngine
     from headway.hosting.thread_host import EngineThread
     from headway.server.service import chat_format_of
 

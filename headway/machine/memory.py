@@ -1,4 +1,4 @@
-"""Memory of this process: no garbage collection in a generation, freed memory given back, few compiled products kept."""
+"""Threads and memory of this process: a thread per free core, no garbage collection in a generation, freed memory given back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,49 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Final
+
+from headway.core.contract.errors import ConfigError
+
+log = logging.getLogger("headway")
+
+SWITCH_INTERVAL: Final = 0.0005
+"""Interval in seconds of sys.setswitchinterval where a thread steps an engine: threads wait this long for one another at most.
+Python's own 5 ms are longer than a step."""
+_SAMPLE_SECONDS = 0.1
+_BUSY_PERCENT = 50.0
+"""Load of a core above which it is not free: two torch threads on one free core are several times slower than one."""
+
+
+def free_cores() -> int:
+    """Count the cores that this process may use and no other keeps busy, measured over a tenth of a second; at least 1."""
+    import psutil
+
+    allowed: Iterable[int] = (
+        psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else range(psutil.cpu_count() or 1)
+    )
+    loads: list[float] = psutil.cpu_percent(interval=_SAMPLE_SECONDS, percpu=True)
+    return max(1, sum(loads[core] < _BUSY_PERCENT for core in allowed if core < len(loads)))
+
+
+def set_threads(num_threads: int | None = None, num_ranks: int = 1) -> int:
+    """Set and return the number of torch's threads: `num_threads`, else $OMP_NUM_THREADS, else the number of free cores.
+
+    num_ranks: processes that share this number, each of which has one at least.
+    """
+    import torch  # here: the process of a rank imports this module before torch
+
+    if num_threads is None and os.environ.get("OMP_NUM_THREADS"):
+        num_threads = int(torch.get_num_threads())
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError("num_threads", "a whole number of at least 1", num_threads)
+    count = num_threads if num_threads is not None else min(free_cores(), int(torch.get_num_threads()))
+    count = max(1, count // num_ranks)
+    torch.set_num_threads(count)
+    return count
+
 
 KEEP: Final = "HEADWAY_KEEP_FREED_MEMORY"
 """Environment variable; 1: freed memory is left to the C library."""
@@ -57,8 +97,6 @@ def _thaw_at_exit() -> None:
     """Unfreeze at exit: libraries that count their objects then report frozen ones as leaks."""
     atexit.register(gc.unfreeze)
 
-
-log = logging.getLogger("headway")
 
 VARIABLES: Final = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 """Environment variables for the size of torch's cache before oneDNN, one for each thread, and of oneDNN's own; default: 1,024."""

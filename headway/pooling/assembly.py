@@ -1,11 +1,15 @@
-"""The start of a model that is pooled: from options to a loaded model and an engine for it."""
+"""The start of a pooling model: from options to a loaded model, an engine for it, and the client of one process."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from tqdm import tqdm
 
 from headway.core.contract.backend import StepLimits
 from headway.core.contract.errors import ConfigError
@@ -14,12 +18,13 @@ from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selection import Workload
 from headway.core.select.selector import Selector
 from headway.core.system.part_clock import PartClock
+from headway.engine_args import PoolingModel
 from headway.hosting.assembly import checked_registry
 from headway.kernels.runtime.compile_ahead import compile_ahead
-from headway.machine.memory import bound_kernel_caches, freeze_heap
-from headway.machine.threads import set_threads
+from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
+from headway.models.encoders.pooling.detect import PoolingTask
 from headway.models.encoders.pooling.loader import LoadedPoolingModel, load_pooling_model
-from headway.pooling.find import PoolingModel
+from headway.pooling.jobs import PoolingJob, PoolingJobs
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.measure.device import resolve_device
@@ -126,3 +131,39 @@ def _refuse_generating(args: EngineArgs) -> None:
         value = getattr(args, name)
         if value not in (neutral if isinstance(neutral, tuple) else (neutral,)):
             raise ConfigError(name, "a model that generates text", f"{args.model}, which is pooled", f"leave {name} out")
+
+
+Output = TypeVar("Output")
+
+_INSTEAD: Final[Mapping[PoolingTask, tuple[str, str]]] = {
+    "embed": ("embeds texts", "embed and score"),
+    "score": ("scores documents", "score and classify"),
+    "reward": ("rewards tokens", "reward and encode"),
+}
+"""Task -> what a model with it does, and the methods that ask for it."""
+
+
+class PoolingClient:
+    """Runs the jobs of an `LLM`."""
+
+    def __init__(self, assembly: PoolingAssembly) -> None:
+        self.assembly = assembly
+        self.model = assembly.model
+        self.engine = assembly.engine
+        self.jobs = PoolingJobs(assembly.model)
+        self._lock = Lock()
+
+    def run(self, job: PoolingJob[Output], use_tqdm: bool = False) -> list[Output]:
+        """Run a job to its end.
+
+        :raises BackendError: a backend raised.
+        """
+        with self._lock, tqdm(total=len(job.texts), desc="Processed texts", disable=not use_tqdm) as bar:
+            rows = self.engine.run(job.texts, bar.update)
+        return job.finish(rows)
+
+    def generates_not(self) -> ConfigError:
+        """The error of a call that only a model which generates text can answer."""
+        does, methods = _INSTEAD[self.model.task]
+        got = f"{self.model.name}, which {does}"
+        return ConfigError("LLM", "a model that generates text", got, f"{methods} answer for it; runner='generate' insists")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.core.pooling.engine import EncodedText
 from headway.hosting.host import EngineDeadError
-from headway.pooling.client import PoolingClient
+from headway.pooling.assembly import PoolingClient
 from headway.pooling.jobs import PoolingJob
 
 Output = TypeVar("Output")

@@ -16,9 +16,8 @@ from headway.core.contract.chat_parsers import ChatContext, ChatParser, ChatPars
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.logs import warn_once
-from headway.requests.conversation import described, prepared, template_text
-from headway.requests.tool_forms import ToolForms
-from headway.requests.tool_use import ToolUse
+from headway.requests.chat_template import described, prepared, template_text
+from headway.requests.tool_use import ToolForms, ToolUse
 
 Reads = Literal["calls", "reasoning"]
 _GENERAL = "hermes"

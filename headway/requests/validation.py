@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, PromptError
@@ -16,10 +16,57 @@ from headway.core.engine.data.sequence import EmbeddedPrompt
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
 from headway.requests.chat_template import chat_prompt
 from headway.requests.control_tokens import ControlTokens
-from headway.requests.infill import Infill
 from headway.requests.prompts import Message, ParsedPrompt, Prompt, parse_prompts, whole_text
-from headway.requests.rules import RequestRules
-from headway.requests.sampling_defaults import default_params, params_of_each, resolve
+from headway.requests.rules import RequestRules, default_params, params_of_each, resolve
+
+
+class InfillTokens(NamedTuple):
+    """The tokens before the prefix, before the suffix, and before what fills the gap."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+
+FAMILIES: Final = (
+    InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite 4
+    InfillTokens("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
+    InfillTokens("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    InfillTokens("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+)
+"""The tokens of families of models, all of which have the prefix first.
+
+Bavarian et al., "Efficient training of language models to fill in the middle", 2022."""
+_ENDS: Final = ("<|file_sep|>", "<|file_separator|>", "<file_sep>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>", "<|endoftext|>")
+"""Tokens with which some of these models end what fills a gap."""
+
+
+class Infill:
+    """Writes the prompts of one tokenizer."""
+
+    def __init__(self, tokenizer: Any, model: str) -> None:
+        """:raises ConfigError: the tokenizer has no tokens of a known family."""
+        known: Mapping[str, int] = tokenizer.get_vocab() if tokenizer is not None else {}
+        found = next((each for each in FAMILIES if all(token in known for token in each)), None)
+        if found is None:
+            need = "a model with fill-in-the-middle tokens, such as Qwen-Coder, StarCoder, DeepSeek-Coder or CodeGemma"
+            raise ConfigError("suffix", need, model, "leave suffix out")
+        self._tokenizer = tokenizer
+        self._ids = [known[token] for token in found]
+        self.stop_token_ids = sorted({*self._ids, *(known[token] for token in _ENDS if token in known)})
+        """Tokens that what fills a gap does not hold: they end it."""
+
+    def prompt(self, prefix: str, suffix: str, encode: Callable[[str], list[int]]) -> Prompt:
+        """The prompt whose completion fills the gap. encode: token ids of a text, without a tokenizer's own around it.
+
+        :raises PromptError: a text that is no Unicode.
+        """
+        before, behind, middle = self._ids
+        around = list(self._tokenizer("")["input_ids"])  # BOS, where the model has one; an end of text would be none of a prompt
+        begun = [token for token in around if token != self._tokenizer.eos_token_id]
+        ids = [*begun, before, *encode(whole_text(prefix)), behind, *encode(whole_text(suffix, "suffix")), middle]
+        return {"prompt": prefix, "prompt_token_ids": ids}
+
 
 _NO_RULES = RequestRules()
 _AT_ONCE = 8

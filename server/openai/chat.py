@@ -1,21 +1,28 @@
-"""The answer of /v1/chat/completions."""
+"""The conversations of a server: from the body of a chat to its prompt, and from outputs to /v1/chat/completions."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar, Final
 
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 
 from headway.core.contract.chat_parsers import ChatPiece
+from headway.core.contract.errors import ConfigError, PromptError
+from headway.core.engine.data.request_limits import CheckedRequest
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
-from headway.requests.token_bytes import TextBytes, TokenBytes
+from headway.requests.request_state import TextBytes, TokenBytes
+from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
 from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
-from headway.server.openai.requests import BatchChatRequest, ChatRequest
+from headway.server.openai.params import chat_params, template_kwargs, tool_use
+from headway.server.openai.requests import BatchChatRequest, ChatRequest, TokenizeRequest
+from headway.server.service import Service
 
 log = logging.getLogger("headway")
 
@@ -217,3 +224,95 @@ def _delta(piece: ChatPiece) -> dict[str, Any]:
         begun = {"index": piece.call, "id": piece.id, "type": "function", "function": {"name": piece.text, "arguments": ""}}
         return {"tool_calls": [begun]}
     return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+
+
+class Chats:
+    """The chats of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def answer(self, body: ChatRequest, name: str = "") -> ChatAnswer:
+        """What writes the answer to a chat; `prepare` tells it how to read. name: see `Answer`."""
+        return ChatAnswer(body, body.model or self._service.names[0], self._service.token_bytes, name)
+
+    async def prompt(self, body: ChatRequest | TokenizeRequest, use: ToolUse) -> Any:
+        """A chat's conversation in the model's template, as {"prompt": text, "prompt_token_ids": ids}. use: see `tool_use`.
+
+        :raises ConfigError: messages or tools that the model's format does not have.
+        """
+        messages, tools = self._service.chat_format.conversation(body.messages or [], use)
+        return await self._service.llm.chat_prompt(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=tools,
+            chat_template=self._service.options.template_text,
+            chat_template_kwargs=template_kwargs(body),
+            split_special_tokens=self._service.splits(body.split_special_tokens),
+        )
+
+    async def prepare(self, body: ChatRequest, answer: ChatAnswer) -> Sequence[CheckedRequest]:
+        """Check a chat and tokenise its conversation.
+
+        :raises ConfigError: a parameter that cannot work, or a conversation that is too long.
+        """
+        params = chat_params(body, self._service.params_maker)
+        end = self._service.template_end
+        if end is not None and end not in self._service.llm.facts.eos_token_ids and not params.ignore_eos:
+            params = replace(params, stop_token_ids=[*(params.stop_token_ids or ()), end])
+        use, chats = tool_use(body), self._service.chat_format
+        prompt = await self.prompt(body, use)
+        formed = chats.params(params, use, prompt)
+        if formed.structured_outputs is not None and params.structured_outputs is None:
+            answer.is_structured = True
+            answer.form_field = "tools"
+        answer.hides_special = formed.skip_special_tokens
+        answer.read_with(partial(chats.reader, use, prompt["prompt"], params.skip_special_tokens))
+        try:
+            adapter = self._service.adapter_of(body.model)
+            return await self._service.llm.check([prompt], formed, priority=body.priority, lora_request=adapter)
+        except PromptError as error:  # which the client knows by another name
+            raise PromptError("messages", *error.reason[1:]) from None
+
+    async def prepare_all(self, body: BatchChatRequest, answer: BatchChatAnswer) -> Sequence[CheckedRequest]:
+        """Check several chats and tokenise their conversations.
+
+        :raises ConfigError: see `prepare`; the error of a conversation names its place.
+        """
+        checked: list[CheckedRequest] = []
+        for number, (chat, one) in enumerate(zip(body.chats, answer.chats, strict=True)):
+            try:
+                checked += await self.prepare(chat, one)
+            except ConfigError as error:
+                what, *reason = error.reason
+                if what.partition(".")[0] != "messages":
+                    raise
+                raise ConfigError(what.replace("messages", f"messages.{number}", 1), *reason) from None
+        return checked
+
+
+SHARED_FIELDS: Final = (
+    *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens", "priority"),
+    *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words"),
+    *("structured_outputs", "split_special_tokens", "chat_template_kwargs", "truncate_prompt_tokens"),
+)
+"""Fields of a chat that these APIs do not have and take all the same."""
+
+
+def text_parts(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """The content of a chat's message of these texts: one, or parts, which are joined as the chat template wants it."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+class ConvertedAnswer(Answer):
+    """Writes a chat's answer in another form: the chat reads the text, and this writes what was read."""
+
+    def __init__(self, chat: ChatAnswer, name: str = "") -> None:
+        """name: see `Answer`."""
+        super().__init__(chat.body, chat.model, name)
+        self.chat = chat
+
+    def check_ended(self, new: CompletionOutput) -> None:
+        """See `Answer`."""
+        self.chat.check_ended(new)

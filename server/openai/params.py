@@ -16,8 +16,14 @@ from headway.core.sampling.structured import StructuredOutputsParams, may_be_clo
 from headway.core.system.text import shown
 from headway.requests.tool_use import ToolUse
 from headway.server.errors import ApiError
-from headway.server.openai.requests import MOST_PROMPTS, ChatRequest, CompletionRequest, SamplingRequest, TokenizeRequest
-from headway.server.pooling.requests import EmbeddingRequest
+from headway.server.openai.requests import (
+    MOST_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    SamplingRequest,
+    TokenizeRequest,
+)
 
 _SAME: Final = (
     "n",

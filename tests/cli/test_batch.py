@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.server.openai.batches.journal import Journal
+from headway.server.openai.batches.store import Journal
 from sandbox import Result, assert_refused, run_headway, save_tiny_model
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from headway.cli.app import Command
 from headway.cli.app import app as headway
-from headway.cli.config_file import ConfigFile
+from headway.cli.options import ConfigFile
 from headway.core.contract.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -16,8 +16,19 @@ from headway.cli.look import doctor as cli_doctor
 from headway.cli.look.doctor import command_lines, diagnose, screen
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.support import Support
-from headway.machine.description import Gpu, Machine, examine, parse_gpus
-from headway.machine.doctor import PACKAGES, Advice, advise, advise_vllm_library, build_jobs, library, wheel_tag
+from headway.machine.doctor import (
+    PACKAGES,
+    Advice,
+    Gpu,
+    Machine,
+    advise,
+    advise_vllm_library,
+    build_jobs,
+    examine,
+    library,
+    parse_gpus,
+    wheel_tag,
+)
 from headway.registry import create_registry, hookimpl
 
 H200 = Machine(

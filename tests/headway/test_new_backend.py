@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from headway.cli.new_backend import distribution_of, write_package
+from headway.cli.look.plugins import distribution_of, write_package
 from headway.contract import API_VERSION
 from headway.core.contract.errors import ConfigError
 from headway.core.oracle.cells import CheckCell

@@ -13,9 +13,8 @@ from headway.core.oracle.oracle import attend as exact
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.integrations.dense import Sequences
-from headway.integrations.mask import Visibility
-from headway.integrations.step_attention import StepAttention
+from headway.integrations.dense import Sequences, Visibility
+from headway.integrations.transformers import StepAttention
 from registries import registering
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)

@@ -12,7 +12,7 @@ import yaml
 
 from headway.cli.app import command
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats
-from headway.server.limits.middleware import PROBES
+from headway.server.middleware import PROBES
 from headway.server.operators.metrics import Metrics
 from headway.server.options import ServerOptions
 

@@ -166,7 +166,7 @@ print(json.dumps(found))
 
 def measure(llm: AsyncLLM, streams: int, tokens: int, rounds: int = 1, prompt: int = 16) -> dict[str, float]:
     """Chunks and tokens a second through a server, read by a client in a process of its own; see `main` for the rest."""
-    from headway.machine.threads import SWITCH_INTERVAL
+    from headway.machine.memory import SWITCH_INTERVAL
     from headway.server.launch import Server
     from headway.server.options import ServerOptions
 

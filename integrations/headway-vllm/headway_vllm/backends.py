@@ -21,7 +21,7 @@ from headway.cli.run.warm import warm
 from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, Phase, StepLimits, UnsupportedError
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.selector import Selector
-from headway.integrations.selectors import registry
+from headway.integrations.transformers import registry
 from headway.tuning.measure.device import resolve_device
 from headway_vllm.cache import layer_cache
 from headway_vllm.generation import find_generation

@@ -15,13 +15,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from headway.core.system.text import harmless
-from headway.server.errors import ApiError
-from headway.server.openai.batches.lines import LineAnswers
+from headway.server.errors import ApiError, Fields
 from headway.server.openai.batches.store import BatchStore, FileStore, open_stores, page_of
-from headway.server.openai.batches.worker import BatchWorker
+from headway.server.openai.batches.worker import BatchWorker, LineAnswers
 from headway.server.options import ServerOptions
 from headway.server.routing import add_posts, endpoint, read_body
-from headway.server.unknown_fields import Fields
 
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]

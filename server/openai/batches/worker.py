@@ -1,24 +1,253 @@
-"""The batches of a server: one after the other, each to its end, over as many starts of the server as that takes."""
+"""The lines of a batch, one run over them, and the worker that runs a server's batches one after the other."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import json
 import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from headway.core.contract.errors import ConfigError, HeadwayError
+from headway.core.system.json_text import JsonError, parse_json
 from headway.core.system.logs import log_traceback
 from headway.core.system.system_errors import is_rust_panic
+from headway.core.system.text import shown
 from headway.hosting.host import EngineDeadError
-from headway.server.errors import ApiError
-from headway.server.openai.batches.journal import Journal
-from headway.server.openai.batches.lines import LineAnswers
-from headway.server.openai.batches.run import BatchRun
-from headway.server.openai.batches.store import OPEN, BatchStore, FileStore
+from headway.server.errors import ApiError, api_error
+from headway.server.openai.batches.store import OPEN, BatchStore, FileStore, Journal
+from headway.server.routing import DirectMiddleware, Endpoint
 
 log = logging.getLogger("headway")
+
+_AGAIN: Final = frozenset((429, 503))
+"""Statuses that say nothing about a request: the queue is full, or the engine is being started again."""
+LONGEST_END: Final = 10.0
+"""Seconds that the requests of a batch that ends may take to notice."""
+_PAUSE: Final = 0.5
+"""Seconds after which such a request is made again."""
+
+
+class BatchRun:
+    """The requests of one file and their journal."""
+
+    def __init__(
+        self, source: Path, journal: Journal, answers: LineAnswers, *, most_bytes: int, endpoint: str | None = None
+    ) -> None:
+        """most_bytes: of a line. endpoint: the path that all lines must name; None: any that there is."""
+        self._source = source
+        self.journal = journal
+        self._answers = answers
+        self._most_bytes = most_bytes
+        self._urls = answers.urls if endpoint is None else {endpoint: answers.urls[endpoint]}
+        self._ids: set[str] = set()
+
+    def count(self) -> int:
+        """The number of lines. Reads the whole file.
+
+        :raises OSError: it cannot be read.
+        """
+        return sum(1 for _ in lines_of(self._source, self._most_bytes))
+
+    async def answer_all(self, concurrency: int, after_each: Callable[[], None] = lambda: None) -> None:
+        """Answer every line that has no answer yet. concurrency: requests at a time. after_each: called after each answer.
+
+        :raises OSError: the file cannot be read, or the journal not written.
+        :raises EngineDeadError: the engine has ended for good.
+        """
+        lines = lines_of(self._source, self._most_bytes)
+        tasks = [asyncio.ensure_future(self._work(lines, after_each)) for _ in range(concurrency)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            done, late = await asyncio.wait(tasks, timeout=LONGEST_END)
+            for task in done:  # the first fault is enough
+                _ = task.cancelled() or task.exception()
+            if late:
+                log.error("a batch ends without %d lines whose requests cannot be cancelled", len(late))
+
+    async def _work(self, lines: Iterator[RawLine], after_each: Callable[[], None]) -> None:
+        """Answer one line after the other, of those that nobody else has taken."""
+        for line in lines:
+            await self._answer(line)
+            after_each()
+            await asyncio.sleep(0)  # a file full of broken or answered lines must not hold up others
+
+    async def _answer(self, raw: RawLine) -> None:
+        try:
+            line = parse_line(raw, self._urls)
+            if line.custom_id in self._ids:
+                said = f"line {raw.number}: custom_id: needs one of its own, got {line.custom_id[:60]!r} again"
+                raise LineError("duplicate_custom_id", said, line.custom_id)
+        except LineError as error:
+            if error.custom_id is not None:
+                self._ids.add(error.custom_id)
+            if raw.number not in self.journal:
+                told = {"code": error.code, "message": str(error)}
+                self.journal.add(raw.number, error.custom_id, None, told)
+            return
+        self._ids.add(line.custom_id)
+        if raw.number in self.journal:
+            return
+        while True:
+            status, body = await self._answers.answer(line)
+            if status not in _AGAIN:
+                break
+            if self._answers.is_lost():
+                raise EngineDeadError(body["error"]["message"])
+            await asyncio.sleep(_PAUSE)
+        request_id = body.get("id") if isinstance(body, dict) else None
+        response = {"status_code": status, "request_id": request_id or f"req_{uuid4().hex}", "body": body}
+        self.journal.add(raw.number, line.custom_id, response)
+
+
+_LONGEST_ID: Final = 512
+"""Characters of a custom_id, which results and errors repeat."""
+
+
+class RawLine(NamedTuple):
+    """A line of a file that is not empty."""
+
+    number: int
+    """From 1."""
+    text: bytes | None
+    """None: it is longer than a request may be."""
+
+
+@dataclass(frozen=True)
+class BatchLine:
+    """A request of a batch."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class LineError(Exception):
+    """A line that is no request."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        """code: for programs. custom_id: the line's, where it has one."""
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+
+
+def lines_of(path: Path, most_bytes: int) -> Iterator[RawLine]:
+    """The lines of a file that are not empty. most_bytes: of a line; of a longer one only the number is told.
+
+    :raises OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while text := file.readline(most_bytes + 1):
+            number += 1
+            text = text if number > 1 else text.removeprefix(codecs.BOM_UTF8)
+            long = len(text) > most_bytes and not text.endswith(b"\n")
+            while long and (rest := file.readline(most_bytes + 1)):  # the rest of the line, in pieces
+                if rest.endswith(b"\n"):
+                    break
+            if long or text.strip():
+                yield RawLine(number, None if long else text)
+
+
+def parse_line(line: RawLine, urls: Mapping[str, Any]) -> BatchLine:
+    """Read a line. urls: the paths that a line may name.
+
+    :raises LineError: it is no request for one of these.
+    """
+    place = f"line {line.number}"
+    if line.text is None:
+        raise LineError("line_too_long", f"{place}: needs at most as many bytes as a request's body may have (max_body)")
+    try:
+        found = parse_json(line.text, place, dict, any_number=True)  # what reads the body refuses such a number by its path
+    except JsonError as error:
+        raise LineError("invalid_json_line", str(error)) from None
+    custom_id, url, body = found.get("custom_id"), found.get("url"), found.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise LineError("missing_custom_id", f"{place}: custom_id: needs a text, got {shown(custom_id, 60)}")
+    if len(custom_id) > _LONGEST_ID:
+        got = f"{len(custom_id)}: {custom_id[:60]!r}..."
+        raise LineError("invalid_custom_id", f"{place}: custom_id: needs at most {_LONGEST_ID} characters, got {got}")
+    if found.get("method", "POST") != "POST":
+        raise LineError("invalid_method", f"{place}: method: needs POST, got {shown(found['method'], 60)}", custom_id)
+    if not isinstance(url, str) or url not in urls:
+        raise LineError("invalid_url", f"{place}: url: needs {' or '.join(urls)}, got {shown(url, 60)}", custom_id)
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"{place}: body: needs an object, got a {type(body).__name__}", custom_id)
+    if body.get("stream"):
+        raise LineError("invalid_body", f"{place}: body.stream: needs false, because a file holds whole answers", custom_id)
+    return BatchLine(custom_id, url, body)
+
+
+class LineAnswers:
+    """Answers requests by the endpoints of a server."""
+
+    def __init__(
+        self,
+        endpoints: Mapping[str, Endpoint],
+        refuse: Callable[[Request, Exception], Awaitable[Response]],
+        is_lost: Callable[[], bool],
+    ) -> None:
+        """endpoints: path -> what answers it. refuse: answers where an endpoint raises. is_lost: whether the engine has ended
+        for good."""
+        self.urls = endpoints
+        self.is_lost = is_lost
+        self._app = DirectMiddleware(_nothing_there, endpoints, refuse)
+
+    async def answer(self, line: BatchLine) -> tuple[int, Any]:
+        """The status and the body of the answer to a request; those of an error where anything is raised on the way."""
+        try:
+            return await self._answer(line)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_rust_panic(error):
+                raise
+            log.error("a line of a batch has failed", exc_info=error)
+            refused = api_error(error)
+            return refused.status, refused.body
+
+    async def _answer(self, line: BatchLine) -> tuple[int, Any]:
+        data, sent, status, parts = json.dumps(line.body).encode(), False, 500, []
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if sent:
+                await asyncio.get_running_loop().create_future()  # a client that never leaves
+            sent = True
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message["body"])
+
+        await self._app({**_SCOPE, "path": line.url, "headers": [(b"content-length", str(len(data)).encode())]}, receive, send)
+        try:
+            return status, parse_json(b"".join(parts), line.url, any_number=True)
+        except JsonError as error:
+            raise ApiError(500, f"the answer cannot be kept in a file: {error}") from None
+
+
+_SCOPE: Final = {"type": "http", "method": "POST", "query_string": b""}
+
+
+async def _nothing_there(scope: Any, receive: Any, send: Any) -> None:
+    await ApiError(404, "no such path").response()(scope, receive, send)
 
 
 class BatchWorker:

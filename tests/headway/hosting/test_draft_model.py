@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headway import LLM, SamplingParams
 from headway.core.contract.errors import ConfigError
-from headway.hosting.draft_model import DraftModel
+from headway.hosting.assembly import DraftModel
 
 OPTIONS: dict[str, Any] = {"kv_cache_memory": "8MiB", "num_threads": 1, "max_num_seqs": 8, "autotune_budget": 0}
 PARAMS = [

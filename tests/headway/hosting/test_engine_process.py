@@ -29,8 +29,7 @@ from headway.core.engine.data.step import OutputDelta
 from headway.core.engine.loop import EngineLoop
 from headway.engine_args import EngineArgs
 from headway.hosting.driver import driver_of
-from headway.hosting.process_host import EngineProcess
-from headway.hosting.restarting_host import RestartingEngine
+from headway.hosting.process_host import EngineProcess, RestartingEngine
 from headway.server.launch import Server
 from headway.server.options import ServerOptions
 

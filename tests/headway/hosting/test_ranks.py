@@ -30,9 +30,8 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.engine_args import EngineArgs
 from headway.hosting import assembly
-from headway.hosting.process_host import EngineProcess
+from headway.hosting.process_host import EngineProcess, RestartingEngine
 from headway.hosting.rank_assembly import rank_devices
-from headway.hosting.restarting_host import RestartingEngine
 from headway.hosting.thread_host import EngineThread
 from headway.server.launch import Server
 from headway.server.options import ServerOptions

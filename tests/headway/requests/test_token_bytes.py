@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from headway.core.sampling.detokenizer import Detokenizer
-from headway.requests.token_bytes import TextBytes, TokenBytes
+from headway.requests.request_state import TextBytes, TokenBytes
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 WORDS = ["the quick brown fox, the lazy dog's tail.", "naïve café  über", "日本 日曜", "नमस्ते", "don't stop!\n\n\tnow"] * 3

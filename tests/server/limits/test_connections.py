@@ -25,8 +25,8 @@ import pytest
 import connection_crowd as crowd
 from headway import LLM
 from headway.server.launch import most_connections
-from headway.server.limits.protocol import PacedStarts
 from headway.server.options import ServerOptions
+from headway.server.protocol import PacedStarts
 from server_thread import Running, raw, running
 
 TEXT = "/v1/completions"

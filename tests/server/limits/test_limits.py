@@ -17,8 +17,7 @@ from openai import OpenAI
 
 from headway import LLM
 from headway.core.contract.errors import ConfigError
-from headway.server import launch
-from headway.server.limits import protocol
+from headway.server import launch, protocol
 from headway.server.options import ServerOptions, is_local
 from server_thread import Running, raw, running
 

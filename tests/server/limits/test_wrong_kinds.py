@@ -16,11 +16,11 @@ pytest.importorskip("llguidance", reason="needs llguidance: pip install 'headway
 from headway import LLM, SamplingParams
 from headway.core.sampling.grammar import GrammarError, grammar_text
 from headway.requests.chats import ChatFormat
-from headway.server.anthropic.requests import MessagesRequest, TokenCountRequest
+from headway.server.anthropic import MessagesRequest, TokenCountRequest
 from headway.server.errors import ApiError, api_error
 from headway.server.openai.params import ParamsMaker, chat_params, tool_use
 from headway.server.openai.requests import ChatRequest
-from headway.server.openai.responses.requests import ResponsesRequest
+from headway.server.openai.responses_requests import ResponsesRequest
 
 Place = tuple[str | int, ...]
 

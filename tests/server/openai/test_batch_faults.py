@@ -20,15 +20,12 @@ from starlette.responses import Response
 
 from headway import LLM
 from headway.core.contract.errors import ConfigError
-from headway.server.errors import api_error
+from headway.server.errors import Fields, api_error
 from headway.server.openai.batches import store
-from headway.server.openai.batches.journal import Journal
-from headway.server.openai.batches.lines import LineAnswers
-from headway.server.openai.batches.store import BatchStore, FileStore, open_stores
-from headway.server.openai.batches.worker import BatchWorker
+from headway.server.openai.batches.store import BatchStore, FileStore, Journal, open_stores
+from headway.server.openai.batches.worker import BatchWorker, LineAnswers
 from headway.server.options import ServerOptions
 from headway.server.routing import Endpoint, read_body
-from headway.server.unknown_fields import Fields
 from server_thread import running
 
 PATH = "/v1/completions"
@@ -227,7 +224,7 @@ def test_a_batch_without_its_file_or_its_path_fails(tmp_path: Path) -> None:
 
 
 def test_batches_that_hang_or_wait_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.server.openai.batches.run.LONGEST_END", 0.1)
+    monkeypatch.setattr("headway.server.openai.batches.worker.LONGEST_END", 0.1)
 
     async def work() -> None:
         bench = Bench(tmp_path)

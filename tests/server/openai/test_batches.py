@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from headway import LLM
 from headway.core.contract.errors import ConfigError
-from headway.server.openai.batches.journal import Journal
+from headway.server.openai.batches.store import Journal
 from headway.server.options import ServerOptions
 from server_thread import Running, running
 

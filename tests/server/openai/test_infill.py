@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from headway import LLM
-from headway.requests.infill import FAMILIES
+from headway.requests.validation import FAMILIES
 from sandbox import save_tiny_model
 from server_thread import Running, running
 

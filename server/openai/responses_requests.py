@@ -9,12 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.text import shown
-from headway.requests.conversation import call_arguments, text_field
+from headway.requests.chat_template import call_arguments, text_field
 from headway.requests.tool_use import check_function
-from headway.server.errors import ApiError
-from headway.server.openai.converted import SHARED_FIELDS, text_parts
+from headway.server.errors import ApiError, Fields
+from headway.server.openai.chat import SHARED_FIELDS, text_parts
 from headway.server.openai.requests import ChatRequest
-from headway.server.unknown_fields import Fields
 
 Item = dict[str, Any]
 """An item of a conversation: a message, a thought, a call or the result of one."""

@@ -1,21 +1,29 @@
-"""The answer of /v1/responses: items of thoughts, text and calls, whole or as events."""
+"""OpenAI's responses: their answers, their store and their routes."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
 import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
 
 from headway.core.contract.chat_parsers import ChatPiece
 from headway.core.sampling.params import SamplingParams
 from headway.outputs import CompletionOutput, RequestOutput
 from headway.server.errors import ApiError
 from headway.server.openai.answers import num_written
-from headway.server.openai.chat import ChatAnswer
-from headway.server.openai.converted import ConvertedAnswer
-from headway.server.openai.responses.requests import Item, ResponsesRequest
+from headway.server.openai.chat import ChatAnswer, Chats, ConvertedAnswer
+from headway.server.openai.reply import Reply
+from headway.server.openai.responses_requests import Item, ResponsesRequest
+from headway.server.routing import Endpoint, add_posts, endpoint
+from headway.server.service import Service
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
 """Kind of a piece -> type of its item."""
@@ -221,3 +229,138 @@ def usage_of(output: RequestOutput, written: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + written,
     }
+
+
+MOST_BYTES: Final = 64 * 2**20
+"""Bytes of JSON of all stored responses and their conversations."""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and the conversation up to it."""
+
+    response: dict[str, Any]
+    before: Sequence[Item]
+    """Items of the conversation that the request continued."""
+    input: Sequence[Item]
+    """Items of the request."""
+
+    @property
+    def conversation(self) -> list[Item]:
+        """All items, those of the answer included."""
+        return [*self.before, *self.input, *self.response["output"]]
+
+
+class ResponseStore:
+    """The last responses of a server; the oldest give way. For the server's event loop alone."""
+
+    def __init__(self, most: int, most_bytes: int = MOST_BYTES) -> None:
+        """most: number of responses; 0: none is stored. most_bytes: of their JSON; the newest stays, whatever its size."""
+        self.most = most
+        self._most_bytes = most_bytes
+        self._found: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, stored: StoredResponse) -> None:
+        """Store a response, where any are stored."""
+        if not self.most:
+            return
+        size = len(orjson.dumps([stored.response, stored.before, stored.input]))
+        self._found[stored.response["id"]] = stored, size
+        self._bytes += size
+        while len(self._found) > self.most or (self._bytes > self._most_bytes and len(self._found) > 1):
+            _, (_, gone) = self._found.popitem(last=False)
+            self._bytes -= gone
+
+    def get(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """The response of an id. param: the field of the request that names it.
+
+        :raises ApiError: it is not stored, or is no longer.
+        """
+        found = self._found.get(response_id)
+        if found is None:
+            kept = (
+                f"the last {self.most} responses, at most {self._most_bytes >> 20} MiB, since its start" if self.most else "none"
+            )
+            place = f"{param}: " if param else ""
+            message = f"{place}no response {response_id[:80]!r} is stored; this server keeps {kept}"
+            raise ApiError(400 if param else 404, message, param, "previous_response_not_found" if param else None)
+        return found[0]
+
+    def remove(self, response_id: str) -> None:
+        """Forget a response.
+
+        :raises ApiError: it is not stored.
+        """
+        self.get(response_id)
+        _, size = self._found.pop(response_id)
+        self._bytes -= size
+
+
+class ResponsesRoutes:
+    """/v1/responses and what hangs below it."""
+
+    def __init__(self, service: Service, chats: Chats) -> None:
+        self._service = service
+        self._chats = chats
+        self.store = ResponseStore(service.options.max_stored_responses)
+
+    @property
+    def direct(self) -> dict[str, Endpoint]:
+        """The paths whose first token a client waits for."""
+        return {"/v1/responses": self.responses}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        add_posts(app, ("/v1/responses", self.responses, ResponsesRequest))
+        path = "/v1/responses/{response_id}"
+        app.add_api_route(path, endpoint(self.stored), methods=["GET"])
+        app.add_api_route(path, endpoint(self.forget), methods=["DELETE"])
+        app.add_api_route(f"{path}/input_items", endpoint(self.input_items), methods=["GET"])
+        app.add_api_route(f"{path}/cancel", endpoint(self.cancel), methods=["POST"])
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._service.check_room()
+        asked = await self._service.read(request, ResponsesRequest)
+        asked.check()
+        before: Sequence[Item] = ()
+        if asked.previous_response_id is not None:
+            before = self.store.get(asked.previous_response_id, "previous_response_id").conversation
+        chat = asked.chat(before)
+        keep = partial(self._keep, before, asked.items) if asked.store is not False else _forget
+        answer = ResponsesAnswer(self._chats.answer(chat), asked, self._service.default_params(), keep)
+        return Reply(self._service, answer, partial(self._chats.prepare, chat, answer.chat), asked.ignored())
+
+    def _keep(self, before: Sequence[Item], own: Sequence[Item], response: dict[str, Any]) -> None:
+        self.store.put(StoredResponse(response, before, own))
+
+    async def stored(self, response_id: str, stream: bool = False) -> Response:
+        """Tell a stored response again."""
+        if stream:
+            raise ApiError(400, "stream: needs false, because the events of a response are not stored, got true", "stream")
+        return _json(self.store.get(response_id).response)
+
+    async def forget(self, response_id: str) -> Response:
+        """Forget a stored response."""
+        self.store.remove(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(self, response_id: str) -> Response:
+        """Tell what a stored response was an answer to."""
+        data = [{**each, "id": f"{response_id}-{number}"} for number, each in enumerate(self.store.get(response_id).input)]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return _json({"object": "list", "data": data, **ends, "has_more": False})
+
+    async def cancel(self, response_id: str) -> Response:
+        """Refuse: responses end with their client's connection."""
+        self.store.get(response_id)
+        raise ApiError(400, "cancel: needs a response in the background, which this server has none of", "response_id")
+
+
+def _forget(_: dict[str, Any]) -> None:
+    """Keep nothing."""
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

@@ -1,4 +1,4 @@
-"""The routes of a model that is pooled: /v1/embeddings as OpenAI's, /rerank and /score as vLLM's."""
+"""The server of a pooling model: its application, routes and metrics; /v1/embeddings is OpenAI's, /rerank and /score vLLM's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import base64
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 from uuid import uuid4
@@ -16,21 +16,24 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from openai.types import Model
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.pooling.engine import PoolingStats
 from headway.hosting.host import EngineDeadError
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
 from headway.requests.chat_template import chat_prompt
 from headway.server.errors import ApiError, api_error
-from headway.server.limits.admission import Admission
+from headway.server.middleware import Admission, guard, request_name
+from headway.server.openai.batches.routes import BatchRoutes
+from headway.server.openai.batches.worker import LineAnswers
 from headway.server.openai.params import template_kwargs
-from headway.server.options import ServerOptions
-from headway.server.pooling.metrics import PoolingMetrics
-from headway.server.pooling.requests import (
+from headway.server.openai.requests import (
     ClassifyRequest,
     EmbeddingRequest,
     PooledRequest,
@@ -38,9 +41,59 @@ from headway.server.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from headway.server.request_ids import request_name
+from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Families, Histogram
+from headway.server.options import ServerOptions
 from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
 from headway.version import __version__
+
+
+class PoolingMetrics:
+    """Counts and times of the server's requests, kept on its event loop."""
+
+    def __init__(self, model_name: str) -> None:
+        """model_name: label of every figure."""
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._seconds = Histogram(REQUEST_SECONDS)
+        self._tokens = self._requests = 0
+        self.refused: Counter[str] = Counter()
+        """Status -> requests that were answered by an error of that status."""
+
+    def answered(self, seconds: float, tokens: int) -> None:
+        """Add a request that has its answer."""
+        self._seconds.observe(seconds)
+        self._tokens += tokens
+        self._requests += 1
+
+    def page(self, stats: PoolingStats, queued: int) -> Response:
+        """Write all figures. queued: requests without an answer."""
+        return Response(generate_latest(Families(list(self._families(stats, queued)))), media_type=CONTENT_TYPE)
+
+    def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
+        names, values = list(self._labels), list(self._labels.values())
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests without an answer.", labels=names)
+        waiting.add_metric(values, queued)
+        yield waiting
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Tokens of texts that were answered.", self._tokens),
+            ("vllm:request_success", "Requests that were answered.", self._requests),
+            ("headway:pooled_texts", "Texts that were run.", stats.num_texts),
+            ("headway:pooled_batches", "Batches that were run.", stats.num_batches),
+        ):
+            family = CounterMetricFamily(name, text, labels=names)
+            family.add_metric(values, value)
+            yield family
+        seconds = HistogramMetricFamily("vllm:e2e_request_latency_seconds", "Seconds from arrival to answer.", labels=names)
+        seconds.add_metric(values, self._seconds.buckets, self._seconds.sum)
+        yield seconds
+        steps = CounterMetricFamily("headway:steps", "Batches that a backend served.", labels=[*names, "phase", "backend"])
+        for backend, count in sorted(stats.batches_by_backend.items()):
+            steps.add_metric([*values, "prefill", backend], count)
+        yield steps
+        refused = CounterMetricFamily("headway:requests_refused", "Requests answered by an error.", labels=[*names, "status"])
+        for status, count in self.refused.items():
+            refused.add_metric([*values, status], count)
+        yield refused
+
 
 GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
 """Paths that a server of a model which generates text has."""
@@ -290,3 +343,24 @@ def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
 
 def _json(data: object) -> Response:
     return Response(orjson.dumps(data), media_type="application/json")
+
+
+OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))
+"""Paths that need no API key: probes and scrapers carry none."""
+
+
+def create_pooling_app(pooling: AsyncPooling, options: ServerOptions | None = None) -> FastAPI:
+    """Make an ASGI application that does not shut down the model's engine. `app.state.routes` are its PoolingRoutes."""
+    options = options or ServerOptions()
+    app = FastAPI(title="Headway", version=__version__)
+    routes = PoolingRoutes(pooling, options)
+    answers = LineAnswers(routes.posts, routes.refuse, lambda: pooling.has_lost_engine)
+    batches = BatchRoutes(options, answers, options.batch_concurrency or max(options.max_queue // 2, 1))
+    app.state.routes = routes
+    app.state.batches = batches
+    app.state.line_answers = answers
+    routes.add_to(app)
+    batches.add_to(app)
+    app.state.refused = routes.refused
+    guard(app, options, OPEN_PATHS, app.state.refused)
+    return app

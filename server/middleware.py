@@ -1,20 +1,144 @@
-"""Refusals before anything else looks at a request: a wrong key, a foreign host, a body that a foreign page may have sent."""
+"""What stands before the routes: ids of requests, hosts, keys and bodies that are refused, and the room in the queue."""
 
 from __future__ import annotations
 
 import hmac
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
+from uuid import uuid4
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 
+from headway.core.contract.adapters import LoRARequest
+from headway.core.system.text import shown
 from headway.server.errors import ApiError
 from headway.server.options import ServerOptions
-from headway.server.request_ids import RequestIdMiddleware
+
+HEADER: Final = "x-request-id"
+_NAME: Final = HEADER.encode()
+_LONGEST: Final = 256
+"""Characters of an id, which stands in every chunk of a stream."""
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def request_name(request: Request, given: str | None = None) -> str:
+    """What an answer's id is made of: the header X-Request-Id, else what the body gives; "": neither has any.
+
+    :raises ApiError: a text that is too long, or holds what a header cannot carry.
+    """
+    header = request.headers.get(HEADER)
+    check_id("the header X-Request-Id", header, None)
+    check_id("request_id", given, "request_id")
+    return header or given or ""
+
+
+def check_id(what: str, name: str | None, field: str | None) -> None:
+    """Check an id that a client gives its request. field: of the body, for programs.
+
+    :raises ApiError: a text that is too long, or holds what a header cannot carry.
+    """
+    if name and not (len(name) <= _LONGEST and name.isascii() and name.isprintable()):
+        raise ApiError(400, f"{what}: needs at most {_LONGEST} printable characters of ASCII, got {name[:60]!r}", field)
+
+
+class RequestIdMiddleware:
+    """ASGI middleware that gives each request an id, unless it brings one, and writes it into the headers of the answer."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Pass on a request with an id, and its answer with the same."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = next((value for key, value in scope["headers"] if key == _NAME and value), b"")
+        if not name:
+            name = uuid4().hex.encode()
+            others = [(key, value) for key, value in scope["headers"] if key != _NAME]
+            scope = {**scope, "headers": [*others, (_NAME, name)]}
+
+        async def told(message: Any) -> None:
+            if message["type"] == "http.response.start" and len(name) <= _LONGEST:  # `request_name` refuses a longer one
+                message = {**message, "headers": [*message.get("headers", ()), (_NAME, name)]}
+            await send(message)
+
+        await self._app(scope, receive, told)
+
+
+_LONGEST_RETRY: Final = 60
+_MOST_SHOWN: Final = 10
+"""Names of models that an error lists."""
+_LONGEST_SHOWN: Final = 60
+"""Characters of each of them."""
+
+
+class Admission:
+    """The names of a server's model and its queue; for the server's event loop alone."""
+
+    def __init__(self, names: Sequence[str], options: ServerOptions) -> None:
+        self.names = list(names)
+        self.options = options
+        self.adapters: dict[str, LoRARequest] = {}
+        """Adapters by the names that requests give as their model."""
+        self.num_queued = 0
+        """Requests without a first token, or without an answer where that comes as a whole."""
+        self._seconds = 1.0
+        """Seconds from arrival to end of recent requests, as a moving average."""
+
+    def check_model(self, name: str | None) -> None:
+        """Check the model that a request names.
+
+        :raises ApiError: this server has no such model.
+        """
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = [*self.names, *self.adapters]
+            listed = [each if len(each) <= _LONGEST_SHOWN else f"{each[:_LONGEST_SHOWN]}..." for each in known[:_MOST_SHOWN]]
+            listed += [f"{len(known) - _MOST_SHOWN} more"] * (len(known) > _MOST_SHOWN)
+            message = f"model: this server has {', '.join(listed)}, not {shown(name)}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def adapter_of(self, name: str | None) -> LoRARequest | None:
+        """The adapter that a request names as its model; None: it names the model itself. Raises as `check_model`."""
+        self.check_model(name)
+        return None if name is None or name in self.names else self.adapters[name]
+
+    def check_operator(self) -> None:
+        """Check that requests may change what all clients feel.
+
+        :raises ApiError: they may not.
+        """
+        if not self.options.operator_paths:
+            raise ApiError(404, "this server lets nobody do that; start it with --operator-paths, and with an API key")
+
+    def check_room(self) -> None:
+        """Check that one more request may wait.
+
+        :raises ApiError: too many wait already.
+        """
+        if self.num_queued >= self.options.max_queue:
+            retry = min(max(round(self._seconds), 1), _LONGEST_RETRY)
+            message = f"{self.num_queued} requests wait already (max_queue={self.options.max_queue}); try again in {retry} s"
+            raise ApiError(429, message, code="queue_full", retry_after=retry)
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """Count a request that is answered as a whole, until it is; raises as `check_room`."""
+        self.check_room()
+        self.num_queued += 1
+        try:
+            yield
+        finally:
+            self.num_queued -= 1
+
+    def took(self, seconds: float) -> None:
+        """Add the seconds of a request to the moving average."""
+        self._seconds += 0.1 * (seconds - self._seconds)
 
 
 class Refusals:

@@ -1,22 +1,152 @@
-"""Paths for those who run a server, by the names that vLLM's have: what it does now, and switches that all its clients feel."""
+"""Paths for those who run a server, by vLLM's names: what it does now, its adapters, switches and profiles."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from headway.core.contract.adapters import LoRARequest, check_name
 from headway.core.contract.errors import HeadwayError
+from headway.core.system.json_text import parse_model
 from headway.core.system.logs import log_traceback
 from headway.core.system.text import shown
 from headway.hosting.host import EngineDeadError
-from headway.server.errors import ApiError
-from headway.server.routing import add_posts, endpoint, read_body
+from headway.hosting.profiling import ProfileRequest, start_profile, stop_profile, write_trace
+from headway.server.errors import ApiError, Fields
+from headway.server.routing import add_posts, endpoint, read_body, read_text
 from headway.server.service import Service
+
+
+class LoadAdapterRequest(Fields):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: str
+    """What requests will name as their model."""
+    lora_path: str
+    """The folder that peft has written."""
+    load_inplace: bool = False
+    """Whether an adapter of this name is replaced; requests that use it go on with it."""
+
+
+class UnloadAdapterRequest(Fields):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """Not needed: the name says which."""
+
+
+class AdapterRoutes:
+    """Loads adapters into a server, and takes them out of it; 404 unless the operator's paths are switched on."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._llm = service.llm
+        self._numbers = max((each.lora_int_id for each in service.adapters.values()), default=0)
+        self._loading: set[str] = set()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        add_posts(
+            app,
+            ("/v1/load_lora_adapter", self.load, LoadAdapterRequest),
+            ("/v1/unload_lora_adapter", self.unload, UnloadAdapterRequest),
+        )
+
+    async def load(self, request: Request) -> Response:
+        """Read an adapter; requests may name it as their model once this has answered."""
+        self._service.check_operator()
+        asked = await read_body(request, LoadAdapterRequest, self._service.options)
+        name, adapters = asked.lora_name, self._service.adapters
+        check_name("lora_name", name)
+        if name in self._service.names:
+            raise ApiError(400, f"lora_name: needs a name of its own, got {shown(name)}, which is the model's", "lora_name")
+        before = adapters.get(name)
+        if name in self._loading or (before is not None and not asked.load_inplace):
+            what = "is being loaded" if name in self._loading else "has been loaded already"
+            hint = "unload it, or say load_inplace=true"
+            raise ApiError(400, f"lora_name: the adapter {shown(name)} {what}; {hint}", "lora_name")
+        self._loading.add(name)
+        try:
+            known = await self._llm.list_loras()  # a program may have given the engine numbers of its own
+            self._numbers = max(self._numbers, *known, 0) + 1
+            made = LoRARequest(name, self._numbers, asked.lora_path)
+            await self._llm.add_lora(made)
+        finally:
+            self._loading.discard(name)
+        adapters[name] = made
+        if before is not None:
+            await self._llm.remove_lora(before.lora_int_id)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, request: Request) -> Response:
+        """Forget an adapter; requests that have begun with it go on to their ends."""
+        self._service.check_operator()
+        asked = await read_body(request, UnloadAdapterRequest, self._service.options)
+        known = self._service.adapters.pop(asked.lora_name, None)
+        if known is None:
+            raise ApiError(404, f"lora_name: this server has no adapter {shown(asked.lora_name)}", "lora_name", "model_not_found")
+        await self._llm.remove_lora(known.lora_int_id)
+        return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
+
+
+def models_of(adapters: Sequence[LoRARequest], parent: str, model: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Entries of /v1/models for adapters, as vLLM lists them. model: makes the entry of a name."""
+    return [{**model(each.lora_name), "root": each.lora_path, "parent": each.base_model_name or parent} for each in adapters]
+
+
+class ProfileRoutes:
+    """Routes that start and stop a profile; 404 unless a folder for traces is named, for a profile slows everybody down."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._llm = service.llm
+        self._profiling = False
+        self._turn = asyncio.Lock()
+        """Held while a profile is started or stopped: the next begins when the trace of the last is written."""
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        schema = {"content": {"application/json": {"schema": ProfileRequest.model_json_schema()}}}
+        app.add_api_route("/start_profile", endpoint(self.start), methods=["POST"], openapi_extra={"requestBody": schema})
+        app.add_api_route("/stop_profile", endpoint(self.stop), methods=["POST"])
+
+    async def start(self, request: Request) -> Response:
+        """Start a profile. The body may be empty."""
+        folder = self._folder()
+        asked = parse_model(await read_text(request, self._service.options) or b"{}", ProfileRequest)
+        async with self._turn:
+            if self._profiling:
+                raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
+            await self._llm.run_task(partial(start_profile, folder=folder, request=asked))
+            self._profiling = True
+        return Response(b"{}", media_type="application/json")
+
+    async def stop(self) -> Response:
+        """Stop the profile; the answer says where the time of a step went, and names the trace file."""
+        self._folder()
+        async with self._turn:
+            if not self._profiling:
+                raise ApiError(409, "no profile is being taken; /start_profile begins one")
+            self._profiling = False
+            found = await self._llm.run_task(stop_profile)
+            found.trace = await self._llm.run_task(write_trace, concurrently=True)
+        return Response(orjson.dumps(found.model_dump()), media_type="application/json")
+
+    def _folder(self) -> Path:
+        folder = self._service.options.profile_dir
+        if folder is None:
+            raise ApiError(404, "this server takes no profiles; start it with --profile-dir FOLDER")
+        return folder
 
 
 class AbortRequest(BaseModel):

@@ -1,1 +1,0 @@
-"""/v1/messages: Anthropic's API over chats."""

@@ -1,1 +1,0 @@
-"""Limits of the server: admission, connections, sizes, keys."""

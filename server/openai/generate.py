@@ -1,0 +1,449 @@
+"""Paths of other servers than OpenAI's: SGLang's /generate, vLLM's /generate and /inference/v1/generate, and /invocations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+import orjson
+from fastapi import FastAPI
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from headway.core.contract.errors import ConfigError
+from headway.core.sampling.logprobs import Logprob
+from headway.core.sampling.params import SamplingParams
+from headway.core.system.json_text import parse_model
+from headway.core.system.text import shown
+from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
+from headway.server.errors import ApiError, Fields
+from headway.server.middleware import check_id, request_name
+from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.params import completion_params, prompts_of
+from headway.server.openai.reply import Reply
+from headway.server.openai.requests import CompletionRequest, TokenIds
+from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
+from headway.server.service import Service
+from headway.version import __version__
+
+_NAMES: Final = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+}
+"""SGLang's name of a sampling parameter -> OpenAI's or vLLM's."""
+_SAME: Final = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "logit_bias"),
+    *("presence_penalty", "repetition_penalty", "skip_special_tokens"),
+)
+_FORMS: Final = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""SGLang's form of an answer -> the field of structured_outputs."""
+_NOT_READ: Final = ("spaces_between_special_tokens", "no_stop_trim", "stream_interval", "custom_params")
+"""Parameters that are taken at the value which asks for nothing."""
+
+
+class NativeRequest(Fields):
+    """SGLang's body: a text, token ids, or a list of either."""
+
+    text: str | list[str] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    stream: bool = False
+    rid: str | list[str] | None = None
+    """Not read: an answer has an id of the server's own."""
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    """First token of the prompt whose log-probability is told; -1: that of none."""
+    top_logprobs_num: int = Field(default=0, ge=0)
+    return_text_in_logprobs: bool = False
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the answer is a list."""
+        listed = isinstance(self.text, list) or (bool(self.input_ids) and isinstance(self.input_ids[0], list))  # type: ignore[index]
+        return listed or (self.sampling_params.get("n") or 1) > 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are told."""
+        return self.return_logprob and self.logprob_start_len >= 0
+
+    def as_completion(self) -> CompletionRequest:
+        """The request of the same prompts and parameters for /v1/completions.
+
+        :raises ConfigError: no prompt or two, or a parameter that is unknown or cannot be served.
+        """
+        if (self.text is None) == (self.input_ids is None):
+            raise ConfigError("text", "a text or input_ids, and not both", "both" if self.text is not None else "neither")
+        given, forms = dict(self.sampling_params), {}
+        for name, own in _FORMS.items():
+            if (value := given.pop(name, None)) is not None:
+                forms[own] = value
+        fields: dict[str, Any] = {name: given.pop(name) for name in _SAME if name in given}
+        fields |= {own: given.pop(name) for name, own in _NAMES.items() if name in given}
+        for name in _NOT_READ:
+            if given.pop(name, None) and name == "no_stop_trim":
+                fields["include_stop_str_in_output"] = True
+        wrong = next((name for name, value in given.items() if value is not None), None)
+        if wrong is not None:
+            raise ConfigError("sampling_params", f"{', '.join((*_SAME, *_NAMES, *_FORMS))}", shown(wrong))
+        if fields.get("max_tokens", 1) == 0:  # what SGLang's `select` asks for: the prompt's log-probabilities alone
+            fields["max_tokens"] = 1
+        fields.setdefault("max_tokens", 128)
+        logprobs = self.top_logprobs_num if self.return_logprob else None
+        return CompletionRequest(
+            prompt=self.input_ids if self.text is None else self.text,
+            stream=self.stream,
+            logprobs=logprobs,
+            prompt_logprobs=logprobs if self.scores_prompt else None,
+            structured_outputs=forms or None,
+            **fields,
+        )
+
+
+class TokensRequest(Fields):
+    """vLLM's body of token ids, whose answer is token ids: {token_ids, sampling_params}."""
+
+    request_id: str | None = None
+    token_ids: TokenIds
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    model: str | None = None
+    stream: bool = False
+    priority: int = 0
+
+    def as_completion(self) -> CompletionRequest:
+        """The request of the same prompt and parameters for /v1/completions.
+
+        :raises ConfigError: a stream, or a parameter that is unknown.
+        """
+        if self.stream:
+            raise ConfigError("stream", "false, because the tokens come at once on this path", "true", "/v1/completions streams")
+        given = {name: value for name, value in self.sampling_params.items() if value is not None}
+        for name in ("output_kind", "detokenize", "spaces_between_special_tokens"):  # which change no token id
+            given.pop(name, None)
+        wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
+        if wrong is not None:
+            raise ConfigError("sampling_params", "fields of SamplingParams", shown(wrong))
+        return CompletionRequest(prompt=self.token_ids, return_token_ids=True, priority=self.priority, **given)
+
+
+class DemoRequest(Fields):
+    """The body of vLLM's api_server: a text beside the fields of SamplingParams."""
+
+    prompt: str = Field(max_length=10_000_000)
+    stream: bool = False
+
+    def as_completion(self) -> CompletionRequest:
+        """The request of the same prompt and parameters for /v1/completions.
+
+        :raises ConfigError: a field that is no sampling parameter, or cannot be served.
+        """
+        given = dict(self.model_extra or {})
+        if given.pop("use_beam_search", False):
+            raise ConfigError("use_beam_search", "false, because tokens are drawn or chosen one by one", "true")
+        wrong = next((name for name in given if name not in CompletionRequest.model_fields), None)
+        if wrong is not None:
+            hint = "this path takes vLLM's {prompt, stream, n, max_tokens, ...}, or SGLang's {text or input_ids, sampling_params}"
+            raise ConfigError(shown(wrong), "a field of SamplingParams", "another", hint)
+        most = given.pop("max_tokens", SamplingParams().max_tokens)
+        return CompletionRequest(prompt=self.prompt, stream=self.stream, max_tokens=most, **given)
+
+
+_Scored = list[Any]
+"""A token's log-probability, its id, and its text or None."""
+
+
+class NativeAnswer(Answer):
+    """Writes an answer as SGLang does: the whole text so far in every event."""
+
+    prefix = "gen-"
+
+    def __init__(self, asked: NativeRequest, body: CompletionRequest, model: str) -> None:
+        super().__init__(body, model)
+        self._asked = asked
+        self._began = time.perf_counter()
+        self.tells_usage = True  # an event has what came before it, too
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`."""
+        assert used is not None, "tells_usage"
+        place = index % (self.body.n or 1)
+        told = self._told(used[0], used[0].outputs[place], self._id_of(index // (self.body.n or 1)))
+        return event({"index": index, **told} if self._asked.is_list else told)
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        return error.event() + DONE
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        told = [self._told(output, each, self._id_of(number)) for number, output in enumerate(outputs) for each in output.outputs]
+        return orjson.dumps(told if self._asked.is_list else told[0])
+
+    def _id_of(self, number: int) -> str:
+        """The id of a prompt's answer: the caller's, where it gave one."""
+        given = self._asked.rid
+        if isinstance(given, str):
+            return given
+        return given[number] if given and number < len(given) else f"{self.id}-{number}"
+
+    def _told(self, output: RequestOutput, new: CompletionOutput, request_id: str) -> dict[str, Any]:
+        asked, usage = self._asked, (len(output.prompt_token_ids), len(new.token_ids), output.num_cached_tokens)
+        meta: dict[str, Any] = {
+            "id": request_id,
+            "finish_reason": _reason(new),
+            **dict(zip(("prompt_tokens", "completion_tokens", "cached_tokens"), usage, strict=True)),
+            "weight_version": "default",
+            "e2e_latency": time.perf_counter() - self._began,
+        }
+        if asked.return_logprob:
+            pairs = zip(new.logprobs or (), new.token_ids, strict=False)
+            meta["output_token_logprobs"] = [self._scored(place[token], token) for place, token in pairs]
+            meta["input_token_logprobs"] = self._of_prompt(output)
+            if asked.top_logprobs_num:
+                meta["output_top_logprobs"] = [self._top(place) for place in new.logprobs or ()]
+                meta["input_top_logprobs"] = [self._top(place) for place in (output.prompt_logprobs or ())[self._first :]]
+        return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta}
+
+    @property
+    def _first(self) -> int:
+        return max(self._asked.logprob_start_len, 0)
+
+    def _of_prompt(self, output: RequestOutput) -> list[_Scored]:
+        if not self._asked.scores_prompt:
+            return []
+        pairs = list(zip(output.prompt_logprobs or (), output.prompt_token_ids, strict=False))
+        return [self._scored(None if place is None else place[token], token) for place, token in pairs[self._first :]]
+
+    def _top(self, place: LogprobsByToken | None) -> list[_Scored] | None:
+        if place is None:
+            return None
+        likely = sorted(place.items(), key=lambda each: -each[1].logprob)[: self._asked.top_logprobs_num]
+        return [self._scored(each, token) for token, each in likely]
+
+    def _scored(self, found: Logprob | None, token: int) -> _Scored:
+        if found is None:
+            return [None, token, None]
+        return [found.logprob, token, found.decoded_token if self._asked.return_text_in_logprobs else None]
+
+
+def _reason(new: CompletionOutput) -> dict[str, Any] | None:
+    if new.finish_reason is None:
+        return None
+    if new.finish_reason == "length":
+        return {"type": "length", "length": len(new.token_ids)}
+    matched = new.stop_reason if new.stop_reason is not None else (new.token_ids[-1] if new.token_ids else None)
+    return {"type": new.finish_reason, "matched": matched}
+
+
+class TokensAnswer(Answer):
+    """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
+
+    prefix = "generate-tokens-"
+
+    def __init__(self, asked: TokensRequest, body: CompletionRequest, model: str, name: str = "") -> None:
+        """name: see `Answer`."""
+        super().__init__(body, model, asked.request_id or name)
+        self.id = asked.request_id or self.id
+        self._most = body.logprobs
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`; a stream is refused before."""
+        return b""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        choices = [
+            {
+                "index": each.index,
+                "token_ids": each.token_ids,
+                "finish_reason": each.finish_reason,
+                "logprobs": self._logprobs(each),
+            }
+            for each in outputs[0].outputs
+        ]
+        told = {"request_id": self.id, "choices": choices, **prompt_logprobs(self.body, outputs[0])}
+        return orjson.dumps(told)
+
+    def _logprobs(self, new: CompletionOutput) -> dict[str, Any] | None:
+        if self._most is None:
+            return None
+        return completion_logprobs(new.logprobs or [], new.token_ids, 0, self._most, True, "token_id:{}".format)[0]
+
+
+class DemoAnswer(Answer):
+    """Writes an answer as vLLM's api_server does: prompt and completion as one text, and in a stream a line for each state."""
+
+    prefix = "gen-"
+
+    def __init__(self, body: CompletionRequest, model: str) -> None:
+        super().__init__(body, model)
+        self.tells_usage = True
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`."""
+        assert used is not None, "tells_usage"
+        return orjson.dumps({"text": _texts(used[0])}) + b"\n"
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        return orjson.dumps(error.body) + b"\n"
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """See `Answer`."""
+        return orjson.dumps({"text": _texts(outputs[0])})
+
+
+def _texts(output: RequestOutput) -> list[str]:
+    return [f"{output.prompt or ''}{each.text}" for each in output.outputs]
+
+
+POOLING: Final = (*("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"),)
+"""Paths that a server of a model which embeds or scores has."""
+TOKENS: Final = "/inference/v1/generate"
+BEYOND_TEXT: Final = ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech", "/v1/images/generations")
+_PROBE: Final = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+class GenerateRoutes:
+    """The routes of SGLang's server and of vLLM's small one, over the same engine; and SageMaker's one path for all bodies."""
+
+    def __init__(self, service: Service, posts: dict[str, Endpoint]) -> None:
+        """posts: the paths of OpenAI's API, which /invocations passes requests on to."""
+        self._service = service
+        self._llm = service.llm
+        self._posts = posts
+
+    @property
+    def direct(self) -> dict[str, Endpoint]:
+        """The paths whose first token a client waits for; see `DirectMiddleware`."""
+        return {"/generate": self.generate, TOKENS: self.tokens, "/invocations": self.invocations}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
+        schemas = [each.model_json_schema() for each in (NativeRequest, DemoRequest)]
+        body = {"content": {"application/json": {"schema": {"anyOf": schemas}}}, "required": True}
+        app.add_api_route("/generate", endpoint(self.generate), methods=["POST"], openapi_extra={"requestBody": body})
+        add_posts(app, (TOKENS, self.tokens, TokensRequest))
+        app.add_api_route("/invocations", endpoint(self.invocations), methods=["POST"])
+        for path, told in (
+            ("/get_model_info", self.model_info),
+            ("/model_info", self.model_info),
+            ("/get_server_info", self.server_info),
+            ("/server_info", self.server_info),
+            ("/health_generate", self.health_generate),
+        ):
+            app.add_api_route(path, endpoint(told), methods=["GET"])
+        app.add_api_route("/flush_cache", endpoint(self.flush_cache), methods=["GET", "POST"])
+        for path in POOLING:
+            app.add_api_route(path, endpoint(self.pools_not), methods=["POST"])
+        for path in BEYOND_TEXT:
+            app.add_api_route(path, endpoint(self.reads_text_alone), methods=["POST"])
+
+    async def generate(self, request: Request) -> Response:
+        """Continue prompts: SGLang's body with `text` or `input_ids`, or vLLM's with `prompt`."""
+        self._service.check_room()
+        text, name = await read_text(request, self._service.options), self._service.names[0]
+        if "prompt" in fields_of(text):
+            demo = parse_model(text, DemoRequest)
+            body = demo.as_completion()
+            return Reply(self._service, DemoAnswer(body, name), partial(self._prepare, body))
+        asked = parse_model(text, NativeRequest)
+        for each in [asked.rid] if isinstance(asked.rid, str) else asked.rid or ():
+            check_id("rid", each, "rid")
+        body = asked.as_completion()
+        return Reply(self._service, NativeAnswer(asked, body, name), partial(self._prepare, body), asked.unknown())
+
+    async def tokens(self, request: Request) -> Response:
+        """Continue token ids by token ids."""
+        self._service.check_room()
+        asked = await self._service.read(request, TokensRequest)
+        body = asked.as_completion()
+        answer = TokensAnswer(asked, body, self._service.names[0], request_name(request, asked.request_id))
+        return Reply(self._service, answer, partial(self._prepare, body), asked.unknown())
+
+    async def _prepare(self, body: CompletionRequest) -> Any:
+        params = completion_params(body, self._service.params_maker)
+        return await self._llm.check(prompts_of(body), params, priority=body.priority)
+
+    async def invocations(self, request: Request) -> Response:
+        """Answer whatever path the body is for: a chat where it has messages, else a completion."""
+        text = await read_text(request, self._service.options)
+        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None
+        if path is None:
+            raise ApiError(400, "this path: needs messages or a prompt, got neither", code="unknown_body")
+
+        async def receive() -> Any:
+            return unread.pop() if unread else await request.receive()
+
+        return await self._posts[path](Request(request.scope, receive))
+
+    async def model_info(self) -> Response:
+        """Tell of the model what SGLang's frontend asks for."""
+        name = self._llm.model.name
+        return _json(
+            {
+                "model_path": name,
+                "tokenizer_path": name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "served_model_name": self._service.names[0],
+                "max_context_length": self._llm.facts.limits.max_model_len,
+            }
+        )
+
+    async def server_info(self) -> Response:
+        """Tell of the engine what SGLang's benchmark asks for."""
+        facts = self._llm.facts
+        tokens = facts.block_size * facts.num_blocks
+        told = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
+        limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
+        return _json({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
+
+    async def health_generate(self) -> Response:
+        """Answer 200 when the engine has written a token."""
+        await self._llm.check_health(self._service.options.step_timeout)
+        self._service.check_room()
+        async for _ in self._llm.generate([0], _PROBE):
+            pass
+        return Response()
+
+    async def pools_not(self) -> Response:
+        """Refuse: the model generates text."""
+        got = f"{self._llm.model.name}, which generates text (headway serve --runner pooling makes vectors of a decoder's states)"
+        raise ApiError(404, f"this path: needs a model that embeds or scores, got {got}", code="wrong_model")
+
+    async def reads_text_alone(self) -> Response:
+        """Refuse: there are models of text alone."""
+        raise ApiError(404, f"this path: needs another kind of model, got {self._llm.model.name}, which reads texts alone")
+
+    async def flush_cache(self) -> Response:
+        """Forget the prompts that the cache holds."""
+        self._service.check_operator()
+        await self._llm.reset_prefix_cache()
+        return PlainTextResponse("Cache flushed.\n")
+
+
+def _json(data: object) -> Response:
+    return Response(orjson.dumps(data), media_type="application/json")

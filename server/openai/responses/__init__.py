@@ -1,1 +1,0 @@
-"""/v1/responses: OpenAI's API of responses over chats."""

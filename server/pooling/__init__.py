@@ -1,1 +1,0 @@
-"""The server of a pooling model."""
