@@ -19,7 +19,7 @@ from headway.bench.diff.report import to_png as diff_to_png
 from headway.bench.diff.results import DiffReport
 from headway.bench.generate.results import KernelPeersFile, PeersFile
 from headway.bench.kernel.results import KernelReport
-from headway.bench.studies.ranks.results import RanksReport
+from headway.bench.studies.ranks_report import RanksReport
 from headway.core.system.json_files import write_bytes
 from headway.kernels.all_reduce.one_shot import CAPACITY
 from headway.tuning.table.files import read_table

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from headway.bench.studies.priors.measure import PriorsStudy
-from headway.bench.studies.priors.results import PriorsReport
-from headway.bench.studies.priors.ship import ship
+from headway.bench.studies.ship_priors import ship
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import Phase
 from headway.core.system.json_files import write_json
@@ -20,9 +16,9 @@ from headway.tuning.table.convert import to_costs
 from headway.tuning.table.files import read_table
 from headway.tuning.table.priors import find_prior
 from headway.tuning.table.schema import PriorRecord
-from tables import QUICK, a_cell, a_device, a_table
+from tables import a_cell, a_device, a_table
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 COMMIT = Origin(version="1.0", commit="0123456789ab")
 
 
@@ -69,25 +65,3 @@ def test_a_table_that_nobody_can_vouch_for_does_not_ship(tmp_path: Path, changes
     path.write_text('{"schema": "another/1"}')
     with pytest.raises(ConfigError, match="another/1"):
         ship(path, tmp_path / "priors")
-
-
-@pytest.mark.slow
-def test_the_study_writes_each_file_and_says_what_it_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_AUTOTUNE_BUDGET", "3")
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    study = PriorsStudy.begin(torch.device("cpu"), tmp_path / "out", ["4/2/32"], 10.0, 2, [1, 2])
-    study.turns = QUICK
-    study.run(None)
-    out = tmp_path / "out"
-    report = PriorsReport.read(out / "priors.json")
-    assert [layer.geometry for layer in report.layers] == ["4/2/32"]
-    for layer in report.layers:
-        assert layer.prior == "of this run"
-        assert layer.losses.keys() == {"full", "first start"}
-        name = layer.geometry.replace("/", "-")
-        for kind in ("crossover", "first-start", "regret", "regret-first-start"):
-            assert json.loads((out / f"{kind}-{name}.json").read_text())
-    assert not (tmp_path / "cache" / "crossover").exists(), "a study leaves what is kept for this machine alone"
-    late = PriorsStudy.begin(torch.device("cpu"), tmp_path / "late", ["4/2/32"], 0.0, 2, [1])
-    late.run(None)
-    assert PriorsReport.read(tmp_path / "late" / "priors.json").skipped == ["layer 4/2/32"]

@@ -1,21 +1,30 @@
-"""What `headway plan` expects of several GPUs of a kind: written down before, by the same workloads that are measured."""
+"""`python -m headway.bench.studies.ranks predict|report`: several GPUs as `headway plan` expects them, and as they were measured.
+
+predict writes down what `headway plan` expects of a kind of GPU, and needs none; report puts the files of one folder side by side.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
 
+import torch
+import typer
 from rich import box
 from rich.table import Table
 
+from headway.bench.studies.command import run_study
 from headway.bench.studies.plan.points import MeasuredPoint
 from headway.bench.studies.plan.predict import latencies
-from headway.bench.studies.ranks.results import PlannedRun, RanksPrediction
+from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, print_report, report_of
+from headway.core.contract.errors import ConfigError
+from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin, command_line
 from headway.core.system.terminal import Terminal
-from headway.plan.devices import gpu_kind
+from headway.plan.devices import GPU_KINDS, gpu_kind
 from headway.plan.utilisation import H200
 
 LENGTHS: Final = (512, 512)
@@ -91,3 +100,42 @@ def print_prediction(prediction: RanksPrediction, console: Terminal) -> None:
         figures = f"{run.tokens_per_second:,.0f}", f"{run.first_token_ms:.1f}", f"{run.per_token_ms:.2f}"
         table.add_row(run.model, run.weights, str(run.ranks), work, *figures)
     console.print(table)
+
+
+def _kind_here() -> str:
+    """The kind of GPU that is here, by the name that `headway plan` has for it."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    found = next((kind.name for kind in GPU_KINDS.values() if kind.title == name), None)
+    if found is None:
+        raise ConfigError("--gpu", f"one of {', '.join(GPU_KINDS)} where the GPU that is here is none of them", name)
+    return found
+
+
+def ranks(
+    what: Annotated[str, typer.Argument(help="predict or report.")],
+    folder: Annotated[Path | None, typer.Argument(help="Of the files to report on.")] = None,
+    size: Annotated[int, typer.Option("--ranks", min=2, help="Ranks.")] = 2,
+    gpu: Annotated[
+        str | None, typer.Option(help="To predict: a kind of GPU that `headway plan` knows. Default: that which is here.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Predict, or report."""
+    console = Terminal(width=120, highlight=False)
+    if what == "predict":
+        prediction = predict_runs(gpu or _kind_here(), size)
+        print_prediction(prediction, console)
+        if output is not None:
+            write_json(prediction, output)
+    elif what == "report":
+        if folder is None:
+            raise ConfigError("report", "the folder of the files", "none")
+        report = report_of(folder)
+        print_report(report, console)
+        write_json(report, output or folder / "ranks.json")
+    else:
+        raise ConfigError("WHAT", "predict or report", repr(what))
+
+
+if __name__ == "__main__":
+    run_study(ranks)

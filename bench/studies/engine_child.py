@@ -1,4 +1,4 @@
-"""Another engine in a process of its own: `python -m headway.bench.studies.engines.child`, started by run.py beside it.
+"""Another engine in a process of its own: `python -m headway.bench.studies.engine_child`, started by engines.py beside it.
 
 Reads one request and answers with events, as headway.bench.crossover.worker does.
 """

@@ -12,7 +12,7 @@ import torch
 
 from headway.bench.generate.results import PeersFile
 from headway.bench.generate.workloads import RandomTokens
-from headway.bench.studies.engines.run import PeerOptions, run_peer
+from headway.bench.studies.engines import PeerOptions, run_peer
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.system.json_files import write_json
 from sandbox import save_tiny_model
@@ -42,7 +42,7 @@ def test_a_peer_that_is_not_installed_is_refused_with_what_to_do() -> None:
 
 
 def test_an_unknown_engine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="vllm or nano-vllm or transformers, got 'tgi'"):
+    with pytest.raises(ConfigError, match="vllm or nano-vllm or transformers or llama.cpp, got 'tgi'"):
         run_peer(PeerOptions("tgi"), [RandomTokens(1, 4, 2)], CPU)
 
 

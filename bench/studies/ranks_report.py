@@ -1,4 +1,4 @@
-"""The files of one folder side by side: several GPUs beside one, beside vLLM, and beside what was predicted before."""
+"""The result files of several GPUs: predictions made before, and the files of one folder side by side."""
 
 from __future__ import annotations
 
@@ -6,21 +6,99 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field
 from rich import box
 from rich.table import Table
 
 from headway.bench.generate.results import OfflineCell, OfflineReport, PeersFile
-from headway.bench.studies.ranks.results import PlannedRun, RanksPrediction, RanksReport, RanksRow
 from headway.core.contract.errors import ConfigError
-from headway.core.system.json_files import read_json
+from headway.core.system.json_files import ResultFile, read_json
+from headway.core.system.provenance import Origin
 from headway.core.system.terminal import Terminal
 from headway.tuning.measure.all_reduce import SCHEMA, AllReduceFile
 
 _NAME: Final = re.compile(r"throughput-(.+)-tp(\d+)\.json")
 SMALLEST_SUM: Final = 8192
 """Bytes of the smallest tensor whose sum is reported: that of one token of a model of 4,096 in half precision."""
+
+
+class PlannedRun(BaseModel):
+    """One workload on so many GPUs as `headway plan` predicts it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    weights: str
+    """A format of `headway plan`: model, or fp8."""
+    ranks: int
+    batch: int
+    input_len: int
+    output_len: int
+    tokens_per_second: float
+    """Output tokens over the time from the first request to the last token."""
+    first_token_ms: float
+    """Mean over the requests; likewise the next."""
+    per_token_ms: float
+
+
+class RanksPrediction(ResultFile):
+    """Predictions for GPUs of one kind, made before anything was measured on them."""
+
+    schema_: Literal["headway.ranks-prediction/1"] = Field(default="headway.ranks-prediction/1", alias="schema")
+    command: str
+    origin: Origin | None = None
+    date: str
+    gpu: str
+    """The driver's name of the kind of GPU."""
+    runs: list[PlannedRun]
+    sum_bytes: list[int]
+    """Bytes of tensors that ranks sum."""
+    sum_us: dict[str, list[float]]
+    """Ranks -> microseconds at each of them, as the predictions take them from tables that others measured."""
+
+
+class RanksRow(BaseModel):
+    """One workload on several GPUs beside one, beside vLLM on as many, and beside its prediction."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    work: str
+    ranks: int
+    tokens_per_second: float
+    one: float | None = None
+    """The same on one GPU; None where it was not measured there."""
+    speedup: float | None = None
+    """`tokens_per_second` over `one`."""
+    vllm: float | None = None
+    """vLLM's output tokens per second on as many GPUs."""
+    ratio: float | None = None
+    """`tokens_per_second` over `vllm`."""
+    planned: float | None = None
+    """The prediction; None where none was made before."""
+    off: float | None = None
+    """The prediction over what was measured, less 1, in per cent."""
+    planned_one: float | None = None
+    """The same of one GPU; likewise the next."""
+    off_one: float | None = None
+
+
+class RanksReport(ResultFile):
+    """What the files of one folder say of several GPUs."""
+
+    schema_: Literal["headway.ranks/1"] = Field(default="headway.ranks/1", alias="schema")
+    date: str
+    """Date of the newest of the files."""
+    device: str
+    origin: Origin | None = None
+    """The code that made that file."""
+    rows: list[RanksRow]
+    median_off: float | None
+    """Median size of all errors of predictions, in per cent; None where there is none."""
+    sums: dict[str, list[float | None]]
+    """Way -> microseconds of a sum for each of sum_bytes, as they were measured in CUDA graphs."""
+    sum_bytes: list[int]
 
 
 class _Measured(NamedTuple):

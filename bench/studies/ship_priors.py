@@ -1,14 +1,19 @@
-"""Measured files as those that ship: what a lookup needs, to four digits, a cell a line."""
+"""`python -m headway.bench.studies.ship_priors FILES`: measured files as those that ship with Headway.
+
+They hold what a lookup needs, to four digits, a cell a line. A commit then holds them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from pydantic import BaseModel
 
+from headway.bench.studies.command import run_study
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import read_json, write_bytes
 from headway.tuning.measure import experts, products
@@ -83,6 +88,15 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def ship_all(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Write several files as those that ship."""
-    return [ship(path, folder) for path in paths]
+def ship_priors(
+    files: Annotated[list[Path], typer.Argument(help="Whole tables of level kernel, and kept times of products or experts.")],
+    folder: Annotated[Path, typer.Option("--to", help="The package's folder.")] = Path("tuning/priors"),
+) -> None:
+    """Write measured files as those that ship with Headway."""
+    for path in files:
+        shipped = ship(path, folder)
+        print(f"{shipped}: {shipped.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    run_study(ship_priors)
