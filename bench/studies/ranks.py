@@ -1,6 +1,6 @@
 """`python -m headway.bench.studies.ranks predict|report`: several GPUs as `headway plan` expects them, and as they were measured.
 
-predict writes down what `headway plan` expects of a kind of GPU, and needs none; report puts the files of one folder side by side.
+predict writes down what `headway plan` expects of a kind of GPU, and needs none; report puts files of one folder side by side.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from rich import box
 from rich.table import Table
 
 from headway.bench.studies.command import run_study
-from headway.bench.studies.plan.points import MeasuredPoint
-from headway.bench.studies.plan.predict import latencies
+from headway.bench.studies.plan_points import MeasuredPoint, latencies
 from headway.bench.studies.ranks_report import PlannedRun, RanksPrediction, print_report, report_of
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json

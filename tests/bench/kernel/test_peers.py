@@ -17,8 +17,7 @@ from headway.bench import kernel
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.bench.studies.command import run_study
-from headway.bench.studies.kernel_peers.__main__ import main, peers_of
-from headway.bench.studies.kernel_peers.libraries import all_peers, page_lists
+from headway.bench.studies.kernel_peers import all_peers, main, page_lists, peers_of
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
@@ -72,7 +71,7 @@ def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
 def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPatch, phase: str, case: str) -> None:
     fake = FlashAttn3()
     found = Library("a stand-in", Path("/nowhere"), Operators.of(fake.namespace))
-    monkeypatch.setattr("headway.bench.studies.kernel_peers.flash_attn_3.find_library", lambda: (found, YES))
+    monkeypatch.setattr("headway.bench.studies.kernel_peers.find_library", lambda: (found, YES))
     peer = next(peer for peer in all_peers() if peer.name == "flash_attn_3.bare")
     assert peer.available(torch.device("cuda"))
     assert peer.version == "a stand-in"

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.studies.plan.points import measured_points, weight_points
-from headway.bench.studies.plan.predict import arrivals, errors, halves, kernel_cells, kernel_errors, predict, simulate
+from headway.bench.studies.plan_points import (
+    arrivals,
+    errors,
+    halves,
+    kernel_cells,
+    kernel_errors,
+    measured_points,
+    predict,
+    simulate,
+    weight_points,
+)
 from headway.plan.utilisation import H200
 
 POINTS = measured_points()

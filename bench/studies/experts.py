@@ -1,22 +1,27 @@
-"""`python -m headway.bench.studies.experts`: a layer of experts alone, beside other libraries'."""
+"""`python -m headway.bench.studies.experts`: a layer of experts alone, beside other libraries' layers."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from headway.bench.studies.command import run_study
+from headway.bench.studies.experts_layer import ExpertsCell, ExpertsReport, parse_shape, run_experts_bench
 from headway.cli.options import dtype_of, sizes_of
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.spec import DTYPES
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import command_line
 from headway.core.system.terminal import Terminal
-
-if TYPE_CHECKING:
-    from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
+from headway.tuning.measure.device import resolve_device
+from headway.tuning.measure.timing import Timer
 
 _FILE_WIDTH = 160
 """Columns of the table where no terminal says how many it has."""
@@ -37,20 +42,9 @@ def experts(
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Time a layer of experts, each answer checked against float32 first, beside the bare libraries."""
-    import torch
-
-    from headway.core.contract.errors import ConfigError
-    from headway.core.contract.spec import DTYPES
-    from headway.core.system.json_files import write_json
-    from headway.core.system.provenance import command_line
-    from headway.tuning.measure.device import resolve_device
-    from headway.tuning.measure.timing import Timer
-
     place = resolve_device(device)
     if place.type != "cuda":
         raise ConfigError("headway.bench.studies.experts", "a GPU", place.type)
-    from headway.bench.studies.experts.run import parse_shape, run_experts_bench
-
     shapes = [parse_shape(text) for text in shape or ["qwen3-30b-a3b"]]
     console = Terminal(stderr=True)
     with torch.inference_mode(), console.status("experts") as status:

@@ -1,4 +1,4 @@
-"""Attention libraries called bare: what `headway bench kernel`'s figures are held against in the same run.
+"""`python -m headway.bench.studies.kernel_peers`: `headway bench kernel` beside other libraries, called bare in the same run.
 
 Each peer imports its library only when it is asked, and finds out whether it is there by importing the function it needs: a
 package without its compiled part still lists as installed, and another package may own part of its folder (flash_attn.cute).
@@ -7,18 +7,90 @@ Decode reads an `nhd` cache at the peer's own block size; prefill is dense, over
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
+from headway.backends.flash_attn_3.library import find_library
 from headway.bench.kernel.contenders import Call, KernelPeer
-from headway.bench.studies.kernel_peers.flash_attn_3 import FlashAttn3
+from headway.bench.studies.command import run_study
+from headway.cli.measure.bench_kernel import measure_kernels, with_plugins
+from headway.cli.options import names_of
+from headway.core.contract.errors import ConfigError
 from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.support import Support
 from headway.core.oracle.cases import Case
+from headway.core.system.provenance import command_line
 from headway.tuning.measure.workloads import PhaseName
+
+if TYPE_CHECKING:
+    from headway.bench.kernel.run import KernelOptions
+
+
+class FlashAttn3(KernelPeer):
+    """One `fwd` for all phases, over blocks of 128 where there is a context; the library splits, and plans that in the call."""
+
+    name, distribution, package, block_size, uniform_query_len = "flash_attn_3.bare", "flash-attn-3", "flash_attn_3", 128, 8
+    extends = True
+
+    @property
+    def version(self) -> str:
+        """The package that brought the library, which has no version of its own."""
+        library = find_library()[0]
+        return library.home if library is not None else ""
+
+    def available(self, device: torch.device) -> Support:
+        """Whether the backend finds a library that works; nothing is on a CPU."""
+        if device.type != "cuda":
+            return Support.no("device", "cuda", device.type)
+        return find_library()[1]
+
+    def probe(self) -> None:
+        """Nothing more than `available`."""
+
+    def decode(self, case: Case) -> Call:
+        """Paged."""
+        return self._paged(case)
+
+    def prefill(self, case: Case) -> Call:
+        """Dense varlen, or paged where there is a context."""
+        if case.metadata.kv_lens != case.metadata.query_lens:
+            return self._paged(case)
+        starts, longest = case.metadata.query_start_loc, case.metadata.max_query_len
+        return _call_flash_attn_3(case, k=case.k, v=case.v, cu_seqlens_k=starts, max_seqlen_k=longest)
+
+    def _paged(self, case: Case) -> Call:
+        step = case.metadata
+        keys = {"seqused_k": step.seq_lens, "page_table": step.block_table, "max_seqlen_k": step.max_seq_len}
+        return _call_flash_attn_3(case, k=case.cache.key, v=case.cache.value, **keys)
+
+
+def _call_flash_attn_3(case: Case, **keys: Any) -> Call:
+    library = find_library()[0]
+    assert library is not None, "asked for where it is not available"
+    forward, step = library.operators.forward, case.metadata
+    arguments = forward.arguments(
+        q=case.q,
+        out=torch.empty_like(case.q),
+        cu_seqlens_q=step.query_start_loc,
+        max_seqlen_q=step.max_query_len,
+        softmax_scale=case.spec.scale,
+        is_causal=True,
+        **keys,
+    )
+
+    def call() -> Tensor:
+        out: Tensor = forward.call(*arguments)[0]
+        return out
+
+    return call
+
 
 FLASHINFER_WORKSPACE_BYTES = 256 * 2**20
 
@@ -234,3 +306,29 @@ def _workspace(case: Case) -> Tensor:
 
 def _first(answer: Tensor | tuple[Tensor, ...]) -> Tensor:
     return answer[0] if isinstance(answer, tuple) else answer
+
+
+def peers_of(phase: str, names: Sequence[str] | None) -> list[KernelPeer]:
+    """Peers of a phase by name; None: all of them, installed or not.
+
+    :raises ConfigError: a name that no peer of the phase has.
+    """
+    known = {peer.name: peer for peer in all_peers() if phase in peer.phases}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(f"peers for {phase}", " or ".join(known), ", ".join(map(repr, unknown)))
+    return [known[name] for name in names] if names is not None else list(known.values())
+
+
+def measure(options: KernelOptions, plugin: Sequence[str] | None, only_peers: str | None) -> None:
+    """Time attention kernels, each checked against float64 first, beside the bare libraries."""
+    peers = peers_of(options.phase, names_of(only_peers))
+    command = command_line("python", "-m", "headway.bench.studies.kernel_peers")
+    measure_kernels(replace(options, peers=peers, command=command), plugin)
+
+
+ONLY_PEERS = Annotated[str | None, typer.Option(help="Only these libraries' kernels, comma-separated. Default: all.")]
+main = with_plugins(measure, only_peers=(ONLY_PEERS, None))
+
+if __name__ == "__main__":
+    run_study(main)
