@@ -34,6 +34,7 @@ from headway.kernels.step.operations import Norm
 from headway.models.checkpoints.formats.rounding import float4, float8, int4, int8
 from headway.tuning.measure.device import describe_device
 from headway.tuning.measure.experts import choose_experts
+from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.timing import Timer
 from headway.tuning.table.identity import DeviceInfo
 
@@ -380,8 +381,8 @@ class RandomLayer:
                 error = self._error(call(), routed)
                 if not error < TOLERANCE:
                     return cell.model_copy(update={"relative_error": error, "reason": "wrong answer"})
-                us = timer.time(_captured(call), kind.device).median_us
-                whole = None if layer is None else timer.time(_captured(layer), kind.device).median_us
+                us = timer.time(_replayed(call), kind.device).median_us
+                whole = None if layer is None else timer.time(_replayed(layer), kind.device).median_us
             except Exception as raised:  # a library's failure is its result
                 return cell.model_copy(update={"reason": " ".join(f"{type(raised).__name__}: {raised}".split())[:300]})
             shares = {"bytes_share": floor_bytes / us, "operations_share": floor_operations / us}
@@ -427,15 +428,10 @@ def _bytes(*weights: Tensor | QuantizedWeight) -> int:
     return sum(each.nbytes if isinstance(each, Tensor) else num_bytes(each) for each in weights)
 
 
-def _captured(call: Callable[[], object]) -> Callable[[], None]:
-    """A CUDA graph of a call."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # compile, and let libraries set themselves up
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+def _replayed(call: Callable[[], object]) -> Callable[[], None]:
+    """What replays a call's CUDA graph."""
+
+    def run() -> None:
         call()
-    return graph.replay
+
+    return captured(run).replay

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.bench.kernel.state_report import step_bytes
+from headway.bench.kernel.report import step_bytes
 from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
 from headway.core.system.json_files import write_json
 from headway.models.families.layer_specs import read_layer_specs

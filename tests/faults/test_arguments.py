@@ -12,7 +12,7 @@ import torch
 from headway import __main__ as entry
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.regret import RegretReport
-from headway.bench.crossover.view import view
+from headway.bench.crossover.report import view
 from headway.bench.generate.workloads import parse_sizes
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
