@@ -78,6 +78,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
     headway: Headway, model: str, twin: str, tmp_path: Path
 ) -> None:

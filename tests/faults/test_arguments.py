@@ -97,6 +97,7 @@ def test_what_a_server_opens_later_is_checked_before_its_model_is_loaded(
     assert (code, words in said) == (2, True), said
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_invalid_number_or_address_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -164,6 +164,7 @@ def assert_guessed(made: type[PlainBackend], changes: dict[str, Any], words: str
     assert words in result.guess, result
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
@@ -334,6 +335,7 @@ class LosesElements(PlainBackend):
         return keys, torch.cat([values[..., :24], torch.zeros_like(values[..., 24:])], -1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [
@@ -422,6 +424,7 @@ def test_a_mistake_in_log_sums_is_named(of: Any, changes: dict[str, Any], words:
 MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
 
 
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -446,6 +449,7 @@ def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch:
     assert "; in exactly those of a single token" in guess
 
 
+@pytest.mark.sampled(4, 1)
 @pytest.mark.parametrize(
     ("made", "changes", "words"),
     [

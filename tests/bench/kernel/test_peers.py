@@ -35,6 +35,7 @@ def test_a_peer_that_does_not_exist_is_refused_with_the_names_of_those_that_do()
     assert "xformers.splitk" not in {peer.name for peer in peers_of("prefill", None)}
 
 
+@pytest.mark.slow
 def test_the_study_s_command_takes_the_kernel_command_s_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,6 +117,7 @@ def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
     assert "extend" in str(flash.supports(cell_of("prefill", "1q7s20", **half)))
 
 
+@pytest.mark.slow
 def test_a_peer_stands_beside_backends_in_one_run(registry: Registry) -> None:
     class Plain(KernelPeer):
         """What a library would be: the reference, unplanned."""

@@ -47,6 +47,7 @@ def test_both_halves_are_as_far_off_as_the_page_says() -> None:
         assert found.worst < 0.25
 
 
+@pytest.mark.slow
 def test_weights_in_other_formats_are_as_far_off_as_the_page_says() -> None:
     points = weight_points()
     assert {point.weights for point in points} == {"model", "fp8", "int4", "mxfp4"}
