@@ -2,13 +2,13 @@
 # Measures on one GPU what docs/benchmarks.md shows: bench/reproduce.sh FOLDER PART...
 # A copy of the sources without .git names its commit by HEADWAY_COMMIT; every result file holds it.
 #
-# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, requests, servers, states,
-# weights, traces, priors; about 10, 6, 20, 25, 10, 6, 8, 12, 8, 20, 5 and 9 minutes on an H200 (of kernels, decode-heldout takes most); parts may run side by side, each on a GPU of its own
-# (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway` (HEADWAY="python3 -P -m headway"),
-# PYTHON that of the tests.
-# Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-check, ranks-sums, ranks-8b,
-# ranks-experts, ranks-70b, ranks-vllm and ranks-tests (which ranks leaves out), each a run of its own: about 300, 45, 110, 150, 150, 400 and 120
-# seconds, as far as can be told before they have run; CHECK_SECONDS (150) bounds the families of ranks-check.
+# FOLDER: where the JSON files go, such as bench/results/h200. PART: tests, engine, crossover, kernels, peers, conformance, adapter, states,
+# weights, traces, priors; about 10, 6, 20, 25, 10, 6, 2, 6, 20, 5 and 12 minutes on an H200 (of kernels, decode-heldout takes most); parts may run
+# side by side, each on a GPU of its own (CUDA_VISIBLE_DEVICES), crossover before engine. HEADWAY names the command if it is not `headway`
+# (HEADWAY="python3 -P -m headway"), PYTHON that of the tests.
+# Several GPUs, RANKS of them (2), in a folder such as bench/results/h200x2: ranks, or one after the other ranks-sums, ranks-8b, ranks-experts,
+# ranks-70b, ranks-vllm and ranks-tests (which ranks leaves out), each a run of its own: about 45, 110, 150, 150, 400 and 120 seconds, as far as
+# can be told before they have run.
 # A part that fails is reported and does not stop the others.
 set -u
 [ $# -ge 2 ] || { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -107,9 +107,7 @@ conformance() {  # every backend at once: most of the time goes into compiling k
     done
 }
 
-requests() {  # what parameters cost, what guesses and the host's memory gain; the adapter beside the native decoder
-    study requests requests --output "$out/requests.json"
-    study requests-8b requests second-turn overload --model llama-3-8b --output "$out/requests-8b.json"
+adapter() {  # transformers' code through the adapter beside the native decoder
     for way in headway transformers; do
         run adapter-$way bench throughput --model qwen3-0.6b --load-format dummy --dtype bfloat16 --model-impl $way --max-model-len 4096 \
             --batch-size 64 --input-len 512 --output-len 512 --output "$out/adapter-$way.json"
@@ -133,25 +131,8 @@ peers() {  # whichever is installed; one that is not says so
     run wide bench throughput $wide --batch-size 320,512 --input-len 256 --output-len 256 --repeat 2 --output "$out/throughput-wide.json"
 }
 
-servers() {  # MODEL_FOLDER: a config.json such as models/shapes/qwen3-0.6b's and a tokenizer of its vocabulary; vLLM where it is installed
-    model=${MODEL_FOLDER:?a folder with config.json and a tokenizer}
-    compare="$PYTHON -P -m headway.bench.studies.servers.compare --vocab-size 100000"
-    ours="$HEADWAY serve $model --load-format dummy --port {port}"
-    $compare --at-once 16 --passes 6 --rate 23.6,23.6 --mix 512/512 --warmup 16 --server "http=$ours --max-model-len 8192" \
-        --server "no-http=in-process {\"model\": \"$model\", \"load_format\": \"dummy\", \"max_model_len\": 8192}" \
-        --output "$out/server-first-token.json" || failed="$failed first-token"
-    long="$ours --max-model-len 16384 --attn-backend"
-    $compare --at-once 220 --passes 1 --rate 0.8x,0.87x,0.94x --seconds 8 --mix 128/128:10,12288/128:1 --goodput ttft:500,tpot:8 --warmup 44 \
-        --server "auto=$long auto" --server "triton=$long triton" --server "flash_attn_3=$long flash_attn_3" \
-        --output "$out/server-limits.json" || failed="$failed limits"
-    vllm="$PYTHON -m vllm.entrypoints.openai.api_server --model $model --load-format dummy --dtype bfloat16 --max-model-len 8192"
-    $compare --at-once 256 --rate 0.5x,0.9x --seconds 12 --mix 512/128 --server "vllm=$vllm --gpu-memory-utilization 0.85 --port {port}" \
-        --server "headway=$ours --max-model-len 8192" --output "$out/server-vllm.json" || failed="$failed vllm"
-}
-
-states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 experts, with random weights, and its second turns; vLLM's beside it
-    study states states --output "$out/states.json"
-    study states-bf16 states --state-dtype bfloat16 --output "$out/states-bf16.json"
+states() {  # layers with a state alone; a Qwen3-Next cut to 12 layers of 128 experts, with random weights, and vLLM's beside it
+    run states bench kernel --states --model qwen3-next-80b-a3b --output "$out/kernel-states.json"
     cut=$(mktemp -d)/qwen3-next-12
     $PYTHON -P - "$cut" <<-'end' || { failed="$failed states-cut"; return; }
 	import json, pathlib, sys
@@ -162,7 +143,6 @@ states() {  # a layer with a state alone; a Qwen3-Next cut to 12 layers of 128 e
 	end
     run hybrid bench throughput --model "$cut" --load-format dummy --max-model-len 8192 --batch-size 1,16,64 --input-len 512 --output-len 512 \
         --repeat 2 --autotune-budget 10 --output "$out/hybrid-512.json"
-    study hybrid-turns hybrid_engine "$cut" --output "$out/hybrid-turns.json"
     $PYTHON -P -m headway.bench.studies.engines vllm --model "$cut" --repeat 2 --batch-size 1,16,64 --input-len 512 \
         --output "$out/hybrid-vllm-512.json" || failed="$failed hybrid-vllm"
 }
@@ -196,9 +176,14 @@ traces() {  # the kernels of a decode step by the time they take, and the pauses
     done
 }
 
-priors() {  # tables that may ship, and what auto loses by those that do; run again, it goes on with tables that its time did not complete
-    study priors priors measure --output "$out/priors"
-    # then, in a checkout: python3 -P -m headway.bench.studies.priors ship "$out"/priors/crossover-*.json
+priors() {  # whole tables that may ship, and what auto loses by them; run again, it goes on with tables that its time did not complete
+    mkdir -p "$out/priors"
+    for geometry in 32/8/128 16/8/128 64/8/128 40/8/128; do  # Llama 3 8B; Qwen3 0.6B and 1.7B; Llama 3 70B; Qwen3 14B
+        name=$(echo $geometry | tr / -)
+        run "table-$name" bench crossover --geometry $geometry --budget 170s --resume --output "$out/priors/crossover-$name.json"
+        run "regret-$name" table regret "$out/priors/crossover-$name.json" --points 24 --seed 11,12 --output "$out/priors/regret-$name.json"
+    done
+    # then, in a checkout: python3 -P -m headway.bench.studies.ship_priors "$out"/priors/crossover-*.json
 }
 
 # A file of each run lies there as soon as the run has ended, and the table of all of them is made anew after each part.
@@ -225,10 +210,6 @@ ranks_8b() {  # on one GPU, then on several
     for size in 1 "$several"; do ranks_run 8b "$size" 1,64 2 --model llama-3-8b; done
 }
 
-ranks_check() {  # tokens of every family, 20 ranks killed, a GPU hidden, no peer access
-    study check ranks check --device cuda --ranks "$several" --seconds "${CHECK_SECONDS:-150}" --output "$out/check.json"
-}
-
 ranks_experts() {
     for size in 1 "$several"; do ranks_run 30b-a3b "$size" 64 2 --model qwen3-30b-a3b; done
 }
@@ -249,11 +230,11 @@ ranks_vllm() {  # where it is installed
 ranks_tests() { $PYTHON -m pytest -q -m gpu -p no:cacheprovider tests/core/engine/ranks tests/kernels/all_reduce || failed="$failed ranks-tests"; }
 
 ranks() {
-    for each in check sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
+    for each in sums 8b experts 70b vllm; do ranks_part "ranks_$each"; done
 }
 
-parts="tests engine crossover kernels peers conformance requests servers states weights traces priors"
-several_parts="ranks-check ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
+parts="tests engine crossover kernels peers conformance adapter states weights traces priors"
+several_parts="ranks-sums ranks-8b ranks-experts ranks-70b ranks-vllm ranks-tests"
 for part in "$@"; do
     case " $parts ranks " in *" $part "*) "$part"; continue ;; esac
     case " $several_parts " in *" $part "*) ranks_part "$(echo "$part" | tr - _)"; continue ;; esac

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +58,21 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the pr
     os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a CUDA device where there is none; `-m gpu` shows it, as skipped."""
+    """Mark what `sampled` leaves out as slow, and leave out what needs a CUDA device where there is none.
+
+    `-m gpu` shows the latter, as skipped.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            name = item.nodeid.partition("[")[0]
+            step, first = (*mark.args, 0)[:2]
+            if seen[name] % step != first:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
     if torch.cuda.is_available():
         return
     of_gpus = [item for item in items if "gpu" in item.keywords]

@@ -115,6 +115,7 @@ def test_it_says_what_a_release_lacks(plugin: ModuleType, monkeypatch: pytest.Mo
     assert "device: needs a CUDA GPU, got none" in str(plugin.Fla.available())
 
 
+@pytest.mark.slow
 def test_the_kit_finds_its_claims_kept(plugin: ModuleType) -> None:
     kit = StateKit(state_subject_of(on_a_cpu(plugin, key_dims=(16,), value_dims=(16,)), torch.device("cpu")))
     cells = [cell for cell in kit.cells(quick=True) if cell.check in ("claims", "refuse", "tolerance", "answer")]

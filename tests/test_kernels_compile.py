@@ -137,6 +137,7 @@ def test_sums_over_ranks_copy_whole_words() -> None:
     assert narrow_copies(found) == {"sum_over_ranks": 0}
 
 
+@pytest.mark.slow
 def test_every_kernel_passes_the_compilers_front_end() -> None:
     with absent_gpu(HOPPER, whole=False) as found:
         launch_every_kernel(("head 128", "int8 cache", "576/512"))

@@ -10,8 +10,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headway.bench.charts import TIE, cell_colour, colours, faded
 from headway.bench.crossover.plot import lengths
-from headway.bench.crossover.report import notes, software, speedup, to_csv, to_markdown, winner
-from headway.bench.crossover.view import Block, TableRow, View, show, unit
+from headway.bench.crossover.report import (
+    Block,
+    TableRow,
+    View,
+    notes,
+    show,
+    software,
+    speedup,
+    to_csv,
+    to_markdown,
+    unit,
+    winner,
+)
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_bytes, write_json
 from headway.core.system.text import harmless
@@ -31,8 +42,6 @@ def _markdown(view: View, path: Path) -> None:
 
 
 def _html(view: View, path: Path) -> None:
-    from headway.bench.crossover.export import to_html
-
     write_bytes(to_html(view).encode(), path)
 
 

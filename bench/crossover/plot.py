@@ -1,13 +1,15 @@
-"""The winners and their speed-ups as a heat-map in a PNG, drawn with matplotlib (the extra `plot`)."""
+"""Pictures of a table in a PNG, drawn with matplotlib (the extra `plot`): winners as a heat-map, and curves of time by length."""
 
 from __future__ import annotations
 
-from itertools import groupby
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
-from headway.bench.charts import TIE, cell_colour, colours, faded, heading, new_figure, png
-from headway.bench.crossover.report import speedup, winner
-from headway.bench.crossover.view import Block, TableRow, View
+from headway.bench.charts import TIE, bare, cell_colour, colours, faded, heading, new_figure, png
+from headway.bench.crossover.report import Block, TableRow, View, speedup, winner
 from headway.core.contract.errors import ConfigError
 from headway.core.system.text import picture
 from headway.tuning.table.schema import PhaseName
@@ -97,3 +99,130 @@ def _patch(colour: str, label: str) -> Any:
     from matplotlib.patches import Patch
 
     return Patch(facecolor=colour, label=label)
+
+
+_COLUMNS = 3
+"""Panels that are drawn of each phase: the smallest, the largest and one between."""
+_MARKERS = "osD^vPX*<>"
+_PHASES: tuple[PhaseName, ...] = ("decode", "prefill", "extend")
+_TOTALS = {"decode": LENGTHS["decode"], "prefill": LENGTHS["prefill"]}
+"""What is on the horizontal axis, where it is not all tokens of each sequence."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Points that differ in length alone, the shortest first."""
+
+    batch: int
+    query_len: int
+    """New tokens of each sequence; 0 in prefill, where they are the length."""
+    rows: list[TableRow]
+
+    @property
+    def title(self) -> str:
+        """Whose curves these are."""
+        sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
+        return f"{sequences}, {self.query_len:,} new tokens each" if self.query_len > 1 else sequences
+
+
+def to_curves(view: View, phases: Sequence[str] = ()) -> bytes:
+    """A row of panels for each phase, with both axes logarithmic.
+
+    Decode and prefill have a panel for each of three batch sizes, extend for each of three numbers of new tokens.
+    phases: those to draw; none: decode, prefill and extend, as far as they were measured.
+
+    :raises ConfigError: matplotlib is not installed, or the view has no times against lengths.
+    """
+    wanted = phases or _PHASES
+    found = {phase: panels(list(blocks)) for phase, blocks in groupby(view.blocks, key=lambda block: block.phase)}
+    drawn = {phase: some for phase, some in found.items() if phase in wanted and some}
+    if not drawn:
+        raise ConfigError(
+            "curves", f"a table with times of {' or '.join(wanted)} at several lengths", f"level {view.table.level}"
+        )
+    figure = new_figure(9.0, 0.9 + 2.7 * len(drawn))
+    chosen = colours(view.backends)
+    measured = f"{view.table.title}, {view.where}, measured {view.table.date[:10]}"
+    heading(figure, "Time of attention by length: lower is faster, both axes are logarithmic", measured)
+    parts = figure.subfigures(len(drawn), 1, squeeze=False)[:, 0]
+    for part, (phase, some) in zip(parts, drawn.items(), strict=True):
+        part.suptitle(TITLES[phase], fontsize=10, weight="bold")
+        axes = part.subplots(1, _COLUMNS, squeeze=False)[0]
+        for axis in axes[len(some) :]:
+            axis.set_visible(False)
+        for axis, panel in zip(axes, some, strict=False):
+            _draw(axis, panel, view.backends, chosen)
+        axes[0].set_ylabel("time of one layer (us)", fontsize=9)
+        axes[(len(some) - 1) // 2].set_xlabel(_TOTALS.get(phase, "tokens of each sequence, cached and new"), fontsize=9)
+    _legend(figure, view, chosen, [row for some in drawn.values() for panel in some for row in panel.rows])
+    return png(figure)
+
+
+def panels(blocks: list[Block]) -> list[Panel]:
+    """The points of a phase that differ in length alone: at most three groups of several lengths."""
+    of_prompts = blocks[0].phase == "prefill"
+    groups: dict[tuple[int, int], list[TableRow]] = {}
+    for block in blocks:
+        for row in block.rows:
+            groups.setdefault((block.batch, 0 if of_prompts else row.first.query_len), []).append(row)
+    found = [Panel(*key, sorted(rows, key=_length)) for key, rows in groups.items() if len(rows) > 1]
+    if blocks[0].phase in ("extend", "verify"):
+        found = [panel for panel in found if panel.batch == found[0].batch]
+    places = sorted({0, len(found) // 2, len(found) - 1}) if found else []
+    return [found[place] for place in places]
+
+
+def _length(row: TableRow) -> int:
+    return row.first.kv_len
+
+
+def _draw(axis: Any, panel: Panel, backends: list[str], chosen: dict[str, str]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    lengths = [_length(row) for row in panel.rows]
+    steps = [math.sqrt(after / before) for before, after in pairwise(lengths)]
+    for place, row in enumerate(panel.rows):
+        if len(row.winners) > 1:
+            left, right = steps[max(place - 1, 0)], steps[min(place, len(steps) - 1)]
+            axis.axvspan(lengths[place] / left, lengths[place] * right, color=TIE, alpha=0.45, linewidth=0)
+    for number, name in enumerate(backends):
+        timed = [(_length(row), row.cells[name]) for row in panel.rows if _has_time(row, name)]
+        axis.plot([length for length, _ in timed], [cell.layer_us for _, cell in timed], color=chosen[name], linewidth=1.4)
+        for length, cell in timed:
+            face = "white" if cell.status == "dropped" else chosen[name]
+            marker = _MARKERS[number % len(_MARKERS)]
+            axis.plot(length, cell.layer_us, marker, color=chosen[name], markerfacecolor=face, markersize=5)
+    axis.set(xscale="log", yscale="log", xlim=(lengths[0] / steps[0], lengths[-1] * steps[-1]))
+    axis.set_xticks(lengths, [_short(length) for length in lengths], fontsize=8)
+    axis.set_xticks([], minor=True)
+    axis.tick_params(axis="y", which="both", labelsize=8)
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:,.0f}")
+    axis.yaxis.set_minor_formatter("")
+    axis.set_title(panel.title, fontsize=9, loc="left")
+    bare(axis)
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def _has_time(row: TableRow, name: str) -> bool:
+    return name in row.cells and row.cells[name].layer_us is not None
+
+
+def _legend(figure: Any, view: View, chosen: dict[str, str], drawn: list[TableRow]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    timed = [name for name in view.backends if any(_has_time(row, name) for row in drawn)]
+    handles: list[Any] = [
+        Line2D([], [], color=chosen[name], marker=_MARKERS[view.backends.index(name) % len(_MARKERS)], label=name)
+        for name in timed
+    ]
+    handles.append(Patch(facecolor=TIE, alpha=0.45, label="tie: cannot be told apart"))
+    if any(cell.status == "dropped" for row in drawn for cell in row.cells.values() if cell.layer_us):
+        handles.append(
+            Line2D([], [], color="#777777", marker="o", markerfacecolor="white", linestyle="", label="a clear loser, few runs")
+        )
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)

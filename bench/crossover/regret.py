@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from headway.bench.crossover.view import pairs_of, view
+from headway.bench.crossover.report import pairs_of, view
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase

@@ -1,17 +1,96 @@
-"""The ways of multiplying over weights of one form on one device, and which of them an engine takes for how many rows."""
+"""Random weights of products in each form, the ways of multiplying over them on a device, and which an engine takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from headway.bench.kernel.product_layers import ProductLayers
+from headway.kernels.linear.forms import MX_GROUP, Float4Weight, Float8Weight, Int4Weight, QuantizedWeight, num_bytes
 from headway.kernels.linear.linear import Linear, can_pack, reads_as_it_is
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.products import obey_kept
+
+_EXACT, _ROUNDED = 1e-2, 8e-2
+_MOST_COPIES = 16
+_CPU_CACHE = 32 << 20
+"""Bytes taken for a CPU's cache, whose size torch does not tell."""
+
+
+def float8(rows: int, columns: int, device: torch.device, block: tuple[int, int] | None = None) -> Float8Weight:
+    """A random weight. block: rows and columns under a scale; None: a scale a row."""
+    high, wide = block or (1, columns)
+    scales = torch.rand(-(-rows // high), -(-columns // wide), device=device) + 0.5
+    return Float8Weight(torch.randn(rows, columns, device=device).to(torch.float8_e4m3fn), scales, (high, wide))
+
+
+def int4(rows: int, columns: int, device: torch.device) -> Int4Weight:
+    """A random weight in groups of 128."""
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    return Int4Weight(packed, (torch.rand(rows, columns // 128, device=device) + 0.5).half(), None, 128)
+
+
+def mxfp4(rows: int, columns: int, device: torch.device) -> Float4Weight:
+    """A random weight."""
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    return Float4Weight(packed, torch.randint(120, 132, (rows, columns // MX_GROUP), dtype=torch.uint8, device=device))
+
+
+FORMS: Mapping[str, Callable[[int, int, torch.device], QuantizedWeight]] = {
+    "int4": int4,
+    "fp8 rows": float8,
+    "fp8 blocks": partial(float8, block=(128, 128)),
+    "mxfp4": mxfp4,
+}
+
+
+@dataclass
+class ProductLayers:
+    """Layers of one shape and form, larger together than the device's cache."""
+
+    shape: tuple[int, int]
+    """out_features, in_features."""
+    form: str
+    weights: list[Tensor | QuantizedWeight]
+    linears: list[Linear]
+    dense: Tensor
+    """The first one's weight, float32."""
+    num_bytes: int
+    """Bytes of one weight, its scales included."""
+
+    @classmethod
+    def drawn(cls, shape: tuple[int, int], form: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> ProductLayers:
+        """Draw them. form: of FORMS or PLAIN_FORMS. dtype: of x."""
+        plain = PLAIN_FORMS.get(form)
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else _CPU_CACHE
+        weights: list[Tensor | QuantizedWeight] = []
+        while not weights or (2 * cache > len(weights) * _bytes(weights[0]) and len(weights) < _MOST_COPIES):
+            weights.append(FORMS[form](*shape, device) if plain is None else torch.randn(*shape, device=device, dtype=plain))
+        first = weights[0]
+        dense = first.float() if isinstance(first, Tensor) else first.dequantized(torch.float32)
+        return cls(shape, form, weights, [Linear(weight, dtype=dtype) for weight in weights], dense, _bytes(first))
+
+    def error(self, y: Tensor, x: Tensor) -> float:
+        """How far a product of the first layer is off, relative to its norm. x: [rows, in_features]."""
+        expected = x.float() @ self.dense.t()
+        return float((y.float() - expected).norm() / expected.norm())
+
+
+PLAIN_FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What weights that are not quantised are called, by their element type."""
+
+
+def tolerance(rounds: bool) -> float:
+    """Error of a right answer relative to its norm: of x in bfloat16, and of x that a way rounds to floats of 8 bits."""
+    return _ROUNDED if rounds else _EXACT
+
+
+def _bytes(weight: Tensor | QuantizedWeight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else num_bytes(weight)
+
 
 Step = Callable[[Tensor, Linear], Tensor]
 EXPANDED, PACKED, MM = "expanded", "packed", "torch.mm"

@@ -15,8 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headway.bench.kernel.contenders import Entry, KernelPeer, entrants, peer_contender
-from headway.bench.kernel.peaks import DevicePeak, peak_of
-from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.bench.kernel.results import DevicePeak, KernelCell, KernelReport, peak_of
 from headway.core.contract.backend import make_backend
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import CacheLayout

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor
 
 from headway.bench.studies.command import run_study
-from headway.cli.options import sizes_of
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, TorchRanks, find_store, make_store
 from headway.core.system.json_files import write_json
@@ -53,11 +52,11 @@ class TorchOneShot:
         symmetric.rendezvous(self._buffer, self._group)
 
     def takes(self, x: Tensor) -> bool:
-        """See AllReduce."""
+        """Whether a tensor is no larger than those that are timed."""
         return x.nbytes <= int(SIZES[-1])
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See AllReduce."""
+        """Sum x over the ranks, and add the sum to `onto`."""
         shared = self._buffer[: x.numel()]
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._group, x)
         return x if onto is None else onto.add_(x)
@@ -76,7 +75,7 @@ class TorchTwoShot(TorchOneShot):
         self._group = other._group
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See AllReduce."""
+        """Sum x over the ranks, and add the sum to `onto`."""
         shared = self._buffer[: x.numel()].copy_(x)
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
         return x.copy_(shared) if onto is None else onto.add_(shared)
@@ -102,11 +101,11 @@ class VllmCustom:
             raise RuntimeError("vLLM's all-reduce does not serve these GPUs")
 
     def takes(self, x: Tensor) -> bool:
-        """See AllReduce."""
+        """Whether vLLM's own rule takes a tensor."""
         return bool(self._sum.should_custom_ar(x))
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """See AllReduce."""
+        """Sum x over the ranks, and add the sum to `onto`."""
         found: Tensor = self._sum.custom_all_reduce(x)
         return found if onto is None else onto.add_(found)
 
@@ -139,6 +138,7 @@ def _peers(ranks: TorchRanks) -> Iterator[AllReduce]:
             yield way
 
 
+<<<<<<< HEAD
 def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[AllReduce]:
     """Our kernel with programs of other sizes."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -158,12 +158,15 @@ def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[All
 def _of_rank(
     rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]], block_bytes: Sequence[int]
 ) -> None:
+=======
+def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
+>>>>>>> w/B
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = store or find_store(port, size)
     ranks = TorchRanks(store, rank, size, device, LifeSigns(numpy.zeros(16, numpy.int64)))
     choose_all_reduce(ranks, _MEASURED)
-    for way in (*ranks.sums, *_other_blocks(ranks, block_bytes), *_peers(ranks)):
+    for way in (*ranks.sums, *_peers(ranks)):
         for adds in (False, True):
             name = f"{way.name}{' + add' if adds else ''}"
             found[name] = [None] * len(SIZES)
@@ -178,23 +181,17 @@ def _of_rank(
 
 def all_reduce(
     ranks: Annotated[int, typer.Option(min=2, help="GPUs.")] = 2,
-    block_bytes: Annotated[
-        str | None, typer.Option(help="Times our kernel with programs of other sizes, too: bytes, several with commas.")
-    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the times to this JSON file.")] = None,
 ) -> None:
     """Time sums over GPUs, alone and added to a residual stream."""
-    blocks = sizes_of("--block-bytes", block_bytes) or []
-    if odd := [each for each in blocks if each < 16 or each & (each - 1)]:
-        raise ConfigError("--block-bytes", "powers of two from 16 on", odd[0])
     if torch.cuda.device_count() < ranks:
         raise ConfigError("--ranks", f"at most {torch.cuda.device_count()}, the GPUs that torch sees", ranks)
     store, found = make_store(ranks), dict[str, list[float | None]]()
     context = torch.multiprocessing.get_context("spawn")
-    others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {}, blocks)) for rank in range(1, ranks)]
+    others = [context.Process(target=_of_rank, args=(rank, ranks, store.port, None, {})) for rank in range(1, ranks)]
     for other in others:
         other.start()
-    _of_rank(0, ranks, store.port, store, found, blocks)
+    _of_rank(0, ranks, store.port, store, found)
     for other in others:
         other.join()
     device = identify_device(torch.device("cuda", 0))

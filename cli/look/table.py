@@ -37,8 +37,7 @@ def show(
 ) -> None:
     """Print a table over one layout and block size: the winners, and the time of each backend."""
     from headway.bench.crossover.export import check_target, export
-    from headway.bench.crossover.report import print_view, to_plain
-    from headway.bench.crossover.view import view
+    from headway.bench.crossover.report import print_view, to_plain, view
     from headway.tuning.table.files import read_table
 
     for target in export_to or ():
@@ -65,13 +64,13 @@ def plot(
 ) -> None:
     """Draw the winners and their speed-ups as a heat-map, or with --curves time against length."""
     from headway.bench.crossover.export import check_target, export
-    from headway.bench.crossover.view import view
+    from headway.bench.crossover.report import view
     from headway.tuning.table.files import read_table
 
     check_target(picture, file)
     shown = view(read_table(file), layout, block_size)
     if curves:
-        from headway.bench.crossover.curves import to_curves
+        from headway.bench.crossover.plot import to_curves
         from headway.core.system.json_files import write_bytes
 
         if picture.suffix.lower() != ".png":

@@ -199,8 +199,7 @@ def _refuse_other_level(level: Level, given: Mapping[str, object]) -> None:
 def finish(table: CrossoverTable, path: Path | None, exports: list[Path]) -> None:
     """Print a table that was measured, say where it is, and write its other forms."""
     from headway.bench.crossover.export import export
-    from headway.bench.crossover.report import print_view
-    from headway.bench.crossover.view import view
+    from headway.bench.crossover.report import print_view, view
 
     console = Terminal()
     console = console if console.is_terminal else Terminal(width=_FILE_WIDTH)

@@ -133,8 +133,7 @@ def measure_kernels(
             options, plugin, model if states else None, asked_to_compare=fail_if_slower is not None or than is not None
         )
         return
-    from headway.bench.kernel.comparison import check_request, compare
-    from headway.bench.kernel.report import print_report
+    from headway.bench.kernel.report import check_request, compare, print_report
     from headway.bench.kernel.run import run_kernel_bench
     from headway.core.system.json_files import write_json
     from headway.tuning.isolated.trial import create_registry
@@ -175,8 +174,8 @@ def measure_states(
     """
     import torch
 
-    from headway.bench.kernel.peaks import peak_of
-    from headway.bench.kernel.state_report import print_state_report
+    from headway.bench.kernel.report import print_state_report
+    from headway.bench.kernel.results import peak_of
     from headway.core.contract.spec import DTYPE_NAMES
     from headway.kernels.runtime.compile_ahead import compile_ahead
     from headway.models.loader import read_layer_specs
@@ -219,8 +218,7 @@ def measure_products(options: KernelOptions, shapes: Sequence[str], form: str | 
 
     :raises ConfigError: no shape, an unknown form, or options that go without --linear only.
     """
-    from headway.bench.kernel.product_report import print_products
-    from headway.bench.kernel.products import FORM_NAMES, ProductOptions, run_products_bench
+    from headway.bench.kernel.products import FORM_NAMES, ProductOptions, print_products, run_products_bench
 
     if not shapes:
         raise ConfigError("--form and --rows", "--linear with a shape", "none", "--linear 4096x14336")

@@ -72,7 +72,7 @@ def serve(
     except ImportError as error:
         raise ConfigError("headway bench serve", "its libraries", str(error), "pip install 'headway[serve]'") from error
     from headway.bench.serve.load import Load, limits_of, parse_mix
-    from headway.bench.serve.report import draw, print_report
+    from headway.bench.serve.results import draw, print_report
     from headway.bench.serve.run import Sending, ServePlan
     from headway.core.system.json_files import write_json
     from headway.hosting.profiling import ProfileRequest
@@ -114,8 +114,7 @@ def _run(
 ) -> ServeReport:
     from dataclasses import replace
 
-    from headway.bench.serve.profiling import begin, end
-    from headway.bench.serve.results import ServeReport
+    from headway.bench.serve.results import ServeReport, begin, end
     from headway.bench.serve.run import run_cell
     from headway.core.system.provenance import Origin, command_line
     from headway.tuning.measure.device import crowding

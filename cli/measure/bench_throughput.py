@@ -130,7 +130,7 @@ def _take_adapters(engine: dict[str, Any], count: int, rank: int, workloads: Seq
 def _run_offline(
     model: str, engine: dict[str, Any], workloads: Sequence[RequestSet], options: OfflineOptions, output: Path | None
 ) -> None:
-    from headway.bench.generate.report import print_offline
+    from headway.bench.generate.results import print_offline
     from headway.bench.generate.run import run_offline
     from headway.core.system.provenance import command_line
     from headway.llm import LLM

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from headway.bench.diff.results import DiffReport, SideReport
-    from headway.bench.diff.sides import Side
-    from headway.bench.diff.weights import DiffModels
+    from headway.bench.diff.sides import DiffModels, Side
     from headway.models.loader import LoadedModel
 
 _NUM_PROMPTS = 4
@@ -68,8 +67,7 @@ def diff(
 
     Exit code 0: within the declared tolerance; 1: beyond it; 2: it could not be compared.
     """
-    from headway.bench.diff.report import print_report
-    from headway.bench.diff.results import DiffReport
+    from headway.bench.diff.results import DiffReport, print_report
     from headway.bench.diff.run import check_prompts, compare, num_steps
     from headway.bench.diff.sides import SideOptions, check_side, make_side
     from headway.core.contract.spec import DTYPE_NAMES
@@ -123,7 +121,7 @@ def _told(side: Side, name: str, weights: str, products: Sequence[str] = ()) -> 
 
 
 def _load(args: EngineArgs, device: torch.device, quantization: str | None, err: Terminal) -> DiffModels:
-    from headway.bench.diff.weights import load_models
+    from headway.bench.diff.sides import load_models
     from headway.machine.memory import set_threads
 
     if device.type == "cpu":
@@ -149,7 +147,7 @@ def _write(report: DiffReport, output: Path | None, picture: Path | None, err: T
         write_json(report, output)
         err.print(f"written to {output}", highlight=False)
     if picture is not None:
-        from headway.bench.diff.report import to_png
+        from headway.bench.diff.results import to_png
 
         write_bytes(to_png(report), picture)
         err.print(f"written to {picture}", highlight=False)

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 
 from headway.bench.charts import COLOURS, bare, bars, heading, new_figure, png
-from headway.bench.crossover.curves import to_curves
-from headway.bench.crossover.plot import to_png
-from headway.bench.crossover.view import view
-from headway.bench.diff.report import to_png as diff_to_png
+from headway.bench.crossover.plot import to_curves, to_png
+from headway.bench.crossover.report import view
 from headway.bench.diff.results import DiffReport
+from headway.bench.diff.results import to_png as diff_to_png
 from headway.bench.generate.results import KernelPeersFile, PeersFile
 from headway.bench.kernel.results import KernelReport
-from headway.bench.studies.ranks.results import RanksReport
+from headway.bench.studies.ranks_report import RanksReport
 from headway.core.system.json_files import write_bytes
 from headway.kernels.all_reduce.one_shot_kernels import CAPACITY
 from headway.tuning.table.files import read_table

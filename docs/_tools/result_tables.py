@@ -16,13 +16,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Protocol
 
-from headway.bench.crossover.report import to_section
-from headway.bench.crossover.view import view
-from headway.bench.generate.report import markdown
-from headway.bench.generate.results import OfflineReport, PeersFile
+from headway.bench.crossover.report import to_section, view
+from headway.bench.generate.results import OfflineReport, PeersFile, markdown
 from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.bench.studies.ranks.report import markdown as ranks_markdown
-from headway.bench.studies.ranks.results import RanksReport
+from headway.bench.studies.ranks_report import RanksReport
+from headway.bench.studies.ranks_report import markdown as ranks_markdown
 from headway.core.system.files import write_whole
 from headway.core.system.provenance import Origin
 from headway.tuning.table.files import read_table

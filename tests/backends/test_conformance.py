@@ -39,6 +39,7 @@ def quick_cells(name: str) -> list[CheckCell]:
     return kit(name).cells(quick=True)
 
 
+@pytest.mark.sampled(5, 4)
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
 @pytest.mark.parametrize("name", map(by_kit, CPU_BACKENDS))
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
@@ -47,6 +48,7 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     assert not [result for result in results if result.status == "failed"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("name", "step"),

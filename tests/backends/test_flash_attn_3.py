@@ -348,6 +348,7 @@ def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
     return Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registry))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

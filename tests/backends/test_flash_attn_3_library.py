@@ -179,6 +179,7 @@ def test_a_child_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatc
     assert ask([sys.executable, "-c", "import time; time.sleep(60)"]) == {"error": "did not answer within 0.2 s"}
 
 
+@pytest.mark.slow
 def test_the_child_says_why_a_file_does_not_load(tmp_path: Path) -> None:
     path = tmp_path / "own.so"
     path.write_bytes(b"no library")

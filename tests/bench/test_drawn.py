@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from headway.bench import charts
-from headway.bench.crossover import curves, plot
-from headway.bench.crossover.view import view
-from headway.bench.diff import report
+from headway.bench.crossover import plot
+from headway.bench.crossover import plot as curves
+from headway.bench.crossover.report import view
+from headway.bench.diff import results as report
 from headway.bench.diff.results import DiffReport
 from headway.core.contract.errors import ConfigError
 from tables import a_cell, a_table

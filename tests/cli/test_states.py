@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.bench.kernel.state_report import step_bytes
+from headway.bench.kernel.report import step_bytes
 from headway.core.contract.state import GATED_DELTA, KEY_VALUE, StateSpec
 from headway.core.system.json_files import write_json
 from headway.models.loader import read_layer_specs
@@ -78,6 +78,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_states_of_a_model_are_timed_in_a_narrow_table_and_explained(
     headway: Headway, model: str, twin: str, tmp_path: Path
 ) -> None:

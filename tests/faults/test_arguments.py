@@ -12,7 +12,7 @@ import torch
 from headway import __main__ as entry
 from headway.bench.crossover.plot import to_png
 from headway.bench.crossover.regret import RegretReport
-from headway.bench.crossover.view import view
+from headway.bench.crossover.report import view
 from headway.bench.generate.workloads import parse_sizes
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
@@ -97,6 +97,7 @@ def test_what_a_server_opens_later_is_checked_before_its_model_is_loaded(
     assert (code, words in said) == (2, True), said
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_invalid_number_or_address_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

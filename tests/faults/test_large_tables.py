@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.bench.crossover.report import print_view
-from headway.bench.crossover.view import view
+from headway.bench.crossover.report import print_view, view
 from headway.core.system.json_files import write_json
 from headway.core.system.terminal import Terminal
 from headway.tuning.table.files import read_table

@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.bench.crossover.export import to_html
-from headway.bench.crossover.report import notes, print_view, to_csv, to_markdown
-from headway.bench.crossover.view import view
+from headway.bench.crossover.report import notes, print_view, to_csv, to_markdown, view
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.sequence import Sequence
 from headway.core.sampling.params import SamplingParams

@@ -86,6 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 EVERYDAY = {("plain", "sampled"), ("a small pool", "sampled")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "params"),
     [

@@ -41,6 +41,7 @@ def test_every_family_has_a_row() -> None:
 CASES = [*((name, "auto") for name in ROWS), *((name, other.name) for name in ("llama", "mistral") for other in LAYOUTS[1:])]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: str) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)

@@ -29,6 +29,7 @@ CHUNKS = (2, 16, 1, 18)
 """How the second is cut: a chunk of fewer tokens than a convolution remembers, and one of a single token."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)

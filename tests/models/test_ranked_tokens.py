@@ -58,6 +58,7 @@ WISHES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_several_processes_write_what_one_writes(tmp_path: Path, name: str, size: int) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)

@@ -187,6 +187,7 @@ def test_half_precision_is_half_precision_everywhere(architecture: str) -> None:
     assert {spec.dtype for spec in adapted(architecture, torch.bfloat16).attention_specs} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in COMPILED else pytest.mark.slow) for name in CONFIGS]
 )

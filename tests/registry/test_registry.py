@@ -76,6 +76,7 @@ def test_built_ins_come_first_and_are_named_so(registry: Registry) -> None:
     assert with_plugin.backends["aaa"].owner == "mine"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("statement", ["import headway", "import headway.registry; headway.registry.create_registry()"])
 def test_listing_imports_no_kernel_library(statement: str, tmp_path: Path) -> None:
     listed = f"print(*(name for name in sys.modules if name.startswith({LOADED_LATE})))"

@@ -279,6 +279,7 @@ def test_one_path_takes_every_body_of_an_embedder(embeds: tuple[LLM, str]) -> No
     assert httpx.post(f"{url}/invocations", json={}).json()["error"]["code"] == "unknown_body"
 
 
+@pytest.mark.slow
 def test_tokens_and_steps_are_rewarded(tmp_path: Path) -> None:
     for name, text in (("reward", TEXTS[1]), ("process reward", f"the quick{STEP} brown fox{STEP}")):
         rewarding(name, tmp_path / name)

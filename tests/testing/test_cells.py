@@ -34,6 +34,7 @@ def test_a_cell_that_cannot_be_is_no_finding(axis: str, words: str) -> None:
         check(Wanted(target="sdpa.math", cell=mistyped(axis), in_process=True))
 
 
+@pytest.mark.slow
 def test_nor_is_one_in_a_process_of_its_own() -> None:
     with pytest.raises(HeadwayError, match="--cell: needs a layout out of nhd, hnd.*nosuch"):
         check(Wanted(target="sdpa.math", cell=mistyped("nhd")))

@@ -73,6 +73,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> 
     assert words in f"{result.reason} {result.guess}", result
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize("name", ["DecodeOnly", "NoPrompts", "OwnLayout"])
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)
@@ -159,6 +160,7 @@ def test_under_the_interpreter_a_cell_may_take_longer(monkeypatch: pytest.Monkey
     assert machine_of(torch.device("cpu")).interpreted
 
 
+@pytest.mark.slow
 def test_every_cell_has_a_name_that_finds_it_again() -> None:
     cells = kit("OwnLayout").cells()
     assert len({str(cell) for cell in cells}) == len(cells)
@@ -180,6 +182,7 @@ def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
                 assert any((cell.block_size, cell.head_dim) == (block, dim) for cell in mine)
 
 
+@pytest.mark.slow
 def test_latents_and_one_kv_head_are_tried_with_more_heads_than_a_tile_holds() -> None:
     own = baseline()
     many = [cell for cell in own.cells() if cell.group > 32]
@@ -195,6 +198,7 @@ def test_latents_and_one_kv_head_are_tried_with_more_heads_than_a_tile_holds() -
     assert {(cell.check, cell.phase) for cell in own.cells(quick=True) if cell.group > 32} == {("answer", "decode")}
 
 
+@pytest.mark.slow
 def test_many_heads_that_are_not_taken_must_be_refused_in_words() -> None:
     own = kit("FewHeads")
     refused = [cell for cell in own.cells() if cell.group > 32]
@@ -325,6 +329,7 @@ def test_a_new_failure_is_worse_and_a_fixed_one_is_not() -> None:
     assert "fixed in B (1):" in list(fixed.lines())
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_the_first_failure_without_a_guess() -> None:
     wanted = Wanted("broken:drops-sinks", quick=True, only="answer", stop_at_failure=True, guesses=False)
     report = check(wanted)
@@ -415,6 +420,7 @@ def headway_register_backends():
 """
 
 
+@pytest.mark.slow
 def test_a_layout_that_a_plugin_claims_and_does_not_register_is_named(tmp_path: Path) -> None:
     (tmp_path / "unregistered.py").write_text(_UNREGISTERED)
     result = Kit(load_subject(f"{tmp_path / 'unregistered.py'}:Mine", torch.device("cpu"))).run(PLAIN.plain("claims"))
@@ -422,6 +428,7 @@ def test_a_layout_that_a_plugin_claims_and_does_not_register_is_named(tmp_path: 
     assert "headway_register_layouts()" in result.reason
 
 
+@pytest.mark.slow
 def test_several_checks_are_asked_for_at_once() -> None:
     report = check(Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims,options"))
     assert [cell.check for cell in report.cells] == ["claims", "options"]

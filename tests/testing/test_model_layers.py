@@ -152,6 +152,7 @@ def test_a_config_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("config", [LLAMA, GPT_OSS, DEEPSEEK], ids=["llama", "gpt_oss", "deepseek"])
 def test_a_right_backend_is_right_in_every_cell_of_a_model(config: dict[str, Any], tmp_path: Path) -> None:
     kit = make_kit("sdpa", "cpu", model=write(tmp_path, config))
@@ -198,6 +199,7 @@ class WindowOfTwelveWrong(PlainBackend):
         return super().window() - (super().window() == 12)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("backend", "config", "layer"),
     [
@@ -292,6 +294,7 @@ def test_the_kits_values_are_those_that_models_have() -> None:
     assert len({spec.sliding_window for spec in specs}) > 2
 
 
+@pytest.mark.slow
 def test_windows_and_soft_caps_of_models_bite_in_their_cells() -> None:
     cells = make_kit("broken:drops-softcap", "cpu").stage.claimed.of_models()  # type: ignore[union-attr]
     named = (*MODEL_WINDOWS, *MODEL_SOFTCAPS)

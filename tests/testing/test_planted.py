@@ -64,6 +64,7 @@ def test_there_are_nineteen_of_them() -> None:
     assert len(NAMED) == 19
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     results = [kit(f"broken:{name}").run(cell) for cell in cells_for(name)]
@@ -71,6 +72,7 @@ def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     assert any(NAMED[name][2] in guess for guess in guesses), results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", [pytest.param("latent", marks=pytest.mark.slow), "none"])
 def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_heads_alone(feature: str) -> None:
     own = kit(f"broken:{MANY}")
@@ -84,6 +86,7 @@ def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_he
     assert {cell.group for cell in many} == set(MANY_HEADS[feature]) - {64}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMED)
 def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from headway.testing.broken import attention as planted

@@ -48,6 +48,7 @@ def plugin(target: str) -> PluginSource:
     return source_of(found)
 
 
+@pytest.mark.slow
 def test_what_a_start_would_refuse_is_found_and_named(tmp_path: Path) -> None:
     (tmp_path / "imports.py").write_text(IMPORT)
     (tmp_path / "signals.py").write_text(SIGNALS)

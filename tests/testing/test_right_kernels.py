@@ -89,6 +89,7 @@ QUICK = ("int8-only", "other-widths-only", "one-kv-head", "encoders-only")
 """Kinds of which a few cells are run in every run of the tests; listing a kit's cells takes seconds."""
 
 
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("odd", [odd for odd in KINDS if odd.name in QUICK], ids=lambda odd: odd.name)
 def test_a_right_backend_passes_a_cell_of_each_check(odd: Odd) -> None:
     kit = kit_of(odd)

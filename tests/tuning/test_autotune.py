@@ -257,6 +257,7 @@ def test_a_repaired_plugin_of_the_same_version_is_measured_at_its_next_start(
     assert caplog.text == ""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize("reason", ["", f"{CRASHED} in decode"])
 def test_a_table_is_completed_without_a_plugin_that_is_gone(

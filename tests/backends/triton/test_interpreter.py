@@ -18,6 +18,11 @@ AVAILABILITY = (
 FILES = tuple(Path(__file__).with_name(name) for name in ("test_interpreted.py", "test_chunks.py", "test_guarded.py"))
 
 
+def test_a_few_kernels_are_right_in_the_interpreter() -> None:
+    assert passed_in_the_interpreter(FILES[0], only="(test_matches_float64 and gqa) or (test_int8_cache and plain)") > 6
+
+
+@pytest.mark.slow
 def test_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES) > 50
 
@@ -35,6 +40,7 @@ def test_without_interpreter_and_gpu_the_reason_is_given() -> None:
     assert done.stdout.startswith("no: device: needs a CUDA GPU, got none (TRITON_INTERPRET=1"), done.stdout
 
 
+@pytest.mark.slow
 def test_without_triton_the_reason_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "triton.py").write_text("raise ImportError('no triton here')\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -92,6 +92,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_step_compiles_after_the_warm_up(compilations: Compilations, kind: str) -> None:
     layer = layer_of(*KINDS[kind])

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from headway.bench.crossover.export import export
-from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain
-from headway.bench.crossover.view import view
+from headway.bench.crossover.report import print_view, speedup, to_csv, to_markdown, to_plain, view
 from headway.core.contract.errors import ConfigError
 from headway.tuning.table.compare import merge
 from headway.tuning.table.schema import BackendRecord, CrossoverTable

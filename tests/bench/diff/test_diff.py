@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from headway.backends.sdpa import SDPA
-from headway.bench.diff.measures import NextTokens, RelativeErrors, first_beyond
-from headway.bench.diff.report import verdict
-from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport
-from headway.bench.diff.run import BATCH, check_prompts, compare, num_steps
+from headway.bench.diff.results import DiffReport, PhaseDiff, SideReport, verdict
+from headway.bench.diff.run import BATCH, NextTokens, RelativeErrors, check_prompts, compare, first_beyond, num_steps
 from headway.bench.diff.sides import SideOptions, check_side, make_side
 from headway.core.contract.backend import BackendInfo
 from headway.core.contract.errors import PromptError, UnknownBackendError, UnsupportedError

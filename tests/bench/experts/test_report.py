@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from expert_layers import CONFIGS, Layer
 from headway.bench.studies.command import study_app
-from headway.bench.studies.experts.__main__ import experts, print_report, ratios
-from headway.bench.studies.experts.peers import ExpertsPeer, grouped_mm, installed
-from headway.bench.studies.experts.results import ExpertsCell, ExpertsReport
+from headway.bench.studies.experts import experts, print_report, ratios
+from headway.bench.studies.experts_layer import ExpertsCell, ExpertsPeer, ExpertsReport, grouped_mm, installed
 from headway.core.contract.errors import ConfigError
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
@@ -62,7 +61,7 @@ def test_a_report_is_written_read_and_shown(tmp_path: Path) -> None:
 
 def test_shapes_are_names_or_four_numbers() -> None:
     pytest.importorskip("triton")
-    from headway.bench.studies.experts.run import SHAPES, parse_shape
+    from headway.bench.studies.experts_layer import SHAPES, parse_shape
 
     assert parse_shape("qwen3-30b-a3b") is SHAPES["qwen3-30b-a3b"]
     shape = parse_shape("8/2/64/128")

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from headway.bench.generate.profile import Window, covered
-from headway.bench.generate.report import markdown, print_offline
-from headway.bench.generate.results import OfflineReport, PeersFile
+from headway.bench.generate.results import OfflineReport, PeersFile, markdown, print_offline
 from headway.bench.generate.run import OfflineOptions, run_offline
 from headway.bench.generate.workloads import Nano, RandomTokens, RequestSet
 from headway.core.contract.errors import ConfigError, HeadwayError

@@ -48,6 +48,7 @@ def test_weights_read_a_step_are_those_of_the_model_less_norms_and_a_separate_em
     assert Roofline(config, decoder.attention_specs).weight_bytes == 2 * (count - norms - embedding)
 
 
+@pytest.mark.slow
 def test_the_shapes_that_ship_are_of_the_published_sizes() -> None:
     sizes = {}
     for folder in SHAPES.iterdir():

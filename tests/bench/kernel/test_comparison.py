@@ -8,9 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from headway.bench.kernel.comparison import check_request, compare
-from headway.bench.kernel.peaks import DevicePeak, peak_of
-from headway.bench.kernel.results import KernelCell, KernelReport
+from headway.bench.kernel.report import check_request, compare
+from headway.bench.kernel.results import DevicePeak, KernelCell, KernelReport, peak_of
 from headway.cli.measure.bench_kernel import kernel
 from headway.core.contract.errors import ConfigError, UnknownBackendError
 

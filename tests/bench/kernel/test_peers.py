@@ -16,8 +16,7 @@ from headway.bench import kernel
 from headway.bench.kernel.contenders import KernelPeer
 from headway.bench.kernel.run import KernelOptions, run_kernel_bench
 from headway.bench.studies.command import run_study
-from headway.bench.studies.kernel_peers.__main__ import main, peers_of
-from headway.bench.studies.kernel_peers.libraries import all_peers, page_lists
+from headway.bench.studies.kernel_peers import all_peers, main, page_lists, peers_of
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import NHD
 from headway.core.contract.support import YES
@@ -35,6 +34,7 @@ def test_a_peer_that_does_not_exist_is_refused_with_the_names_of_those_that_do()
     assert "xformers.splitk" not in {peer.name for peer in peers_of("prefill", None)}
 
 
+@pytest.mark.slow
 def test_the_study_s_command_takes_the_kernel_command_s_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,7 +71,7 @@ def test_absent_peers_are_listed_with_the_reason(registry: Registry) -> None:
 def test_flash_attention_3_bare_serves_every_phase(monkeypatch: pytest.MonkeyPatch, phase: str, case: str) -> None:
     fake = FlashAttn3()
     found = Library("a stand-in", Path("/nowhere"), Operators.of(fake.namespace))
-    monkeypatch.setattr("headway.bench.studies.kernel_peers.flash_attn_3.find_library", lambda: (found, YES))
+    monkeypatch.setattr("headway.bench.studies.kernel_peers.find_library", lambda: (found, YES))
     peer = next(peer for peer in all_peers() if peer.name == "flash_attn_3.bare")
     assert peer.available(torch.device("cuda"))
     assert peer.version == "a stand-in"
@@ -116,6 +116,7 @@ def test_peers_refuse_what_the_bare_call_cannot_do() -> None:
     assert "extend" in str(flash.supports(cell_of("prefill", "1q7s20", **half)))
 
 
+@pytest.mark.slow
 def test_a_peer_stands_beside_backends_in_one_run(registry: Registry) -> None:
     class Plain(KernelPeer):
         """What a library would be: the reference, unplanned."""

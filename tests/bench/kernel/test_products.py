@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.bench.kernel import products
-from headway.bench.kernel.product_layers import FORMS, ProductLayers
-from headway.bench.kernel.product_ways import ProductWays, TimedProduct
+from headway.bench.kernel.product_ways import FORMS, ProductLayers, ProductWays, TimedProduct
 from headway.bench.kernel.products import FORM_NAMES, ProductOptions, ProductTime, run_products_bench
 from headway.kernels.linear.linear import Linear, packs
 from tiny_bench import CPU, QUICK

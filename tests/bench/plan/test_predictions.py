@@ -5,9 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from headway.bench.studies.plan.points import measured_points, weight_points
-from headway.bench.studies.plan.predict import arrivals, errors, halves, kernel_cells, kernel_errors, predict, simulate
+from headway.bench.studies.plan.predict import errors, halves, kernel_cells, kernel_errors, predict, simulate
+
+from headway.bench.serve.load import arrivals
+from headway.bench.studies.plan_points import (
+    arrivals,
+    errors,
+    halves,
+    kernel_cells,
+    kernel_errors,
+    measured_points,
+    predict,
+    simulate,
+    weight_points,
+)
 from headway.plan.devices import H200
 
 POINTS = measured_points()
@@ -38,6 +50,7 @@ def test_both_halves_are_as_far_off_as_the_page_says() -> None:
         assert found.worst < 0.25
 
 
+@pytest.mark.slow
 def test_weights_in_other_formats_are_as_far_off_as_the_page_says() -> None:
     points = weight_points()
     assert {point.weights for point in points} == {"model", "fp8", "int4", "mxfp4"}

@@ -40,6 +40,7 @@ def one(engine: EngineLoop, prompt: list[int], params: SamplingParams) -> Writte
     return written
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0, max_tokens=20), SamplingParams(seed=3, max_tokens=20)], ids=str)
 def test_batching_chunking_and_preemption_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
@@ -361,6 +362,7 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
     assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "kv_cache_dtype"), [("nhd", "fp8_e4m3"), ("hnd", "auto"), ("vllm_5d", "auto"), ("nhd_int8", "int8_per_token_head")]
 )

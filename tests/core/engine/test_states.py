@@ -53,6 +53,7 @@ def expected_of(name: str) -> list[list[int]]:
     return [EVERY[name].greedy(prompt, 20) for prompt in PROMPTS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_tokens_are_those_of_a_lone_text(registry: Registry, name: str) -> None:
     """Chunks of prompts beside decodes, prefix hits, more sequences than rows; then everything again, from the cache."""
@@ -63,6 +64,7 @@ def test_tokens_are_those_of_a_lone_text(registry: Registry, name: str) -> None:
     assert engine.stats.num_cached_tokens > 2 * 128
 
 
+@pytest.mark.slow
 def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registry) -> None:
     for budget in (7, 100):
         config = replace(CONFIG, max_num_batched_tokens=budget)
@@ -71,6 +73,7 @@ def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registr
             assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("gated delta")
 
 
+@pytest.mark.sampled(3, 1)
 @pytest.mark.parametrize(
     ("name", "overlapped"),
     [("gated delta", False), ("gated delta", True), ("no attention", True)],
@@ -119,6 +122,7 @@ def test_without_a_prefix_cache_no_state_is_kept(registry: Registry) -> None:
     assert engine.capacity.states.num_checkpoints == engine.stats.num_checkpoints == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gated delta", "mamba2 and a window", "no attention"])
 def test_drafts_that_hold_in_part_leave_the_state_after_the_last_that_held(registry: Registry, name: str) -> None:
     """Guesses that are right for a while and then wrong, at another place for each length."""
@@ -226,6 +230,7 @@ def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["lightning", "mamba1"])
 def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
     happened = live(registry, name, range(6), most_prompts=8)

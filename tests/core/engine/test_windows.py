@@ -53,6 +53,7 @@ def expected_of(name: str) -> list[list[int]]:
     return [MODELS[name].greedy(prompt, 40) for prompt in PROMPTS]
 
 
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", ["nhd", pytest.param("vllm_5d", marks=pytest.mark.slow)])
 def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, name: str, layout: str) -> None:
@@ -76,6 +77,7 @@ def test_giving_pages_back_behind_windows_changes_no_token(registry: Registry, n
     assert [usage.given_back for usage in kept.blocks.usage([])] == [0]
 
 
+@pytest.mark.slow
 def test_windowed_layers_share_the_pages_of_an_int8_cache(registry: Registry) -> None:
     """A page's numbers and its scales belong together, whichever group has it; a lone request is what all are held to."""
     model, config = MODELS["two windows"], replace(CONFIG, kv_cache_dtype="int8_per_token_head")

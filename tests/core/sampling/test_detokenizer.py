@@ -16,6 +16,7 @@ class ByteTokenizer:
         return bytes(token_ids).decode("utf-8", errors="replace")
 
 
+@pytest.mark.slow
 @given(st.text(max_size=40))
 def test_pieces_join_to_the_whole_and_never_end_in_half_a_character(text: str) -> None:
     detokenizer = Detokenizer(ByteTokenizer())

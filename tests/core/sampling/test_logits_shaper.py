@@ -184,6 +184,7 @@ def test_a_rows_token_is_the_same_alone_and_among_all_others() -> None:
     assert chosen(half) == [together[number] for number in half]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "wish",
     [

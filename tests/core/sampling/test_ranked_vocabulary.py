@@ -56,6 +56,7 @@ def chosen_by(
     return on_ranks(size, choose)
 
 
+@pytest.mark.sampled(5)
 @OPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 4])

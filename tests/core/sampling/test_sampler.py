@@ -205,6 +205,7 @@ def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
 
 
+@pytest.mark.slow
 def test_tokens_come_as_often_as_the_softmax_says() -> None:
     """Over seeds, over places, and with a temperature; in a vocabulary that uses all of a counter's numbers and two groups."""
     vocab, count = 4 * LANES + 40, 40_000

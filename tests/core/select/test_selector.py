@@ -364,6 +364,7 @@ def test_the_choice_says_when_times_are_too_noisy_to_leave_the_first_block_size(
     assert "times too noisy (10%) to prefer kv_layout=nhd, block_size=256" in selected(0.1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("noise", "gain", "chosen"), [(0.02, 1.0, 16), (0.05, 1.01, 16), (0.02, 1.1, 256), (0.05, 1.2, 256)])
 def test_noise_does_not_decide_the_block_size(noise: float, gain: float, chosen: int) -> None:
     shapes = [point.shape for point in grid("cpu")]

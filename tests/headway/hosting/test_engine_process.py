@@ -119,6 +119,7 @@ def test_outputs_for_any_parameters_are_those_of_a_thread(llm: LLM, apart: Async
         assert [list(each) for each in own.logprobs or ()] == [list(each) for each in other.logprobs or ()]
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_thread(apart: AsyncLLM) -> None:
     async def run() -> None:
         with pytest.raises(PromptError):
@@ -279,6 +280,7 @@ def test_an_engine_that_is_killed_is_started_again_as_often_as_allowed(llm: LLM)
     assert not psutil.pid_exists(host.pid)
 
 
+@pytest.mark.slow
 def test_health_tells_of_a_step_that_does_not_end(llm: LLM, apart: AsyncLLM) -> None:
     async def run(made: AsyncLLM) -> None:
         await made.query(_slow_down)

@@ -53,6 +53,7 @@ def wait_until_lost(made: AsyncLLM) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_the_model_runs_once_all_ranks_know_the_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that ran it before would wait in its sums for others, which wait for the choices."""
     order: list[str] = []

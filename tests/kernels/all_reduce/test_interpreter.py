@@ -11,5 +11,6 @@ from triton_interpreter import passed_in_the_interpreter
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_the_sum_is_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(Path(__file__).with_name("test_interpreted.py")) == 2

@@ -13,6 +13,12 @@ NAMES = ("test_interpreted.py", "test_latent_interpreted.py", "test_quantized_in
 FILES = tuple(map(Path(__file__).with_name, NAMES))
 
 
+def test_a_few_kernels_are_right_in_the_interpreter() -> None:
+    few = "test_every_step_equals_the_plain_one and (head_dim or blocks)"
+    assert passed_in_the_interpreter(*FILES[::2], only=few) > 1
+
+
+@pytest.mark.slow
 def test_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES) > 12
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 FILE = Path(__file__).with_name("test_interpreted.py")
 
 
+@pytest.mark.slow
 def test_kernels_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(FILE) >= 6
 

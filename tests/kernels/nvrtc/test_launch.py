@@ -75,6 +75,7 @@ kernel(78)(Launch((1, 1, 1), 32), values)
     assert second == f"function 78 grid 1 1 1 block 32 shared 0 stream 101 values {(1 << 40) + 8} -8 1.5 65 aligned 0"
 
 
+@pytest.mark.slow
 def test_in_a_context_that_compiles_ahead_nothing_is_launched_and_threads_compile(driver: Path) -> None:
     code = """
 from headway.kernels.runtime.nvrtc import store
@@ -104,6 +105,7 @@ print(store.load(Variant(Path("x"), "k.cu"), "example", device, "sm_90a") is loa
     assert same == "True ['compile']"
 
 
+@pytest.mark.slow
 def test_a_launch_that_the_driver_refuses_says_what_was_asked(driver: Path) -> None:
     code = """
 try:
@@ -117,6 +119,7 @@ except Exception as error:
     )
 
 
+@pytest.mark.slow
 def test_a_tensor_map_says_what_the_driver_is_to_encode(driver: Path) -> None:
     code = """
 rows = torch.empty(40, 8, 128, dtype=torch.bfloat16)

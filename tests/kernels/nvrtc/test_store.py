@@ -88,6 +88,7 @@ def test_the_file_is_another_for_all_that_changes_the_code(tmp_path: Path) -> No
     assert len(paths) == 5
 
 
+@pytest.mark.slow
 def test_processes_that_build_the_same_at_once_read_whole_files(own_cache: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

@@ -92,6 +92,7 @@ def same_logits(path: Path, reference: Any, ranks: Ranks = ONE_RANK) -> None:
         torch.testing.assert_close(logits, reference(text[None]).logits[0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(cache: Path, tmp_path: Path, name: str) -> None:
     same_logits(*written(tmp_path, name))

@@ -114,6 +114,7 @@ def test_experts_of_gpt_oss_keep_their_form(tmp_path: Path, size: int) -> None:
         check(found, take(dense, rank, size))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("shared", "forms"), [(256, ("fp8 64x64",) * 2), (128, ("fp8 64x64",) * 2), (192, ("", ""))])
 def test_shared_experts_of_the_same_form_stand_behind_the_others(tmp_path: Path, shared: int, forms: tuple[str, str]) -> None:
     quantized, dense = save_both(tmp_path, FORMATS["fp8 blocks"], qwen2_moe(shared), plain=is_router)

@@ -178,6 +178,7 @@ def test_client_that_never_reads_a_stream_is_closed(llm: LLM) -> None:
             served.wait_idle(30)
 
 
+@pytest.mark.slow
 def test_many_streams_that_nobody_reads_are_given_up_and_disturb_nobody(llm: LLM) -> None:
     with running(llm, ServerOptions(write_timeout=0.5)) as served:
         asked = {**LONG, "stream": True, "logprobs": 20, "n": 8, "max_tokens": 250}  # some 4 MB, more than a socket takes

@@ -84,6 +84,7 @@ def test_a_broken_line_fails_and_the_rest_runs(own: Running, api: OpenAI) -> Non
     assert bad[-1]["response"]["body"]["error"]["param"] == "temperature"
 
 
+@pytest.mark.slow
 def test_a_batch_goes_on_after_a_restart_and_loses_nothing(llm: LLM, options: ServerOptions) -> None:
     lines = [line(number, tokens=40) for number in range(40)]
     with running(llm, options) as first, OpenAI(base_url=f"{first.url}/v1", api_key="none") as api:

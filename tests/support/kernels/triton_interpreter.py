@@ -11,10 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def passed_in_the_interpreter(*files: Path, marks: str = "not slow") -> int:
-    """Run those tests of the files that `marks` (pytest's -m) selects; returns how many passed. None may fail or be skipped."""
+def passed_in_the_interpreter(*files: Path, marks: str = "not slow", only: str = "") -> int:
+    """Run those tests of the files that `marks` (pytest's -m) and `only` (its -k) select; returns how many passed.
+
+    None may fail or be skipped.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", f"not gpu and ({marks})"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", f"not gpu and ({marks})", "-k", only]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -11,10 +11,10 @@ from random import Random
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from graph_backend import Again, Walk, WalkPlugin
 from headway.core.contract.backend import Backends, GraphLevel
 from headway.core.contract.metadata import AttentionMetadata
@@ -72,8 +72,9 @@ def graph_step(attention: PagedAttention | None = None, block_size: int = BLOCK_
     return ModelStep(TinyModel(), attention, TORCH_SAMPLING, torch.zeros(ROWS + 1, dtype=torch.int64), block_size, max_len, [9])
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@examples(
+    15,
+    60,
     prompts=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=6),
     spare=st.integers(0, 6),
     overlapped=st.booleans(),
@@ -199,6 +200,7 @@ def test_graphs_compute_their_logits_into_one_buffer() -> None:
         assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]
 
 
+@pytest.mark.sampled(4, 1)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_k": 5}], ids=str)
 def test_steps_through_static_inputs_write_the_same_tokens(overlapped: bool, wish: dict[str, float]) -> None:

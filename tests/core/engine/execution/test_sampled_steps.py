@@ -110,6 +110,7 @@ def alone(registry: Registry) -> list[Written]:
     return [generate(engine(registry, SMALL), [prompt], wish)[0] for prompt, wish in zip(*requests(), strict=True)]
 
 
+@pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("how", ["together", "chunked", "tight", "graphs", "graphs that draw", "graphs that filter", "drafts"])
 def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
@@ -299,6 +300,7 @@ def test_completions_wait_for_no_sibling_that_is_gone(registry: Registry) -> Non
     assert {len(one.token_ids) for key, one in written.items() if key[0] == "half"} == {4}
 
 
+@pytest.mark.slow
 def test_random_requests_with_forks_and_aborts_leave_nothing_behind(registry: Registry) -> None:
     random = Random(5)
     made = engine(registry, replace(SMALL, async_scheduling=True, max_model_len=64, kv_cache_memory=12 * 8 * 512))

@@ -119,6 +119,7 @@ HYBRIDS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("drafts", [7, 4])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_drafts_in_graphs_leave_the_states_that_hold(name: str, drafts: int) -> None:

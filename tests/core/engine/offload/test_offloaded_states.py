@@ -53,6 +53,7 @@ def check(engine: EngineLoop) -> None:
     engine.scheduler.offloader.tier.check_integrity(idle=True)
 
 
+@pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize(("name", "rows"), [("kda", 4), ("mamba2 and a window", 1), ("mamba1", 1)])
 def test_a_start_comes_back_with_its_state(registry: Registry, name: str, rows: int) -> None:
     """Two tokens after the state: a state that another sequence has left behind would be seen.
@@ -76,6 +77,7 @@ def test_a_start_comes_back_with_its_state(registry: Registry, name: str, rows: 
     check(engine)
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize(("name", "memory"), [("gated delta", 80_000), ("lightning", 66_000)])
 def test_a_preempted_sequence_goes_on_where_it_was(registry: Registry, name: str, memory: int) -> None:
     """Nothing of a swapped sequence is computed again, not even the tokens of a page that is not whole."""
@@ -94,6 +96,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(registry: Registry, name: str
     assert computed["swap"] == sum(map(len, PROMPTS)) < computed["recompute"]
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize(("name", "least"), [("kda", 120_000), ("lightning", 71_000)])
 def test_a_state_is_copied_from_the_slot_of_the_last_draft_that_held(registry: Registry, name: str, least: int) -> None:
     texts = [[*prompt, *after] for prompt, after in zip(PROMPTS, expected_of(name), strict=True)]
@@ -131,6 +134,7 @@ def test_a_held_slot_is_not_handed_out() -> None:
     kept.check_integrity([first], [])
 
 
+@pytest.mark.slow
 def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is_slow(registry: Registry) -> None:
     kinds = {}
     for name, rate in (("fast", 1e15), ("slow", 1e3)):
@@ -143,6 +147,7 @@ def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is
     assert kinds == {"fast": {"swap"}, "slow": {"recompute"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["lightning", "mamba1"])
 def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
     happened = live(registry, name, range(5), most_prompts=8, crowded=True)

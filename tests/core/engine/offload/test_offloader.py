@@ -6,9 +6,9 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import Sequence
@@ -22,8 +22,9 @@ from random_schedules import ARRIVALS, GROUPS, Arrival, Cache, Traffic, finish, 
 PAGE_BYTES = 1000
 
 
-@settings(max_examples=80, deadline=None)
-@given(
+@examples(
+    25,
+    80,
     arrivals=ARRIVALS,
     block_size=st.sampled_from([1, 2, 4, 8]),
     spare=st.integers(0, 12),

@@ -42,6 +42,7 @@ def write(ranks: Ranks, sampling: SamplingOps, wishes: list[SamplingParams], pro
     return generate(engine, PROMPTS, wishes), engine.stats
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "sampling", [TORCH_SAMPLING, DRAWS_INSIDE, FILTERS_INSIDE], ids=["chosen after", "drawn inside", "filtered inside"]
 )

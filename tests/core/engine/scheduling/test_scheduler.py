@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
@@ -15,8 +15,9 @@ from headway.core.engine.scheduling.scheduler import IndependentScheduler, Sched
 from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
 
 
-@settings(max_examples=300, deadline=None)
-@given(
+@examples(
+    60,
+    300,
     arrivals=ARRIVALS,
     block_size=st.sampled_from([1, 2, 4, 8]),
     spare=st.integers(0, 12),
@@ -197,8 +198,9 @@ def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
     assert seq.tables[0].num_published == 1, "the second block holds tokens nobody knows yet"
 
 
-@settings(max_examples=200, deadline=None)
-@given(
+@examples(
+    40,
+    200,
     arrivals=ARRIVALS,
     others=ARRIVALS,
     block_size=st.sampled_from([1, 4, 8]),

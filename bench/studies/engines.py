@@ -1,0 +1,210 @@
+"""Other engines on the workloads of `headway bench throughput`: `python -m headway.bench.studies.engines ENGINE`.
+
+One engine runs in a process of its own: engine_child.py under this Python, or llama_child.py under one that has llama-cpp-python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from headway.bench.crossover.worker_protocol import events
+from headway.bench.generate.results import PeerEngine, PeersFile
+from headway.bench.generate.workloads import Nano, RequestSet, random_workloads
+from headway.bench.studies.command import run_study
+from headway.bench.studies.engine_child import ENGINES
+from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
+from headway.core.contract.support import Reason
+from headway.core.system.child import Child, python_command
+from headway.core.system.json_files import write_json
+from headway.core.system.provenance import Origin, command_line
+from headway.core.system.terminal import Terminal
+from headway.models.checkpoints.locate import locate
+from headway.models.loader import read_config
+from headway.tuning.measure.device import identify_device, resolve_device
+
+LLAMA = "llama.cpp"
+_LIMIT = 600.0
+"""Seconds for one generation."""
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What a peer is asked for."""
+
+    engine: str
+    model: str = "qwen3-0.6b"
+    load_format: str = "dummy"
+    dtype: str = "bfloat16"
+    repeat: int = 3
+    """Timed passes of each workload; the one of the median rate counts."""
+    warmup: int = 1
+    command: str = ""
+    tensor_parallel_size: int = 1
+    """GPUs, of vLLM alone."""
+    quantization: str | None = None
+    """What plain weights are rounded to on loading, of vLLM alone."""
+    python: str = "python3"
+    """A Python that has llama-cpp-python."""
+    threads: int = 2
+    """Threads of llama.cpp."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in (*ENGINES, LLAMA):
+            raise ConfigError("engine", " or ".join([*ENGINES, LLAMA]), repr(self.engine))
+        if self.engine != "vllm" and (self.tensor_parallel_size > 1 or self.quantization is not None):
+            raise ConfigError("--tensor-parallel-size and --quantization", "vllm", self.engine)
+        if self.engine == LLAMA and not self.model.endswith(".gguf"):
+            raise ConfigError("--model", "a .gguf file for llama.cpp", self.model)
+
+
+def run_peer(
+    options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, advance: Callable[[str], None] = lambda _: None
+) -> PeersFile:
+    """Run the workloads through another engine.
+
+    advance: told before each pass which workload it is of.
+
+    :raises UnsupportedError: the engine is not installed.
+    :raises HeadwayError: it failed; the message is its own.
+    """
+    folder = locate(options.model, weights=options.load_format != "dummy")
+    vocab_size = int(read_config(folder).vocab_size)
+    passes: dict[str, list[float]] = {}
+    found: dict[str, Any] = {}
+    label = ""
+    with _child(options) as child:
+        for event in events(child, _request(options, workloads, device, str(folder), vocab_size), _LIMIT):
+            kind = event["event"]
+            if kind == "ready":
+                found = event
+            elif kind == "begin":
+                label = event["label"]
+            elif kind == "pass":
+                advance(label)
+            elif kind == "done":
+                wanted = next(each for each in workloads if each.label == label).requests(vocab_size).num_output_tokens
+                passes[label] = [wanted / seconds for seconds in event["seconds"]]
+            elif kind == "fatal":
+                raise HeadwayError(f"{options.engine}: {event['reason']}")
+            elif kind == "late":
+                raise HeadwayError(f"{options.engine}: {label} took longer than {_LIMIT:.0f} s")
+            elif len(passes) < len(workloads):
+                raise HeadwayError(f"{options.engine}: {event['reason']}")
+    peer = PeerEngine(
+        name=options.engine,
+        version=found["version"],
+        settings=found["settings"],
+        tokens_per_second={name: median(each) for name, each in passes.items()},
+        passes=passes,
+    )
+    size = options.tensor_parallel_size
+    more = [*([options.quantization] if options.quantization else []), *([f"tensor-parallel size {size}"] if size > 1 else [])]
+    return PeersFile(
+        device=identify_device(device).name,
+        model=", ".join([options.model, f"{options.load_format} weights", options.dtype, *more]),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=options.command,
+        origin=Origin.here(),
+        peers=[peer],
+    )
+
+
+def _child(options: PeerOptions) -> Child:
+    """The process of the engine.
+
+    :raises UnsupportedError: the engine is not installed.
+    """
+    if options.engine == LLAMA:
+        try:
+            return Child([options.python, str(Path(__file__).with_name("llama_child.py"))], {"PYTHONPATH": ""})
+        except OSError as error:
+            reason = Reason("--python", "a Python that has llama-cpp-python", f"{options.python}: {error.strerror}")
+            raise UnsupportedError(f"measuring {LLAMA}", [reason]) from None
+    module = ENGINES[options.engine][0]
+    if find_spec(module) is None:
+        reason = Reason(options.engine, f"the module {module}", "none installed here", f"pip install {options.engine}")
+        raise UnsupportedError(f"measuring {options.engine}", [reason])
+    return Child(python_command("headway.bench.studies.engine_child"))
+
+
+def _request(
+    options: PeerOptions, workloads: Sequence[RequestSet], device: torch.device, folder: str, vocab_size: int
+) -> dict[str, Any]:
+    works = []
+    for workload in workloads:
+        drawn = workload.requests(vocab_size)
+        lens = {"prompts": drawn.prompts, "output_lens": drawn.output_lens}
+        works.append({"label": workload.label, "temperature": workload.temperature, **lens})
+    return {
+        "engine": options.engine,
+        "model": options.model,
+        "folder": folder,
+        "load_format": options.load_format,
+        "dtype": options.dtype,
+        "device": str(device),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "quantization": options.quantization,
+        "threads": options.threads,
+        "max_model_len": max(workload.max_len for workload in workloads),
+        "max_num_seqs": max(256, *(workload.batch_size for workload in workloads)),
+        "repeat": options.repeat,
+        "warmup": options.warmup,
+        "workloads": works,
+    }
+
+
+def engines(
+    engine: Annotated[str, typer.Argument(help="vllm, nano-vllm, transformers or llama.cpp.")],
+    workload: Annotated[str | None, typer.Option(help="nano: 256 random prompts as in nano-vllm's bench.")] = None,
+    batch_size: Annotated[str, typer.Option(help="Random prompts sent at once: N, or a list 1,16,64.")] = "1,16,64",
+    input_len: Annotated[str, typer.Option(help="Their tokens: N, or a list.")] = "512",
+    output_len: Annotated[str | None, typer.Option(help="Tokens written for each. [as the input]")] = None,
+    model: Annotated[str, typer.Option(help="A folder, or as dummy a model's shapes; of llama.cpp a .gguf file.")] = "qwen3-0.6b",
+    load_format: Annotated[str, typer.Option(help="auto, or dummy: random weights in the model's shapes.")] = "dummy",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs; of vLLM alone.")] = 1,
+    quantization: Annotated[str | None, typer.Option(help="What plain weights are rounded to: fp8; of vLLM alone.")] = None,
+    python: Annotated[str, typer.Option(help="A Python that has llama-cpp-python.")] = "python3",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of llama.cpp.")] = 2,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed passes; the median counts.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Passes before them.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
+) -> None:
+    """Measure another engine on the requests that Headway's own benchmark sends."""
+    err = Terminal(stderr=True)
+    works = [Nano()] if workload == "nano" else random_workloads(batch_size, input_len, output_len, 0.0)
+    options = PeerOptions(
+        engine=engine,
+        model=model,
+        load_format=load_format,
+        dtype=dtype,
+        repeat=repeat,
+        warmup=warmup,
+        command=command_line("python", "-m", "headway.bench.studies.engines"),
+        tensor_parallel_size=tensor_parallel_size,
+        quantization=quantization,
+        python=python,
+        threads=threads,
+    )
+    with err.status(f"starting {engine}") as status:
+        found = run_peer(options, works, resolve_device(device), lambda label: status.update(f"{engine}: {label}"))
+    if output is not None:
+        write_json(found, output)
+    (peer,) = found.peers
+    print(f"{peer.name} {peer.version} on {found.device}: {peer.settings}")
+    for label, rate in peer.tokens_per_second.items():
+        print(f"{label:<20} {rate:>12,.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    run_study(engines)

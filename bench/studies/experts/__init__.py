@@ -1,1 +1,0 @@
-"""A layer of experts alone: Headway's ways and those of other libraries, beside the floors of memory and arithmetic."""

@@ -1,1 +1,0 @@
-"""Kernels of other attention libraries, called without Headway, beside its backends."""

@@ -1,0 +1,410 @@
+"""Whole generations that bench/results holds, as points; what `headway plan` predicts of them, and how far off that is."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from headway.core.contract.metadata import Phase
+from headway.core.engine.data.groups import page_format
+from headway.core.select.costs import Shape
+from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
+from headway.plan.demand import Demand
+from headway.plan.devices import GPU_KINDS, Utilisation
+from headway.plan.memory import EngineLimits, EngineMemory
+from headway.plan.model_costs import PlannedModel, RankCosts, rank_costs, read_planned_model, weight_format
+from headway.plan.simulation import Latencies, Replica, SimulatedRequest
+from headway.plan.step_time import StepParts, StepPredictor, StepWork
+from headway.tuning.table.files import read_table
+
+RESULTS: Final = Path(__file__).resolve().parents[1] / "results" / "h200"
+Metric = Literal["seconds", "first_token_ms", "per_token_ms"]
+WEIGHT_FORMS: Final = {"bf16": "model", "fp8": "fp8", "fp8-blocks": "fp8", "w4a16": "int4", "mxfp4": "mxfp4"}
+"""Forms of headway.bench.studies.weight_shapes -> the format of `headway plan`."""
+
+DEEPSEEK_V2_LITE: Final = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "bos_token_id": 100000,
+    "dtype": "bfloat16",
+    "eos_token_id": 100001,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+"""Sizes of deepseek-ai/DeepSeek-V2-Lite with 12 of its 27 layers, as they were measured."""
+
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """One figure of one workload: `batch` requests of so many tokens, all sent at once."""
+
+    model: str
+    """A name in models/shapes, or deepseek-v2-lite."""
+    num_layers: int | None
+    """Layers that were measured, the first ones; None: all."""
+    batch: int
+    input_len: int
+    output_len: int
+    metric: Metric
+    measured: float
+    file: str
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int = 256
+    gpu: str = "h200"
+    """A kind of GPU that `headway plan` knows."""
+    ranks: int = 1
+    """GPUs of the engine."""
+    weights: str = "model"
+    """A format of `headway plan`."""
+
+    def __str__(self) -> str:
+        others = [each for each in (self.kv_cache_dtype, self.weights) if each not in ("auto", "model")]
+        return " ".join([f"{self.model} {self.batch} x {self.input_len}/{self.output_len}", *others])
+
+
+def measured_points() -> list[MeasuredPoint]:
+    """Every point, in an order that does not depend on any figure. What was measured several times is one point: the median."""
+    runs: dict[MeasuredPoint, list[MeasuredPoint]] = {}
+    for each in (*_throughput(), *_engine_level(), *_experts(), *_wide(), *_generations()):
+        runs.setdefault(replace(each, measured=0.0, file=""), []).append(each)
+    found = [
+        replace(same[0], measured=statistics.median(each.measured for each in same), file=", ".join(each.file for each in same))
+        for same in runs.values()
+    ]
+    return sorted(found, key=lambda each: (each.model, each.metric, each.batch, each.input_len, each.kv_cache_dtype))
+
+
+def weight_points() -> list[MeasuredPoint]:
+    """Times per token with weights in other formats, on an H100: bench/results/h100/weights-MODEL-FORM.json."""
+    found = []
+    for form, weights in WEIGHT_FORMS.items():
+        for path in sorted((RESULTS.parent / "h100").glob(f"weights-*-{form}.json")):
+            model = path.stem.removeprefix("weights-").removesuffix(f"-{form}")
+            for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+                shape = (model, None, cell["batch_size"], cell["input_len"], cell["output_len"])
+                measured = cell["time_per_output_token_ms"]
+                found.append(MeasuredPoint(*shape, "per_token_ms", measured, path.name, gpu="h100", weights=weights))
+    return found
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _throughput() -> Iterator[MeasuredPoint]:
+    """Mean times per token of `headway bench throughput`. Its first tokens of 2026-11-21 are of an engine whose prompts were not
+    graphs yet, and are left out; that of 8,190 tokens was measured later."""
+    for path in sorted(RESULTS.glob("throughput-*.json")):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        cache = "fp8_e4m3" if "fp8_e4m3" in read["command"] else "auto"
+        for cell in read["cells"]:
+            if cell["input_len"] is None:
+                continue
+            shape = (read["model"], None, cell["batch_size"], cell["input_len"], cell["output_len"])
+            if cell["output_len"] > 2:
+                yield MeasuredPoint(*shape, "per_token_ms", cell["time_per_output_token_ms"], path.name, cache)
+            else:
+                yield MeasuredPoint(*shape, "first_token_ms", cell["time_to_first_token_ms"], path.name, cache)
+
+
+def _engine_level() -> Iterator[MeasuredPoint]:
+    """Whole generations through `auto`."""
+    read = _read("crossover-engine.json")
+    for cell in read["cells"]:
+        if cell["backend"] == "auto":
+            shape = (read["model"], None, cell["batch"], cell["query_len"], cell["kv_len"] - cell["query_len"])
+            yield MeasuredPoint(*shape, "seconds", cell["median_us"] * 1e-6, "crossover-engine.json")
+
+
+def _experts() -> Iterator[MeasuredPoint]:
+    """Models with experts, the best pass of each batch size."""
+    shapes: Mapping[str, Any] = _read("experts-vllm.json")["shapes"]
+    for model, shape in shapes.items():
+        for batch, cell in shape["batches"].items():
+            seconds = int(batch) * 512 / cell["headway_tok_s"]
+            yield MeasuredPoint(model, shape["layers"], int(batch), 512, 512, "seconds", seconds, "experts-vllm.json")
+
+
+def _wide() -> Iterator[MeasuredPoint]:
+    """More than 256 sequences, and single first tokens."""
+    read = _read("engine-wide.json")
+    for batch in (320, 512):
+        seconds = batch * 256 / read["median"][f"{batch} x 256/256"]
+        yield MeasuredPoint("qwen3-0.6b", None, batch, 256, 256, "seconds", seconds, "engine-wide.json", max_num_seqs=512)
+    for length, ms in read["first_token_ms"].items():
+        yield MeasuredPoint("qwen3-0.6b", None, 1, int(length), 1, "first_token_ms", ms, "engine-wide.json")
+
+
+def _generations() -> Iterator[MeasuredPoint]:
+    """What `measure` has measured."""
+    for each in _read("plan-points.json")["points"]:
+        yield MeasuredPoint(**{name: value for name, value in each.items() if name != "predicted"} | {"file": "plan-points.json"})
+
+
+_LONGEST = 16384
+_PAGES = 400_000
+"""Pages of 16 tokens: none of the points was short of memory."""
+SHARES = ("product_read", "product_matrix", "element_read", "decode_read", "prefill_matrix", "state_read")
+"""Fields of `Utilisation` that lie between 0 and 1."""
+ATTENTION = ("decode_read", "decode_us", "prefill_matrix", "prefill_us")
+"""Fields that crossover tables tell: a kernel's time by the data sheet."""
+FITTED = tuple(
+    each.name
+    for each in fields(Utilisation)
+    if each.name not in ATTENTION
+    and not each.name.startswith(("state", "scan", "narrow", "host_us", "host_sequence", "host_mixed"))
+)
+"""Fields that whole generations tell."""
+
+
+@cache
+def read_model(name: str, num_layers: int | None) -> PlannedModel:
+    """A model's sizes, of its first layers alone where fewer were measured."""
+    if name == "deepseek-v2-lite":
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(DEEPSEEK_V2_LITE))
+            return _read_folder(folder, num_layers)
+    return _read_folder(name, num_layers)
+
+
+def _read_folder(name: str, num_layers: int | None) -> PlannedModel:
+    config, dtype = read_planned_model(name)
+    return PlannedModel(replace(config, layers=config.layers[:num_layers]), dtype)
+
+
+@cache
+def h200_tables() -> tuple[MeasuredLayer, ...]:
+    """The crossover tables of an H200 that the repository holds."""
+    return tuple(MeasuredLayer.of(read_table(RESULTS / f"crossover-{heads}-8-128.json")) for heads in (16, 32))
+
+
+class _Recorder:
+    """Stands in for `StepPredictor`: every step takes a second, so that a token's time is the number of its step."""
+
+    def __init__(self) -> None:
+        self.works: list[StepWork] = []
+
+    def step(self, work: StepWork) -> StepParts:
+        """Write a step down."""
+        self.works.append(work)
+        return StepParts(products=1e6)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of a point, which no time changes, because all requests come at once."""
+
+    works: Sequence[StepWork]
+    first: Sequence[int]
+    """The step of each request's first token, and of its last."""
+    last: Sequence[int]
+
+
+@cache
+def trace(point: MeasuredPoint) -> Trace:
+    """Run the scheduler over a point."""
+    recorder = _Recorder()
+    found = _replica(point, recorder).run(_requests(point))
+    first = [round(each) - 1 for each in found.first_token]
+    more = point.output_len - 1
+    last = [step + round(each * more) for step, each in zip(first, found.per_token, strict=True)] if more else first
+    return Trace(recorder.works, first, last)
+
+
+def step_times(point: MeasuredPoint, reached: Utilisation) -> StepPredictor:
+    """The times of a point's steps."""
+    gpu = GPU_KINDS[point.gpu]
+    return StepPredictor(gpu, _costs(point), reached, AttentionTimes(gpu, reached, h200_tables() if point.gpu == "h200" else ()))
+
+
+def _costs(point: MeasuredPoint) -> RankCosts:
+    model = read_model(point.model, point.num_layers)
+    return rank_costs(*model, point.ranks, point.kv_cache_dtype, weight_format(point.weights))
+
+
+def _replica(point: MeasuredPoint, times: Any, request_seconds: float = 0.0) -> Replica:
+    caches = _costs(point).layers.cached
+    pages = page_format(caches, [layout_of(spec) for spec in caches], 16, _LONGEST)
+    return Replica(
+        times, EngineMemory(pages, _PAGES, EngineLimits(point.max_num_seqs, _LONGEST)), request_seconds=request_seconds
+    )
+
+
+def _requests(point: MeasuredPoint) -> list[SimulatedRequest]:
+    return [SimulatedRequest(0.0, point.input_len, point.output_len)] * point.batch
+
+
+def latencies(point: MeasuredPoint, reached: Utilisation) -> Latencies:
+    """What the requests of a point see by the simulation, as `headway plan` makes it."""
+    return _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(_requests(point))
+
+
+def simulate(point: MeasuredPoint, reached: Utilisation) -> float:
+    """A point's figure by the simulation."""
+    found = latencies(point, reached)
+    if point.metric == "seconds":
+        return found.seconds
+    return 1e3 * statistics.mean(found.first_token if point.metric == "first_token_ms" else found.per_token)
+
+
+def predict(point: MeasuredPoint, reached: Utilisation) -> float:
+    """The same figure out of the point's trace, a hundred times as fast."""
+    times, steps = step_times(point, reached), trace(point)
+    ends: list[float] = []
+    seen: list[float] = []
+    launched = 1e-6 * reached.request_us
+    for number, work in enumerate(steps.works):
+        free, busy = max(launched, ends[number - 2] if number > 1 else 0.0), ends[-1] if ends else 0.0
+        launched, end = times.step(work).times(free, busy)
+        if ends:
+            seen.append(max(launched, ends[-1]))
+        ends.append(end)
+    seen.append(ends[-1])
+    first, last = ([seen[step] for step in each] for each in (steps.first, steps.last))
+    if point.metric == "seconds":
+        return seen[-1]
+    if point.metric == "first_token_ms":
+        return 1e3 * statistics.mean(first)
+    return 1e3 * (statistics.mean(last) - statistics.mean(first)) / (point.output_len - 1)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors of predictions."""
+
+    values: Sequence[float]
+    """Predicted over measured, less 1."""
+
+    @property
+    def median(self) -> float:
+        """Median of their sizes."""
+        return statistics.median(map(abs, self.values))
+
+    @property
+    def worst(self) -> float:
+        """The largest size."""
+        return max(map(abs, self.values))
+
+    @property
+    def mean(self) -> float:
+        """Mean of their sizes."""
+        return statistics.mean(map(abs, self.values))
+
+    @property
+    def loss(self) -> float:
+        """What a fit makes small: the mean size, and a tenth of the worst."""
+        return self.mean + 0.1 * self.worst
+
+
+def errors(points: Sequence[MeasuredPoint], reached: Utilisation) -> Errors:
+    """How far the predictions of these points are off."""
+    return Errors([predict(point, reached) / point.measured - 1 for point in points])
+
+
+def halves(points: Sequence[MeasuredPoint]) -> tuple[list[MeasuredPoint], list[MeasuredPoint]]:
+    """Every second point to choose utilisations from, and the others to judge them by."""
+    return list(points[::2]), list(points[1::2])
+
+
+def kernel_cells() -> list[tuple[MeasuredLayer, Shape]]:
+    """Every point of the grids of attention tables at which a backend has a time."""
+    found = [
+        (table, shape)
+        for table in h200_tables()
+        for phase in Phase
+        for shape in table.costs.shapes[phase]
+        if math.isfinite(table.fastest_us(shape)) and (phase is not Phase.DECODE or shape.query_len == 1)
+    ]
+    return sorted(found, key=lambda each: (str(each[0].spec), str(each[1])))
+
+
+def kernel_errors(cells: Sequence[tuple[MeasuredLayer, Shape]], reached: Utilisation) -> Errors:
+    """How far attention by the data sheet is off where a table tells."""
+    times = AttentionTimes(GPU_KINDS["h200"], reached)
+    found = []
+    for table, shape in cells:
+        alone = reached.alone_us if shape.phase is Phase.DECODE else 0.0
+        found.append(times.data_sheet_us(table.spec, shape) / (table.fastest_us(shape) - alone) - 1)
+    return Errors(found)
+
+
+def fit(
+    loss: Callable[[Utilisation], float],
+    names: Sequence[str],
+    start: Utilisation,
+    rounds: int = 7,
+    told: Callable[[str], None] = lambda line: None,
+) -> Utilisation:
+    """Choose utilisations by a search along one after the other, with steps that shrink."""
+    best, least, step = start, loss(start), 0.3
+    for number in range(rounds):
+        for name in names:
+            for factor in (1 - step, 1 + step):
+                value = getattr(best, name) * factor
+                tried = replace(best, **{name: min(value, 1.0) if name in SHARES else value})
+                found = loss(tried)
+                if found < least:
+                    best, least = tried, found
+        told(f"round {number + 1} of {rounds}: loss {least:.4f}")
+        step *= 0.65
+    return best
+
+
+def fit_all(points: Sequence[MeasuredPoint], start: Utilisation, told: Callable[[str], None] = lambda line: None) -> Utilisation:
+    """Choose every utilisation: of attention from half of the kernels' times, of the rest from these points; and once again,
+    because the second changes how long a kernel alone takes to start."""
+    cells = kernel_cells()[::2]
+    for _ in range(2):
+        start = fit(lambda tried: kernel_errors(cells, tried).mean, ATTENTION, start, told=told)
+        start = fit(lambda tried: errors(points, tried).loss, FITTED, start, told=told)
+    return start
+
+
+def arrivals(reached: Utilisation) -> list[tuple[str, float, float]]:
+    """(what, measured, predicted) of Poisson arrivals at a server; what HTTP adds to the first token is not predicted."""
+    found = []
+    for cell in json.loads((RESULTS / "server.json").read_text(encoding="utf-8"))["own_process"]["online"].values():
+        point = MeasuredPoint("qwen3-0.6b", None, 1, 512, 128, "per_token_ms", 0.0, "server.json")
+        requests = Demand(512, 128, cell["rate"]).arrivals(1, cell["completed"])
+        result = _replica(point, step_times(point, reached), 1e-6 * reached.request_us).run(requests)
+        for percentile in (50, 95):
+            for name, got in (
+                ("time_to_first_token_ms", result.first_token_ms(percentile)),
+                ("time_per_output_token_ms", result.per_token_ms(percentile)),
+            ):
+                found.append((f"{cell['rate']:g}/s, {name} p{percentile}", cell[name][f"p{percentile}"], got))
+    return found

@@ -1,1 +1,0 @@
-"""Servers side by side, and what ours costs."""
