@@ -10,19 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-<<<<<<< HEAD
-from headway.bench.kernel.peaks import DevicePeak
-from headway.bench.kernel.results import KernelCell, KernelReport
-from headway.tuning.table.noise import MOST_DRIFT
-from headway.tuning.table.schema import DeviceInfo
-=======
 from headway.bench.kernel.results import DevicePeak, KernelCell, KernelReport, SlowerCell, SpeedComparison
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import KEY_VALUE, StateSpec
 from headway.core.oracle.state_cases import gate_shapes
-from headway.tuning.table.identity import DeviceInfo
 from headway.tuning.table.noise import MOST_DRIFT
-from headway.tuning.table.state_schema import MeasuredState, StateTable
+from headway.tuning.table.schema import DeviceInfo, MeasuredState, StateTable
 
 
 def compare(cells: Sequence[KernelCell], than: str, most: float) -> SpeedComparison:
@@ -132,7 +125,6 @@ def _state_table(title: str, cells: list[MeasuredState], spec: StateSpec, most: 
             table.add_row(*shown, style="" if number else "bold green", end_section=cell is rivals[-1])
     return table
 
->>>>>>> w/B
 
 RATE_OF = {
     "decode": "GB/s of K and V read once",

@@ -138,29 +138,7 @@ def _peers(ranks: TorchRanks) -> Iterator[AllReduce]:
             yield way
 
 
-<<<<<<< HEAD
-def _other_blocks(ranks: TorchRanks, block_bytes: Sequence[int]) -> Iterator[AllReduce]:
-    """Our kernel with programs of other sizes."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    from headway.kernels.all_reduce.one_shot_kernels import NOTHING, OneShotAllReduce, shared_bytes
-    from headway.kernels.all_reduce.peer_memory import PeerMemory
-
-    for each in block_bytes:
-        store = PrefixStore(f"blocks of {each}", ranks.store)
-        memory = PeerMemory(store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
-        side = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
-        way = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory, side, each)
-        way.name = f"{way.name} {each}"
-        yield way
-
-
-def _of_rank(
-    rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]], block_bytes: Sequence[int]
-) -> None:
-=======
 def _of_rank(rank: int, size: int, port: int, store: Any, found: dict[str, list[float | None]]) -> None:
->>>>>>> w/B
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = store or find_store(port, size)

@@ -58,7 +58,7 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write what was measured and predicted to this JSON file.")] = None,
 ) -> None:
     """Predict, and say how far off it is."""
-    from headway.bench.studies.plan.predict import arrivals
+    from headway.bench.studies.plan_points import arrivals
 
     console = Terminal(width=_WIDTH, highlight=False)
     if what == "check":

@@ -41,11 +41,9 @@ def build(
     Each takes half a second. Without this command the first use of a kernel compiles it.
     """
     import torch
-    from headway.backends.vllm_paged.writer import variant_of as writer_variant
 
     from headway.backends.vllm_paged.backend import VllmPagedAttention
-    from headway.backends.vllm_paged.decode import CSRC
-    from headway.backends.vllm_paged.decode import variant_of as attention_variant
+    from headway.backends.vllm_paged.decode import CSRC, cache_variant, variant_of
     from headway.core.contract.errors import ConfigError, UnsupportedError
     from headway.core.contract.spec import DTYPES, KV_DTYPES
     from headway.kernels.runtime.nvrtc.compiler import Variant, architecture, find_compiler
@@ -71,8 +69,8 @@ def build(
     variants = [Variant(CSRC, "blocks.cu")]
     for name, size, block in product(names, head_dim or [64, 128], block_size or [16]):
         cache_dtype = narrow.get(kv_dtype, DTYPES[name])
-        variants.append(attention_variant(DTYPES[name], cache_dtype, size, block, target))
-        variants.append(writer_variant(DTYPES[name], cache_dtype, size, block))
+        variants.append(variant_of(DTYPES[name], cache_dtype, size, block, target))
+        variants.append(cache_variant(DTYPES[name], cache_dtype, size, block))
     print(f"{backend}: {len(variants)} kernels for {target} with {compiler.name} ({compiler.version})")
     for number, (variant, built) in enumerate(build_all(variants, target, compiler, os.cpu_count() or 1), 1):
         print(f"[{number}/{len(variants)}] {variant}: {built.seconds:.1f} s", flush=True)

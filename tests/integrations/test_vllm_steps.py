@@ -11,8 +11,6 @@ from torch import Tensor
 
 from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPAMath
-from headway.bench.kernel.product_ways import Step
-from headway.cli.run.warm import warm
 from headway.core.contract.backend import GraphLevel, StepLimits
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import ConfigError
@@ -20,10 +18,10 @@ from headway.core.contract.metadata import Phase
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
 from headway.core.select.selector import Selector
-from headway.models.checkpoints.expert_weights import Rows
-from headway.models.families.hybrid import parts_of
 from headway.registry import Registry
-from headway_vllm.planner import Planner, attend, graph_backend
+from headway_vllm.metadata import Rows, parts_of
+from headway_vllm.planner import Planner, Step, attend, graph_backend
+from headway_vllm.warming import warm
 from registries import registering
 from vllm_steps import SIZE, SPEC, VllmStep
 

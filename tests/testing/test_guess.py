@@ -428,7 +428,6 @@ def test_a_mistake_in_log_sums_is_found(of: Any, changes: dict[str, Any], monkey
     assert result.reason.startswith("lse of sequence"), result
 
 
-<<<<<<< HEAD
 def test_what_only_the_wrong_sequences_have_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_guessed(
         TakesSingleKeysAsTheyAre,
@@ -436,52 +435,6 @@ def test_what_only_the_wrong_sequences_have_is_said(monkeypatch: pytest.MonkeyPa
         "wrong in exactly those of a single token",
         monkeypatch,
     )
-=======
-MANY_LATENT = {"layout": "latent", "feature": "latent", "head_dim": 576, "group": 128, "dtype": "bfloat16", "work": "few"}
-
-
-@pytest.mark.sampled(4, 2)
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (MANY_LATENT, "misses the first token; in heads 64 to 127 alone, of 128"),
-        ({"group": 71, "kv_heads": 1}, "misses the first token; in heads 64 to 70 alone, of 71"),
-        ({"group": 71, "kv_heads": 2}, "misses the first token; in heads 64 to 70, 135 to 141 alone, of 142"),
-        ({"group": 71, "kv_heads": 1, "feature": "sinks"}, "misses the first token; in heads 64 to 70 alone, of 71"),
-    ],
-    ids=["latents", "one kv head", "two kv heads", "sinks"],
-)
-def test_a_mistake_in_some_heads_is_named_as_it_is_in_all(
-    changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_guessed(HidesAKeyFromHeadsBehind64, changes, words, monkeypatch)
-
-
-def test_two_mistakes_that_give_one_answer_are_both_named_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(planted.PLANTED, "made", TakesSingleKeysAsTheyAre)
-    cell = replace(CELL, phase="prefill", feature="sinks")
-    guess = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell).guess
-    assert guess.startswith("matches the answer without the sinks"), guess
-    assert "; in exactly those of a single token" in guess
-
-
-@pytest.mark.sampled(4, 1)
-@pytest.mark.parametrize(
-    ("made", "changes", "words"),
-    [
-        (KeepsTheFirstKernelsHeads, {"work": "again"}, "right as an instance's first step: keeps something of an earlier step"),
-        (SharesABuffer, {"phase": "mixed", "feature": "window-1"}, "prompts and decodes are right apart"),
-        (HasRoomFor64, {"work": "many"}, "right with up to 64 of them, wrong with 65"),
-        (AddsToOut, {}, "right where `out` holds zeros"),
-        (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}, "right with kv_heads 2 or 3 or 8 (wrong with 1)"),
-        (GoesWrongBehind40Tokens, {}, "a sequence alone is right up to 40 tokens, and wrong with 41"),
-    ],
-)
-def test_a_control_says_what_a_mistake_depends_on(
-    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_guessed(made, changes, words, monkeypatch)
->>>>>>> w/B
 
 
 _KEEPS_MASKS = """

@@ -46,10 +46,8 @@ from headway.core.system.child import die_with_parent, how_it_ended, message_of,
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.registry.hookspecs import PROJECT
-<<<<<<< HEAD
-from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins, with_hooks
-from headway.registry.records import Brought
+from headway.registry.records import Brought, Verdict
 from headway.tuning.isolated.measure_in_child import KINDS
 from headway.tuning.measure.self_test import self_test
 
@@ -320,12 +318,6 @@ class ProcessSnapshot:
         other = next((name for name, module in self._modules.items() if present.get(name) is not module), "")
         return f"the module {other} for another" if other else ""
 
-=======
-from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
-from headway.registry.records import Verdict
-from headway.tuning.isolated import trial_steps
-from headway.tuning.isolated.measured_kinds import KINDS
->>>>>>> w/S
 
 _DUMP_SECONDS = 0.5
 """Seconds for a process that hangs to write where."""

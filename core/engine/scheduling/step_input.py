@@ -184,7 +184,7 @@ def smaller_budget(step: Items[ScheduledSequence], error: Exception, chunked: bo
 
 
 def prepare(
-    step: ScheduledStep, groups: Sequence[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
+    step: ScheduledStep, groups: Items[CacheGroup], states: bool = False, adapters: AdapterTable | None = None
 ) -> StepInput:
     """Turn a step into the executor's input. Changes of pages are reported once, so every prepared step must be launched.
 
@@ -210,7 +210,7 @@ def prepare(
     )
 
 
-def _without_states(step: ScheduledStep, groups: Sequence[CacheGroup]) -> StepInput:
+def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput:
     """The step as layers with keys and values see it."""
     started: list[StartedRow] = []
     new_pages: list[NewPages] = []

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from headway.integrations.transformers import registry
+    from headway_vllm.layers import registry
     from headway_vllm.request import AUTO, environment_request, member_names
 
     def path(member: str) -> str:

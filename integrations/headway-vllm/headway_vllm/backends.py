@@ -16,18 +16,16 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from headway.bench.kernel.product_ways import Step
-from headway.cli.run.warm import warm
 from headway.contract import NHD, AttentionSpec, ConfigError, LayerCache, Phase, StepLimits, UnsupportedError
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.selector import Selector
-from headway.integrations.transformers import registry
 from headway.tuning.measure.device import resolve_device
 from headway_vllm.cache import layer_cache
 from headway_vllm.generation import find_generation
-from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector
-from headway_vllm.planner import Planner, attend, graph_backend
+from headway_vllm.layers import LayerOptions, check_exact_lengths, make_selector, registry
+from headway_vllm.planner import Planner, Step, attend, graph_backend
 from headway_vllm.request import AUTO, environment_request, member_names
+from headway_vllm.warming import warm
 
 log = logging.getLogger("headway")
 

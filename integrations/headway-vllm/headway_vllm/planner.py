@@ -14,9 +14,7 @@ from headway.core.contract.backend import Backends
 from headway.core.contract.layout import CacheWriter
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
-from headway.models.checkpoints.expert_weights import Rows
-from headway.models.families.hybrid import parts_of
-from headway_vllm.metadata import CommonMetadata, Part, Parts
+from headway_vllm.metadata import CommonMetadata, Part, Parts, Rows, parts_of
 
 
 class Work(NamedTuple):

@@ -16,8 +16,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import headway_vllm
-from headway.cli.look.backends import backends
-from headway_vllm import metadata
+from headway_vllm import backends, metadata
 from headway_vllm.generation import find_generation
 
 GENERATION = find_generation()

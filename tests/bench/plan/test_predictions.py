@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headway.bench.studies.plan.points import measured_points, weight_points
-from headway.bench.studies.plan.predict import errors, halves, kernel_cells, kernel_errors, predict, simulate
 
-from headway.bench.serve.load import arrivals
 from headway.bench.studies.plan_points import (
     arrivals,
     errors,
