@@ -31,7 +31,7 @@ def _writer(device: torch.device) -> CacheWriter:
             log.warning("cache writes go through torch, which waits for the GPU in every layer: %s (%s)", error, hint)
         else:
             return Writer()
-    from headway.backends.layouts import write_rows
+    from headway.core.contract.layout import write_rows
 
     return write_rows
 

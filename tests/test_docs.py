@@ -15,8 +15,7 @@ import pytest
 import flows
 import path_of_a_request
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import CacheLayout
+from headway.core.contract.layout import CacheLayout, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend

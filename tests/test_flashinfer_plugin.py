@@ -12,9 +12,8 @@ import torch
 
 from backend_cases import CASES, VERIFY, spec
 from fake_flashinfer import modules
-from headway.backends.layouts import write_rows
 from headway.core.contract.errors import HeadwayError
-from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, CacheLayout, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from backend_cases import spec
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import NHD, CacheGeometry
+from headway.core.contract.layout import NHD, CacheGeometry, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case

@@ -18,7 +18,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.startup import DEFAULT_BLOCK_SIZES
+from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry

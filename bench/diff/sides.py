@@ -11,17 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.backends.layouts import write_rows
 from headway.core.contract.errors import ConfigError, UnsupportedError
-from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.engine.execution.attention import PagedAttention
 from headway.core.oracle.cases import Case, reference
 from headway.core.select.backend_request import ALL_AUTO, BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector
-from headway.core.select.startup import BackendSource, check_names
+from headway.core.select.selector import BackendSource, Selector, check_names
 from headway.models.checkpoints.checkpoint import check_folder
 from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING

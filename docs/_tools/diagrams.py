@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from headway.backends.layouts import write_rows
 from headway.bench.charts import new_figure
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.system.json_files import write_bytes
 

@@ -25,10 +25,8 @@ from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import StepResults, prepare
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.costs import CostTable
-from headway.core.select.per_step import StepChooser
-from headway.core.select.selection import MeasuredChoice, Selection
-from headway.core.select.selector import Selector
-from headway.core.select.startup import StartupChoice
+from headway.core.select.selection import MeasuredChoice, Selection, StepChooser
+from headway.core.select.selector import Selector, StartupChoice
 from headway.core.system.json_files import write_bytes
 from headway.hosting.assembly import assemble
 from headway.registry.plugin_sources import given_plugins, installed_plugins

@@ -26,8 +26,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES
 from headway.core.select.backend_request import BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector
-from headway.core.select.startup import check_names
+from headway.core.select.selector import Selector, check_names
 from headway.integrations.dense import OWN_WAY, BackendShare, Blocks, Sequences, Visibility, VisibilityMask, mask_of
 from headway.registry import Registry
 from headway.tuning.autotune import TableRequest, costs_for

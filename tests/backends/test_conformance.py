@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
-from headway.backends.layouts import write_rows
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
+from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend

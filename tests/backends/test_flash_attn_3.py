@@ -13,10 +13,9 @@ from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
 from headway.backends import flash_attn_3 as module
 from headway.backends.flash_attn_3 import FlashAttention3
 from headway.backends.flash_attn_3_library import Library, Operators
-from headway.backends.layouts import write_rows
 from headway.core.contract.backend import BackendInfo, StepLimits, fits
 from headway.core.contract.errors import BackendError
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support

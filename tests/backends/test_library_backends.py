@@ -18,13 +18,12 @@ from fake_libraries import FlashAttn2, FlashAttn4, TorchVarlen, XFormers
 from headway.backends import xformers
 from headway.backends.flash_attn import FlashAttention2
 from headway.backends.flash_attn_4 import FlashAttention4
-from headway.backends.layouts import write_rows
 from headway.backends.varlen import PARAMETERS
 from headway.backends.varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry
+from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from backend_cases import SPECS, spec
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import NHD
+from headway.core.contract.layout import NHD, write_rows
 from headway.core.oracle.cases import make_case, parse_case, reference
 from online_softmax import merge, walk
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from backend_cases import CASES, spec
-from headway.backends import layouts
 from headway.backends.sdpa import SDPA, SDPAMath
+from headway.core.contract import layout as layouts
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
 from headway.registry import create_registry

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from backend_cases import CASES, spec
-from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA, SDPAMath
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.oracle.cases import make_case, parse_case
 from latent_layers import IN_KEY, UNEQUAL, case_of, dense_errors, errors_of, strided

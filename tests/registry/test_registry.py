@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from backend_cases import spec
-from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
 from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import ConfigError, PluginError, UnknownBackendError
-from headway.core.contract.layout import HND, NHD, CacheLayout, LayoutInfo
+from headway.core.contract.layout import HND, NHD, CacheLayout, LayoutInfo, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.support import Support
 from headway.core.system.logs import warn_once

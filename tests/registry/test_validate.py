@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
 from headway.contract import (
     ALL_PHASES,
@@ -20,6 +19,7 @@ from headway.contract import (
     Phase,
     PluginError,
 )
+from headway.core.contract.layout import write_rows
 from headway.registry import create_registry, hookimpl
 
 AXES = ("head", "block", "slot", "dim")

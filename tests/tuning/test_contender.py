@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from backend_cases import LAYOUTS, spec
-from headway.backends.layouts import write_rows
 from headway.backends.sdpa import SDPA
-from headway.core.contract.layout import LayerCache
+from headway.core.contract.layout import LayerCache, write_rows
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
 from headway.tuning.measure.contender import backend_contender, checked
 

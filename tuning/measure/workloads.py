@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from headway.backends.layouts import put
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import CacheGeometry, CacheLayout, LayerCache, put
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, check_room, parse_case

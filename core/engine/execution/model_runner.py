@@ -21,9 +21,9 @@ from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import NEWEST, StepInput
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention, copy_slots
 from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, GraphRecorder, PrefillGraph, VerifyGraph
-from headway.core.engine.execution.compilation import CompilationWatch
 from headway.core.engine.execution.graph_set import GraphSet, PiecewiseGraphs
 from headway.core.engine.execution.host_rows import DeviceExtras, HostResults, HostRows, Launched, PromptScores
+from headway.core.engine.execution.local_executor import CompilationWatch
 from headway.core.engine.execution.static_inputs import ModelStep
 from headway.core.engine.execution.token_sampler import (
     Chosen,
@@ -307,8 +307,7 @@ class ModelRunner:
             with rows_with(self._adapters, slots):
                 return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
         pieces = self._piecewise if slots is None else self._adapted_pieces
-        hidden = pieces.run(input_ids, positions, slots)
-        if hidden is not None:
+        if pieces.largest and (hidden := pieces.run(input_ids, positions, slots)) is not None:
             return hidden, True
         with rows_with(self._adapters, slots):
             return self._model(input_ids, positions, self._attention), False

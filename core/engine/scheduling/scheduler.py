@@ -25,8 +25,7 @@ from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.select.backend_request import AUTO, BackendRequest
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.select.selector import Selector
-from headway.core.select.startup import BackendSource
+from headway.core.select.selector import BackendSource, Selector
 
 log = logging.getLogger("headway")
 

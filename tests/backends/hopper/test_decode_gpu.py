@@ -16,8 +16,7 @@ from backend_cases import spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.backends.hopper.backend import HopperAttention
 from headway.backends.hopper.decode import HopperDecoding
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import HND, NHD
+from headway.core.contract.layout import HND, NHD, write_rows
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 

@@ -14,8 +14,7 @@ pytest.importorskip("cuda.bindings")
 
 from backend_cases import spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import HND, NHD, CacheLayout
+from headway.core.contract.layout import HND, NHD, CacheLayout, write_rows
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 from headway.kernels.runtime.triton_launch import INTERPRETED

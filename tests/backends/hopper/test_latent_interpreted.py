@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings")
 
 from backend_cases import spec
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import LATENT, LayerCache
+from headway.core.contract.layout import LATENT, LayerCache, write_rows
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
 from headway.kernels.runtime.triton_launch import INTERPRETED
 from host_latent import HostLatent, run_by_the_host

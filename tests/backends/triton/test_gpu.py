@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backend_cases import LAYOUTS, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
-from headway.backends import layouts
+from headway.core.contract import layout as layouts
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error, run_backend

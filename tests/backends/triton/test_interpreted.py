@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
-from headway.backends import layouts
+from headway.core.contract import layout as layouts
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
 from headway.core.contract.metadata import Phase

@@ -10,9 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend_cases import DTYPES, LAYOUTS
-from headway.backends.layouts import quantised, write_rows
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import (
+    HND,
+    LATENT,
+    NHD,
+    NHD_INT8,
+    VLLM_5D,
+    CacheGeometry,
+    CacheLayout,
+    LayerCache,
+    quantised,
+    write_rows,
+)
 from headway.core.contract.spec import AttentionSpec
 from headway.registry import Registry
 

@@ -9,8 +9,7 @@ import pytest
 
 from headway.core.contract.metadata import Phase
 from headway.core.select.costs import CostTable, Sample, Shape, StepCosts
-from headway.core.select.per_step import StepChooser
-from headway.core.select.selection import PRESETS, Workload
+from headway.core.select.selection import PRESETS, StepChooser, Workload
 
 BATCHES, LENGTHS = (1, 16, 256), (64, 1024, 16384)
 D = Phase.DECODE

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.backends.layouts import write_rows
-from headway.core.contract.layout import LayerCache
+from headway.core.contract.layout import LayerCache, write_rows
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.oracle import attend as exact
 from headway_vllm.cache import content_views, layer_cache, packed_views

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from headway.backends import layouts
+from headway.core.contract import layout as layouts
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.spec import AttentionSpec

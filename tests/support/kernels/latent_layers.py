@@ -7,9 +7,8 @@ import math
 import torch
 
 from backend_cases import CASES, VERIFY, spec
-from headway.backends.layouts import write_rows
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.layout import CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference_with_lse, relative_error, run_backend
