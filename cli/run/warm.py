@@ -127,7 +127,7 @@ def watch_start(start: Callable[[], object], tell: Callable[[int], None] = lambd
 
     start: makes the engine. tell: called with the number of kernels so far.
     """
-    from headway.core.engine.execution.local_executor import CompilationWatch
+    from headway.core.engine.execution.model_runner import CompilationWatch
 
     with suppress(ImportError):
         import headway.backends.triton  # noqa: F401 -- the watch looks for Triton where it is loaded

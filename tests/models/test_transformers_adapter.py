@@ -17,7 +17,7 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.spec import AttentionSpec
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.execution.local_executor import CompilationWatch
+from headway.core.engine.execution.model_runner import CompilationWatch
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.models.transformers_adapter.interface import NAME, attend

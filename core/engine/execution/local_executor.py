@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-from weakref import ref
+from typing import Protocol
 
 import numpy
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from headway.core.contract.adapters import HostAdapter, LoRARequest, ModelAdapters, adapters_of
 from headway.core.contract.backend import StepLimits
-from headway.core.contract.compiled import CompileAhead, listen
+from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.errors import ConfigError, UnsupportedError
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.model import Model, latent_layers
@@ -40,7 +38,7 @@ from headway.core.engine.execution.captured_step import CudaGraphRecorder, Graph
 from headway.core.engine.execution.graph_set import capture_sizes, piecewise_sizes
 from headway.core.engine.execution.host_rows import HostRows, Launched
 from headway.core.engine.execution.memory import ReleasedMemory, StatePlan, gathered, plan_pool
-from headway.core.engine.execution.model_runner import ModelRunner
+from headway.core.engine.execution.model_runner import CompilationWatch, ModelRunner
 from headway.core.engine.execution.warmup import WarmUp
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
@@ -52,57 +50,6 @@ from headway.core.select.state_candidates import StateSource
 from headway.core.system.held_tensors import held_tensors
 
 log = logging.getLogger("headway")
-
-
-class CompilationWatch:
-    """Collects the names of kernels that are compiled from now on by this process.
-
-    Our own CUDA C++ announces its compilations (`core/contract/compiled.py`). Triton's are seen through its hook, which passes
-    them on to a hook that was there before, and only where Triton has been loaded: the engine imports no kernel library.
-    Libraries that compile by themselves are not seen.
-    """
-
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """tell: called with each name, too."""
-        self._tell = tell
-        self._names: list[str] = []
-        listen(self._add)
-        runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
-        if runtime is None:  # not loaded, or a Triton before 3.4
-            return
-        watch, before = ref(self), runtime.jit_post_compile_hook
-
-        def hook(**compiled: Any) -> Any:
-            watching = watch()
-            if watching is not None and not compiled.get("already_compiled"):
-                watching._add(_name(compiled))
-            return before(**compiled) if before is not None else None
-
-        runtime.jit_post_compile_hook = hook
-
-    def take(self) -> tuple[str, ...]:
-        """The names since the last call."""
-        if not self._names:
-            return ()
-        names = tuple(self._names)
-        self._names = []
-        return names
-
-    def take_late(self) -> tuple[str, ...]:
-        """The names since the last call, after a step that should have found everything compiled; the log names them, too."""
-        names = self.take()
-        for name in names:
-            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
-        return names
-
-    def _add(self, name: str) -> None:
-        self._names.append(name)
-        if self._tell is not None:
-            self._tell(name)
-
-
-def _name(compiled: dict[str, Any]) -> str:
-    return str(getattr(compiled.get("fn"), "name", None) or compiled.get("repr", "a kernel"))
 
 
 class AdapterStore:

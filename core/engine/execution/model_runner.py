@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from headway.core.contract.adapters import adapters_of, rows_with
 from headway.core.contract.backend import Backends, StepLimits
-from headway.core.contract.compiled import upload
+from headway.core.contract.compiled import listen, upload
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.model import Model
 from headway.core.contract.ranks import ONE_RANK, Ranks
@@ -23,7 +26,6 @@ from headway.core.engine.execution.attention import HostBlockTables, PagedAttent
 from headway.core.engine.execution.captured_step import CapturedStep, DecodeGraph, GraphRecorder, PrefillGraph, VerifyGraph
 from headway.core.engine.execution.graph_set import GraphSet, PiecewiseGraphs
 from headway.core.engine.execution.host_rows import DeviceExtras, HostResults, HostRows, Launched, PromptScores
-from headway.core.engine.execution.local_executor import CompilationWatch
 from headway.core.engine.execution.static_inputs import ModelStep
 from headway.core.engine.execution.token_sampler import (
     Chosen,
@@ -39,6 +41,59 @@ from headway.core.sampling.sampler import Draws, SamplingOps
 from headway.core.sampling.verification import verify
 from headway.core.select.costs import Shape
 from headway.core.select.selector import Selector
+
+log = logging.getLogger("headway")
+
+
+class CompilationWatch:
+    """Collects the names of kernels that are compiled from now on by this process.
+
+    Our own CUDA C++ announces its compilations (`core/contract/compiled.py`). Triton's are seen through its hook, which passes
+    them on to a hook that was there before, and only where Triton has been loaded: the engine imports no kernel library.
+    Libraries that compile by themselves are not seen.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """tell: called with each name, too."""
+        self._tell = tell
+        self._names: list[str] = []
+        listen(self._add)
+        runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
+        if runtime is None:  # not loaded, or a Triton before 3.4
+            return
+        watch, before = ref(self), runtime.jit_post_compile_hook
+
+        def hook(**compiled: Any) -> Any:
+            watching = watch()
+            if watching is not None and not compiled.get("already_compiled"):
+                watching._add(_name(compiled))
+            return before(**compiled) if before is not None else None
+
+        runtime.jit_post_compile_hook = hook
+
+    def take(self) -> tuple[str, ...]:
+        """The names since the last call."""
+        if not self._names:
+            return ()
+        names = tuple(self._names)
+        self._names = []
+        return names
+
+    def take_late(self) -> tuple[str, ...]:
+        """The names since the last call, after a step that should have found everything compiled; the log names them, too."""
+        names = self.take()
+        for name in names:
+            log.warning("compiled after the engine was ready: %s; a step waited for it", name)
+        return names
+
+    def _add(self, name: str) -> None:
+        self._names.append(name)
+        if self._tell is not None:
+            self._tell(name)
+
+
+def _name(compiled: dict[str, Any]) -> str:
+    return str(getattr(compiled.get("fn"), "name", None) or compiled.get("repr", "a kernel"))
 
 
 class _DeviceResults(NamedTuple):
@@ -307,7 +362,7 @@ class ModelRunner:
             with rows_with(self._adapters, slots):
                 return self._model(input_ids, positions, self._attention, rows), False  # type: ignore[call-arg]
         pieces = self._piecewise if slots is None else self._adapted_pieces
-        if pieces.largest and (hidden := pieces.run(input_ids, positions, slots)) is not None:
+        if self._graphs is not None and (hidden := pieces.run(input_ids, positions, slots)) is not None:
             return hidden, True
         with rows_with(self._adapters, slots):
             return self._model(input_ids, positions, self._attention), False
