@@ -150,9 +150,9 @@ class EngineLoop:
                 stop_token_ids=stops,
                 max_model_len=self.capacity.max_model_len,
                 seed=int(torch.randint(2**62, (), generator=self._seeds)) if params.seed is None else seed_of(params.seed, index),
-                turn=turn,
                 adapter=adapter,
             )
+            seq.turn = turn
             seqs.append(seq)
             if index == 0 and params.prompt_logprobs is not None:
                 params = replace(params, prompt_logprobs=None)  # those of the first completion serve all

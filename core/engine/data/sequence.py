@@ -194,7 +194,6 @@ class Sequence:
         stop_token_ids: frozenset[int],
         max_model_len: int,
         seed: int = 0,
-        turn: tuple[int, int] = (0, 0),
         adapter: KnownAdapter | None = None,
     ) -> None:
         self.request_id = request_id
@@ -202,7 +201,7 @@ class Sequence:
         self.params = params
         self.stop_token_ids = stop_token_ids
         self.seed = seed
-        self.turn = turn
+        self.turn = (0, 0)
         self.num_prompt_tokens = len(prompt_token_ids)
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)
