@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +21,9 @@ from headway.core.speculation.proposers import BUILTIN
 from headway.registry.hookspecs import hookimpl
 
 log = logging.getLogger("headway")
+
+_GPUS = () if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+"""Devices of kernels for GPUs, which Triton's interpreter runs anywhere."""
 
 
 def _writer(device: torch.device) -> CacheWriter:
@@ -127,7 +131,8 @@ def _torch_states() -> type[StateBackend]:
 
 
 def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], extra: str = "") -> BackendInfo:
-    return BackendInfo(name, summary, load, extra, api_version=API_VERSION)
+    """Return a registration; backends that need an extra run on a GPU."""
+    return BackendInfo(name, summary, load, extra, devices=_GPUS if extra else (), api_version=API_VERSION)
 
 
 @hookimpl
@@ -188,6 +193,7 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
             "our steps in one launch and chunked scans in Triton, every layout",
             _triton_states,
             "headway[triton]",
+            devices=_GPUS,
             api_version=API_VERSION,
         ),
         StateBackendInfo("torch", "the baseline: batched products of torch, every kind", _torch_states, api_version=API_VERSION),

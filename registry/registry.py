@@ -141,6 +141,14 @@ class BackendShelf(Generic[I, B]):
             return Support.no("device", " or ".join(devices), device_type)
         return probed
 
+    def all_able(self, device_type: str) -> list[str]:
+        """Return the names of those that serve a type of device and can run on this machine.
+
+        One whose registration names other types of device is not imported for that.
+        """
+        asked = [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
+        return [name for name in asked if self.able(name, device_type)]
+
     def supports(self, name: str, device_type: str, ask: Callable[[type[B]], Support]) -> Support:
         """Return whether a backend can run on a type of device, and if so what it answers when it is asked about a layer."""
         able = self.able(name, device_type)
@@ -344,8 +352,8 @@ class Registry:
         return self._attention.availability(name)
 
     def able(self, device: torch.device) -> list[str]:
-        """The attention backends that serve a type of device and can run on this machine; see `BackendShelf.able`."""
-        return [name for name in self.backends if self._attention.able(name, device.type)]
+        """The attention backends that serve a type of device and can run on this machine; see `BackendShelf.all_able`."""
+        return self._attention.all_able(device.type)
 
     def state_backend(self, name: str) -> type[StateBackend]:
         """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""
@@ -357,7 +365,7 @@ class Registry:
 
     def state_able(self, device: torch.device) -> list[str]:
         """As `able`, of the backends for layers with a state."""
-        return [name for name in self.state_backends if self._states.able(name, device.type)]
+        return self._states.all_able(device.type)
 
     def layout(self, name: str) -> LayoutInfo:
         """A layout by name.

@@ -95,6 +95,8 @@ def check_backend_info(info: BackendInfo | StateBackendInfo, plugin: str) -> Non
     for field in ("summary", "extra"):
         if not isinstance(getattr(info, field), str):
             raise PluginError(f"{where}: {kind}.{field} must be a text, got {getattr(info, field)!r}")
+    if not isinstance(info.devices, tuple) or not all(isinstance(each, str) for each in info.devices):
+        raise PluginError(f"{where}: {kind}.devices must be a tuple of texts, got {info.devices!r}")
     if not callable(info.load):
         raise PluginError(f"{where}: {kind}.load must be callable, got {info.load!r}")
 

@@ -278,6 +278,8 @@ class BackendInfo:
     """Imports the kernel library; may raise ImportError."""
     extra: str = ""
     """What to install for the library: an extra of headway or a package."""
+    devices: tuple[str, ...] = field(default=(), kw_only=True)
+    """Types of device that it runs on; empty: its class says so. A start on another type then need not import it."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number: a constant of ours would agree with any release."""
 

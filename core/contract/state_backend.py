@@ -179,6 +179,8 @@ class StateBackendInfo:
     """Imports the kernel library; may raise ImportError."""
     extra: str = ""
     """What to install for the library: an extra of headway or a package."""
+    devices: tuple[str, ...] = field(default=(), kw_only=True)
+    """Types of device that it runs on; empty: its class says so."""
     api_version: int = field(kw_only=True)
     """Version of the contract the backend was written for, as a number."""
 

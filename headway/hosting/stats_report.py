@@ -91,19 +91,20 @@ def stats_page(now: EngineSnapshot, before: EngineSnapshot) -> list[str]:
 
 
 def answer_line(output: RequestOutput, done: EngineStats, more: str) -> str:
-    """Write one line under an answer: its speed, and the backends that computed it.
+    """Return one line under an answer: its tokens per second after the first one, and the backends that computed it.
 
     done: counters of the answer's steps. more: option or command that shows more.
     """
     tokens, metrics = sum(len(each.token_ids) for each in output.outputs), output.metrics
-    seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time
+    seconds = (metrics.finished_time or metrics.arrival_time) - metrics.arrival_time - metrics.time_to_first_token
     served: dict[str, list[str]] = {"prefill": [], "extend": [], "decode": []}
     for (phase, name), _ in done.steps_by_phase.most_common():
         served[phase].append(name)
     backends = ", ".join(f"{phase}: {' and '.join(names)}" for phase, names in served.items() if names)
     counted = f"{tokens} token{'s' * (tokens != 1)}{', cut off' * (output.outputs[0].finish_reason == 'length')}"
-    first = f"first after {metrics.time_to_first_token:.2f} s"
-    return f"{_rate(tokens, seconds)} tokens/s ({counted}; {first}) - {backends} - {more}: more"
+    first = f"{metrics.time_to_first_token:.2f} s"
+    speed = f"{_rate(tokens - 1, seconds)} tokens/s ({counted}; first after {first})" if tokens > 1 else f"{counted} in {first}"
+    return f"{speed} - {backends} - {more}: more"
 
 
 class StatsLog:
