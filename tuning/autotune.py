@@ -99,8 +99,9 @@ def check_prior(
 DEFAULT_BUDGET = {"cpu": 5.0, "cuda": 20.0}
 """Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
-_NEEDED_LEVEL = 1
-"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
+_NEEDED_LEVEL = {"cpu": 0, "cuda": 1}
+"""Level of the grid up to which points are needed, by device type: a table that lacks one is completed at the next start. On a CPU
+the corners are what a first start's budget reaches, and no later start measures again."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ class _Tables:
         table = self._kept(path, spec)
         wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
         repaired = self._repaired(table) if table is not None and budget > 0 else []
-        if table is not None and not table.cut_short and not repaired and _suffices(table, wanted):
+        if table is not None and not table.cut_short and not repaired and _suffices(table, wanted, spec.device.type):
             return self._used(path, table)
         if table is None:
             return self._first(spec, wanted, path, budget)
@@ -382,7 +383,7 @@ class _Tables:
             return old
         self._tell_left_out(table)
         log.info("auto: %d cells in %.1f s, kept in %s", len(table.cells), time.perf_counter() - started, path)
-        if not _suffices(table, wanted):
+        if not _suffices(table, wanted, spec.device.type):
             log.info(
                 "auto: the time did not suffice for every point that the choice needs; the next start goes on with the others"
             )
@@ -416,10 +417,10 @@ def _read(path: Path) -> CrossoverTable | None:
         return None
 
 
-def _suffices(table: CrossoverTable, wanted: Sequence[Point]) -> bool:
+def _suffices(table: CrossoverTable, wanted: Sequence[Point], device_type: str) -> bool:
     """Whether a table holds the points that the choice cannot do without: the corners and middles of the grid."""
     measured = {cell.point for cell in table.cells}
-    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL]
+    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL.get(device_type, 1)]
     return table.complete or all((point.phase, point.case) in measured for point in needed)
 
 
