@@ -74,7 +74,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> 
     assert words in f"{result.reason} {result.guess}", result
 
 
-@pytest.mark.sampled(3, 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DecodeOnly", "NoPrompts", "OwnLayout"])
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)

@@ -224,10 +224,12 @@ def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["lightning", "mamba1"])
-def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = live(registry, name, range(6), most_prompts=8)
+@pytest.mark.parametrize(
+    ("name", "lives"),
+    [("lightning", 2), *(pytest.param(name, 6, marks=pytest.mark.slow) for name in ("lightning", "mamba1"))],
+)
+def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str, lives: int) -> None:
+    happened = live(registry, name, range(lives), most_prompts=8)
     assert happened["hits"]
     assert happened["accepted"]
 
