@@ -171,6 +171,7 @@ def test_the_quick_run_finds_every_planted_mistake(name: str) -> None:
     assert any(tried.run(cell).status == "failed" for cell in cells)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "checks",
     [

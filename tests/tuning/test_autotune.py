@@ -168,6 +168,7 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_grid")
 def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = with_backend("guest")

@@ -213,6 +213,7 @@ def test_an_unknown_state_backend_is_named(registry: Registry) -> None:
         make_engine(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, state_backend="nobody"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gated delta", "no attention"])
 def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     registry = create_registry([WalkPlugin()], load_entry_points=False)
