@@ -71,6 +71,16 @@ def test_every_way_to_end_or_mislead_the_process_is_a_fault(plugins: Path) -> No
     assert "Fatal Python error: Segmentation fault" in answers["segfaults-in-prefill"].details
 
 
+def test_a_distribution_whose_metadata_cannot_be_read_stops_nobody(plugins: Path) -> None:
+    install_hostile(plugins, "well-behaved")
+    (info,) = plugins.glob("*.dist-info")
+    (info / "METADATA").write_bytes(b"\xff\x00 no metadata")
+    registry = create_registry()
+    (failure,) = [each for each in registry.failures if str(plugins) in each.owner]
+    assert "UnicodeDecodeError" in str(failure)
+    assert "sdpa.math" in registry.backends
+
+
 def test_a_plugin_that_hangs_says_where(plugins: Path) -> None:
     verdict = tried(plugins, "hangs-when-asked", seconds=0.5)["hangs-when-asked"]
     assert verdict.fault == "hangs in available() of backend hangs-when-asked: no answer within 0.5 s"

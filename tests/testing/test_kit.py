@@ -173,6 +173,7 @@ def test_every_cell_has_a_name_that_finds_it_again() -> None:
         CheckCell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
 
 
+@pytest.mark.slow
 def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
     claimed = kit("OwnLayout").stage.claimed
     covered = claimed.cover(2)
