@@ -129,6 +129,7 @@ def narrow_copies(found: Compilations) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.slow
 def test_sums_over_ranks_copy_whole_words() -> None:
     with absent_gpu(HOPPER) as found:
         for dtype in (BF16, FP16):

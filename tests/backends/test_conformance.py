@@ -38,7 +38,7 @@ def quick_cells(name: str) -> list[CheckCell]:
     return kit(name).cells(quick=True)
 
 
-@pytest.mark.sampled(5, 4)
+@pytest.mark.sampled(13, 1)
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
 @pytest.mark.parametrize("name", map(by_kit, CPU_BACKENDS))
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch
 
 from headway.bench.generate.results import PeersFile
 from headway.bench.generate.workloads import RandomTokens
-from headway.bench.studies.engines import PeerOptions, run_peer
+from headway.bench.studies.command import run_study
+from headway.bench.studies.engines import PeerOptions, engines, run_peer
 from headway.core.contract.errors import ConfigError, HeadwayError, UnsupportedError
 from headway.core.system.json_files import write_json
 from sandbox import save_tiny_model
@@ -27,18 +27,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
-def test_a_peer_that_is_not_installed_is_refused_with_what_to_do() -> None:
+def test_a_peer_that_is_not_installed_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UnsupportedError, match="vllm: needs the module vllm, got none installed here .pip install vllm"):
         run_peer(PeerOptions("vllm"), [RandomTokens(1, 4, 2)], CPU)
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.bench.studies.engines", "vllm", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "pip install vllm" in done.stderr.replace("\n", " ")
+    monkeypatch.setattr(sys, "argv", ["engines", "vllm", "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        run_study(engines)
+    assert ended.value.code == 2
+    assert "pip install vllm" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_an_unknown_engine_is_refused() -> None:

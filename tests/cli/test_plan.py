@@ -47,6 +47,7 @@ def test_sizes_that_do_not_divide_are_among_the_reasons() -> None:
     assert "(nearest that work: 2 and 4)" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_a_rate_takes_as_few_gpus_as_will_do(tmp_path: Path) -> None:
     arrivals = tmp_path / "arrivals.jsonl"
     requests = ({"arrival": at / 20, "input_len": 100 + at, "output_len": 16} for at in range(60))

@@ -18,7 +18,7 @@ import plain_models
 import tiny_encoders
 from engine_logits import save_random
 from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
-from headway.core.engine.data.config import EngineConfig, check_block_size
+from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.models.checkpoints.checkpoint import check_sizes
 from headway.models.encoders.pooling.loader import load_pooling_model
@@ -214,12 +214,6 @@ def test_a_rust_panic_is_reported_as_a_fault_of_the_file(tmp_path: Path, monkeyp
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", panic)
     with pytest.raises(ModelError, match="the tokenizer cannot be read .PanicException: range end"):
         load_model(str(folder), device="cpu")
-
-
-@pytest.mark.parametrize("size", [12, 0, -16, 1])
-def test_impossible_block_sizes_are_refused(size: int) -> None:
-    with pytest.raises(ConfigError, match="multiple of 8"):
-        check_block_size(size)
 
 
 @pytest.mark.parametrize("changes", [{"type": "cuda"}, {"type": "banana"}, {"compute_capability": "9.0"}])

@@ -100,6 +100,7 @@ def run(engine: EngineLoop, prompts: list[list[int]]) -> list[Written]:
     return written_by(engine, prompts, GREEDY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "layout", "block_size", "prefill", "prefixes", "count"),
     [

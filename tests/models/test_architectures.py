@@ -74,6 +74,7 @@ LONGROPE = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("implementation", ["headway", "transformers"])
 @pytest.mark.parametrize(("longest", "lengths"), [(None, (33, 70, 41)), (32, (5, 7, 3))], ids=["long", "short"])
 def test_longrope_takes_one_set_of_factors(

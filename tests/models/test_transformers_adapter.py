@@ -140,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("architecture", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, architecture: str, backend: str) -> None:
     reference = save_random(config_of(architecture), tmp_path)

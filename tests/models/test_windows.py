@@ -44,6 +44,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 CONFIG = EngineConfig(attn_backend="sdpa", block_size=8, max_model_len=320, max_num_batched_tokens=64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: Path, registry: Registry, name: str) -> None:
     """In chunks, beside each other, after a prefix hit, and after preemption."""

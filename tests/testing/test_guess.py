@@ -140,6 +140,7 @@ def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.guess == "matches a cache whose values are read without their scales", result
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("made", "feature", "words"),
     [

@@ -73,7 +73,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> 
     assert words in f"{result.reason} {result.guess}", result
 
 
-@pytest.mark.sampled(3, 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DecodeOnly", "NoPrompts", "OwnLayout"])
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)
@@ -172,6 +172,7 @@ def test_every_cell_has_a_name_that_finds_it_again() -> None:
         CheckCell.parse("long:long:nhd:own:b0:d0:g0:float32:none:-")
 
 
+@pytest.mark.slow
 def test_every_pair_of_claimed_values_is_in_a_cell() -> None:
     claimed = kit("OwnLayout").stage.claimed
     covered = claimed.cover(2)

@@ -64,7 +64,7 @@ def test_there_are_nineteen_of_them() -> None:
     assert len(NAMED) == 19
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5, 1)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_planted_mistake_is_caught_and_named(name: str) -> None:
     results = [kit(f"broken:{name}").run(cell) for cell in cells_for(name)]

@@ -169,6 +169,7 @@ def test_the_quick_run_finds_every_planted_mistake(name: str) -> None:
     assert any(tried.run(cell).status == "failed" for cell in cells)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "checks",
     [
@@ -258,6 +259,7 @@ def test_a_cell_of_no_registered_layout_is_no_finding() -> None:
         check(Wanted("states:torch", cell=cell, in_process=True))
 
 
+@pytest.mark.slow
 def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) -> None:
     file = tmp_path / "own_states.py"
     file.write_text(
@@ -273,6 +275,7 @@ def test_a_class_in_a_file_is_recognised_and_runs_in_children(tmp_path: Path) ->
         load_subject(f"{file}:Own", torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_other_kit_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="sdpa.math, which is a backend of attention"):
         run_cell(make_kit("sdpa.math", "cpu"), str(StateCell("answer", "decode")))

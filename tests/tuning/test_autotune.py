@@ -168,6 +168,7 @@ def test_a_backend_installed_since_makes_the_kept_table_stale(registry: Registry
     assert costs[SPEC].at(DECODE, "newcomer", "nhd", 16)[0] < float("inf")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_grid")
 def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     registry = with_backend("guest")
@@ -183,6 +184,7 @@ def test_an_upgraded_backend_is_measured_again(caplog: pytest.LogCaptureFixture,
     assert after.cells != before.cells
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_grid")
 def test_a_backend_that_crashed_is_measured_again_under_a_new_version(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +228,7 @@ def with_failure(path: Path, name: str, reason: str) -> None:
     write_json(table, path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_grid")
 @pytest.mark.parametrize(
     "reason",
@@ -295,6 +298,7 @@ def test_a_plugins_own_layout_is_measured_beside_a_built_in_one(monkeypatch: pyt
     assert "hnd" in asked["layouts"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_grid")
 def test_a_table_that_was_cut_short_is_completed_at_a_later_start(
     registry: Registry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

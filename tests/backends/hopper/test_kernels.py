@@ -25,6 +25,7 @@ def _spec(pair: tuple[int, int], **others: object) -> AttentionSpec:
     return AttentionSpec(8, 2, pair[0], 0.1, torch.bfloat16, v_head_dim=pair[1], **others)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", KINDS, ids=str)
 def test_every_kind_compiles(compiler: Compiler, pair: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headway")

@@ -36,6 +36,7 @@ def layer(num_heads: int = 16, **changes: object) -> AttentionSpec:
     return spec(**{**sizes, "dtype": torch.bfloat16, "device": torch.device("cuda"), **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_heads", "block_size", "cluster"),
     [(128, 64, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in RARE_TILES)],

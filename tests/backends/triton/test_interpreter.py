@@ -33,6 +33,7 @@ def test_the_rare_cases_are_right_in_the_interpreter() -> None:
     assert passed_in_the_interpreter(*FILES, marks="slow") > 80
 
 
+@pytest.mark.slow
 def test_without_interpreter_and_gpu_the_reason_is_given() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)

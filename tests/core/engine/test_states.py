@@ -219,6 +219,7 @@ def test_an_unknown_state_backend_is_named(registry: Registry) -> None:
         make_engine(EngineParts(model=MODELS["mamba1"], source=registry, config=replace(CONFIG, state_backend="nobody")))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gated delta", "no attention"])
 def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     registry = create_registry([WalkPlugin()], load_entry_points=False)
@@ -230,10 +231,12 @@ def test_decodes_run_as_graphs_and_prompts_in_pieces(name: str) -> None:
     assert engine.stats.steps_in_pieces["a prompt in the step"] > 2
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["lightning", "mamba1"])
-def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = live(registry, name, range(6), most_prompts=8)
+@pytest.mark.parametrize(
+    ("name", "lives"),
+    [("lightning", 2), *(pytest.param(name, 6, marks=pytest.mark.slow) for name in ("lightning", "mamba1"))],
+)
+def test_random_lives_write_the_tokens_of_lone_texts(registry: Registry, name: str, lives: int) -> None:
+    happened = live(registry, name, range(lives), most_prompts=8)
     assert happened["hits"]
     assert happened["accepted"]
 

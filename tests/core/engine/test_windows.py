@@ -100,6 +100,7 @@ class Uniform(PlainBackend):
     graph_level = GraphLevel.UNIFORM
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["two windows", "all windowed"])
 def test_graphs_have_a_table_and_slots_for_each_group(name: str) -> None:
     """Replayed decodes, lone prompts and pieces write the tokens of the reference, overlapped."""
@@ -189,6 +190,7 @@ def test_chunk_is_cut_to_the_room_of_the_windowed_group() -> None:
     assert scheduler.stats.num_preemptions == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["two windows", "a window of one"])
 def test_refused_drafts_need_no_page_that_was_given_back(registry: Registry, name: str) -> None:
     """Every other run of guesses goes wrong in its middle."""

@@ -143,6 +143,7 @@ def test_any_seed_that_is_accepted_makes_a_key() -> None:
     assert keys_of([2**63], [3]) == keys[0], "a seed beyond the last goes round to the first"
 
 
+@pytest.mark.slow
 def test_no_completion_of_a_seed_shares_its_seed_with_another() -> None:
     seeds = [-(2**63), *range(-200, 200), 2**62, 2**63 - 1]
     assert [seed_of(seed, 0) for seed in seeds] == seeds, "the first completion has the request's own seed"

@@ -409,6 +409,7 @@ def test_signals_to_a_group_leave_the_engine_to_its_parent(apart: AsyncLLM, numb
     assert asyncio.run(run())[-1].outputs[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_server_over_an_engine_process_answers_all_paths(
     apart: AsyncLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def test_generate_and_chat_write_with_an_adapter(
     assert text.strip() in written.out
 
 
-@pytest.mark.sampled(2, 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["chat", "batch"])
 def test_an_adapter_that_cannot_be_served_is_refused_at_the_start(
     command: str, base: Path, headway: Headway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

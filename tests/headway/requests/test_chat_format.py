@@ -133,6 +133,7 @@ OTHER: dict[str, Any] = {"name": "other", "parameters": {"allOf": [{"properties"
 CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "f"}}]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_tool_without_parameters_takes_none(name: str, choice: Any) -> None:

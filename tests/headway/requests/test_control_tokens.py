@@ -142,6 +142,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", [byte_level, merged_names])
 def test_no_texts_beside_one_another_make_a_control_token(made: Any) -> None:
     tokenizer = made()

@@ -48,6 +48,7 @@ def test_cuts_fit_beside_one_another_and_boxes_end_with_an_expert(form: str, sha
         assert variant.outputs % variant.box == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("form", "shape"),
     [

@@ -136,6 +136,7 @@ def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capabil
         assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
 @pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
 def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,6 +152,7 @@ def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture)
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
 def test_few_rows_compile_for_other_generations(arch: str) -> None:
     compiler, support = find_compiler()

@@ -60,6 +60,7 @@ def run(driver: Path, code: str) -> str:
     return answer.stdout
 
 
+@pytest.mark.slow
 def test_a_launch_hands_over_what_was_set_last(driver: Path) -> None:
     code = """
 launch = Launch((3, 4, 5), 96, 70_000, overlaps=True, cluster=(2, 1, 1))

@@ -75,6 +75,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", KEPT)
 def test_experts_keep_their_form_and_are_cut_in_it(tmp_path: Path, name: str, size: int) -> None:

@@ -102,6 +102,7 @@ def test_a_request_that_takes_too_long_is_ended(llm: LLM, monkeypatch: pytest.Mo
                 list(client.completions.create(**asked, stream=True))
 
 
+@pytest.mark.slow
 def test_a_wall_clock_that_jumps_by_hours_moves_no_deadline_and_no_figure(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, real, jumps = llm.engine.step, time.time, itertools.cycle((0.0, 3e4, -5e4, 7e3, -1e4))
     monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.005), step())[1])
@@ -293,6 +294,7 @@ def test_second_sigterm_ends_the_process_at_once(llm: LLM, monkeypatch: pytest.M
             signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_requests_that_uvicorn_cancels_log_no_traceback(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     """As it does with requests that go on after the second Ctrl-C."""
 

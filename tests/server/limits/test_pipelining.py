@@ -87,6 +87,7 @@ def test_a_request_that_would_rather_speak_another_protocol_keeps_its_body(pipel
     assert tokens_of(found[2][1]) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 def test_pipelined_requests_get_whole_answers_in_order(pipelined: Running, pause: float) -> None:
     streams = [ask(tokens, return_token_ids=True) for tokens in (100, 7, 30)]
@@ -96,6 +97,7 @@ def test_pipelined_requests_get_whole_answers_in_order(pipelined: Running, pause
     assert [tokens_of(body) for _, body in found[:3]] == [100, 7, 30]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pause", [0.0, 0.02])
 @pytest.mark.parametrize("stream", [False, True])
 def test_bytes_that_are_no_http_never_enter_an_answer(

@@ -79,6 +79,7 @@ def accumulated(chunks: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_call_that_must_come_comes_whole_and_in_pieces(client: OpenAI, choice: Any) -> None:
     asked: dict[str, Any] = {

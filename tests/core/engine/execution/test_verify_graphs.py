@@ -63,6 +63,7 @@ def rare(value: object) -> object:
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sampling", [TORCH_SAMPLING, DRAWS_INSIDE, FILTERS_INSIDE], ids=["sampled after", "sampled inside", "filtered inside"]
 )

@@ -147,10 +147,12 @@ def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is
     assert kinds == {"fast": {"swap"}, "slow": {"recompute"}}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["lightning", "mamba1"])
-def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry: Registry, name: str) -> None:
-    happened = live(registry, name, range(5), most_prompts=8, crowded=True)
+@pytest.mark.parametrize(
+    ("name", "lives"),
+    [("lightning", 2), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in ("lightning", "mamba1"))],
+)
+def test_random_lives_in_a_crowded_cache_write_the_tokens_of_lone_texts(registry: Registry, name: str, lives: int) -> None:
+    happened = live(registry, name, range(lives), most_prompts=8, crowded=True)
     assert happened["states_offloaded"]
 
 
