@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 
 from headway.core.system.files import cache_folder
+from headway.kernels.runtime.nvrtc.compiler import Compiler, find_compiler
 from headway.machine import memory
 from headway.registry import Registry, create_registry
 
@@ -99,3 +100,11 @@ def pytest_collection_finish() -> None:
 def registry() -> Registry:
     """The built-ins alone, whatever else is installed."""
     return create_registry(load_entry_points=False)
+
+
+@pytest.fixture
+def compiler() -> Compiler:
+    """NVRTC, which the extra `dev` installs: without it no test would show that our CUDA C++ compiles."""
+    found, support = find_compiler()
+    assert found is not None, str(support)
+    return found

@@ -100,8 +100,9 @@ DEFAULT_BUDGET = {"cpu": 5.0, "cuda": 20.0}
 """Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = {"cpu": 0, "cuda": 1}
-"""Level of the grid up to which points are needed, by device type: a table that lacks one is completed at the next start. On a CPU
-the corners are what a first start's budget reaches, and no later start measures again."""
+"""Level of the grid up to which points are needed, by device type: a table that lacks one is completed at the next start.
+
+A first start's budget on a CPU reaches the corners, level 0, and no later start measures again."""
 
 
 @dataclass(frozen=True)
