@@ -16,7 +16,6 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from openai.types import Model
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -41,7 +40,7 @@ from headway.server.openai.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Families, Histogram
+from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Histogram, exposition
 from headway.server.options import ServerOptions
 from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
 from headway.version import __version__
@@ -66,7 +65,7 @@ class PoolingMetrics:
 
     def page(self, stats: PoolingStats, queued: int) -> Response:
         """Write all figures. queued: requests without an answer."""
-        return Response(generate_latest(Families(list(self._families(stats, queued)))), media_type=CONTENT_TYPE)
+        return Response(exposition(self._families(stats, queued)), media_type=CONTENT_TYPE)
 
     def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
