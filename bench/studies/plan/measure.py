@@ -54,7 +54,7 @@ def measure_points(llm: LLM, model: str, cache: str, batch: int, input_len: int,
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     passes = []
     for number in range(_PASSES + 1):
-        llm.engine.blocks.forget_prefixes()  # else a pass would find the prompts of the one before
+        llm.engine.forget_prefixes()  # else a pass would find the prompts of the one before
         prompts = _prompts(batch, input_len, llm.model.decoder.vocab_size, seed=number)
         passes.append(llm.generate(prompts, params, use_tqdm=False))
     figures: dict[Metric, float] = {
