@@ -1,6 +1,5 @@
 """Headway: LLM inference on whichever attention kernel is fastest here, now, for this batch."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
@@ -75,33 +74,13 @@ _HOME = {
 }
 
 
-class _VllmModules:
-    """Finder of vLLM's modules that programs import from headway, such as `headway.sampling_params`; see headway.compat.vllm."""
-
-    @staticmethod
-    def find_spec(full_name: str, path: Any = None, target: Any = None) -> Any:
-        """See importlib.abc.MetaPathFinder. Python asks when no file has the name."""
-        if not full_name.startswith("headway.") or full_name.startswith("headway.compat.vllm"):
-            return None
-        from headway.compat.vllm.modules import find_module
-
-        return find_module(full_name)
-
-
-sys.meta_path.append(_VllmModules)  # last, so that it costs imports of other packages nothing
-
-
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used (PEP 562): `import headway` costs milliseconds and loads no torch."""
     from importlib import import_module
 
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name.startswith("__"):
+    if name not in _HOME:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    from headway.compat.vllm.modules import lend
-
-    return lend("", name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

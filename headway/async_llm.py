@@ -10,7 +10,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from headway.compat.vllm.calls import check_keywords
+from headway.compat.vllm_words import check_keywords
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.data.request_limits import CheckedRequest
@@ -261,7 +261,7 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await self.query(_forget_prefixes)
+        await self.query(partial(EngineLoop.forget_prefixes, everywhere=True))
         return True
 
     async def stats(self) -> EngineSnapshot:
@@ -376,10 +376,6 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
         if not box.remove(name.key).finished:
             abort_request(self.host, name.key, None)
         self.host.names.release(name.request_id)
-
-
-def _forget_prefixes(engine: EngineLoop) -> None:
-    engine.blocks.forget_prefixes(everywhere=True)
 
 
 def _tell(box: Mailbox, key: str, added: Future[None]) -> None:

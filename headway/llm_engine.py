@@ -12,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
 
-from headway.compat.vllm.calls import check_keywords, missing_attribute
-from headway.compat.vllm.configs import VllmConfig
-from headway.compat.vllm.metrics import EngineMetric, metrics_of
+from headway.compat.vllm_views import EngineMetric, VllmConfig, metrics_of
+from headway.compat.vllm_words import check_keywords, missing_attribute
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.stats import EngineSnapshot
@@ -73,7 +72,7 @@ class EngineAccess(ABC):
     def reset_prefix_cache(self, *_: object, **__: object) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
         with self.driver.lock:
-            self.engine.blocks.forget_prefixes(everywhere=True)
+            self.engine.forget_prefixes(everywhere=True)
         return True
 
     def sleep(self, level: int = 1) -> None:

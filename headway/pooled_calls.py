@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from headway.compat.vllm.calls import check_keywords
+from headway.compat.vllm_words import check_keywords
 from headway.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
