@@ -30,7 +30,7 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import create_registry
 from headway.registry.hookspecs import PROJECT
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
-from headway.registry.records import Verdict
+from headway.registry.isolation import Verdict
 from headway.tuning.isolated import trial_steps
 from headway.tuning.isolated.measured_kinds import KINDS
 
