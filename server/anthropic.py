@@ -19,8 +19,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.requests.chat_template import text_field
-from headway.requests.chats import ChatText, ToolCall
+from headway.requests.chats import ChatText, ToolCall, text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import request_name

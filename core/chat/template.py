@@ -12,6 +12,7 @@ from headway.core.contract.errors import PromptError
 _LARGEST: Final = 1_000_000
 """Largest number beside a multiplication: `"a" * 10000000000` is one operation, which nothing interrupts."""
 
+
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
     """Render a conversation. options: of transformers' apply_chat_template, whose errors come through.
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from headway.core.oracle.cells import CheckCell, Skipped
-from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
 from headway.registry.isolation import TIMEOUT, Trial
+from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
 from headway.testing.kit.report import CellResult
 from headway.testing.kit.stage import Stage
 

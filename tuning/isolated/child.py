@@ -29,8 +29,8 @@ from headway.core.system.child import die_with_parent, how_it_ended, message_of,
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import create_registry
 from headway.registry.hookspecs import PROJECT
-from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
 from headway.registry.isolation import Verdict
+from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins
 from headway.tuning.isolated import trial_steps
 from headway.tuning.isolated.measured_kinds import KINDS
 
