@@ -47,31 +47,27 @@ if TYPE_CHECKING:
     from headway.tuning.isolated.trial import create_registry
     from headway.version import __version__
 
-_HOME = {
-    "AsyncLLM": "headway.async_llm",
-    "LLM": "headway.llm",
-    "LLMEngine": "headway.llm_engine",
-    "BeamSearchParams": "headway.beam_search",
-    "CompletionOutput": "headway.outputs",
-    "EmbeddingRequestOutput": "headway.outputs",
-    "EngineArgs": "headway.engine_args",
-    "EngineDeadError": "headway.hosting.host",
-    "EngineSnapshot": "headway.core.engine.data.stats",
-    "HeadwayError": "headway.core.contract.errors",
-    "LoRARequest": "headway.core.contract.adapters",
-    "Logprob": "headway.core.sampling.logprobs",
-    "PoolingParams": "headway.outputs",
-    "RequestOutput": "headway.outputs",
-    "RequestOutputKind": "headway.core.sampling.params",
-    "SamplingParams": "headway.core.sampling.params",
-    "ScoringRequestOutput": "headway.outputs",
-    "StructuredOutputsParams": "headway.core.sampling.structured",
-    "TextPrompt": "headway.requests.prompts",
-    "TokensPrompt": "headway.requests.prompts",
-    "__version__": "headway.version",
-    "create_registry": "headway.tuning.isolated.trial",
-    "hookimpl": "headway.registry",
+_NAMES = {
+    "headway.async_llm": "AsyncLLM",
+    "headway.beam_search": "BeamSearchParams",
+    "headway.core.contract.adapters": "LoRARequest",
+    "headway.core.contract.errors": "HeadwayError",
+    "headway.core.engine.data.stats": "EngineSnapshot",
+    "headway.core.sampling.logprobs": "Logprob",
+    "headway.core.sampling.params": "RequestOutputKind SamplingParams",
+    "headway.core.sampling.structured": "StructuredOutputsParams",
+    "headway.engine_args": "EngineArgs",
+    "headway.hosting.host": "EngineDeadError",
+    "headway.llm": "LLM",
+    "headway.llm_engine": "LLMEngine",
+    "headway.outputs": "CompletionOutput EmbeddingRequestOutput PoolingParams RequestOutput ScoringRequestOutput",
+    "headway.registry": "hookimpl",
+    "headway.requests.prompts": "TextPrompt TokensPrompt",
+    "headway.tuning.isolated.trial": "create_registry",
+    "headway.version": "__version__",
 }
+"""Module -> the public names that it lends."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, get_args, get_type_hints
 
-from headway.compat.vllm_words import FLAGS
+from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
@@ -104,8 +104,10 @@ class EngineArgs(EngineConfig):
             if getattr(self, each.name) is None and each.default is not None:
                 factory = each.default_factory
                 self._set(each.name, each.default if factory is dataclasses.MISSING else factory())
-        name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
-        self._set("dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        self._set("dtype", str(self.dtype).removeprefix("torch."))  # a torch.dtype is as good as its name
+        for option, words in VALUES.items():
+            given = getattr(self, option)
+            self._set(option, words.get(given, given) if isinstance(given, str) else given)
         self._set("logits_processors", tuple(self.logits_processors))
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):

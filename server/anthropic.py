@@ -28,7 +28,7 @@ from headway.server.openai.chat import SHARED_FIELDS, ChatAnswer, Chats, Convert
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import MOST_STOPS, ChatRequest
-from headway.server.routing import Endpoint, add_posts
+from headway.server.routing import Endpoint, add_posts, json_response
 from headway.server.service import Service
 
 
@@ -438,4 +438,4 @@ class MessagesRoutes:
         body = await self._service.read(request, TokenCountRequest)
         chat = ChatRequest(**body.fields())
         prompt = await self._chats.prompt(chat, tool_use(chat))
-        return Response(orjson.dumps({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+        return json_response({"input_tokens": len(prompt["prompt_token_ids"])})

@@ -438,8 +438,8 @@ def _missing(module: str, reason: str | None) -> Callable[[str], Any]:
 def _register() -> None:
     """Make vLLM's modules, each with its names of the table, and let Python find them by name."""
     own = sys.modules[__name__]
-    for name, reason in LACKING.items():
-        setattr(own, name, _stand_in(name, reason))
+    for name, why in LACKING.items():
+        setattr(own, name, _stand_in(name, why))
     for module in sorted({*MODULES, *LACKING_MODULES}):
         names, reason = MODULES.get(module, "").split(), _reason(module)
         made = ModuleType(f"{__name__}.{module}", f"Names of vLLM's module {module}.")

@@ -165,6 +165,15 @@ _ATTENTION: Final = {
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
+VALUES: Final[Mapping[str, Mapping[object, str]]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "model_impl": {"vllm": "headway"},
+    "task": _TASKS,
+}
+"""Option that Headway has by vLLM's name -> vLLM's words for values -> Headway's. The command line takes them too."""
+
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
@@ -288,9 +297,9 @@ def _gibibytes(value: Any) -> dict[str, Any]:
     return {"kv_offload_size": int(value * 2**30)} if value else {}
 
 
-def _renamed(name: str, values: Mapping[Any, object] | None = None) -> Callable[[Any], dict[str, Any]]:
-    """Reads an option that Headway has by this name. values: vLLM's word for a value -> Headway's."""
-    return lambda value: {name: (values or {}).get(value, value) if isinstance(value, str) else value}
+def _renamed(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Reads an option that Headway has by this name."""
+    return lambda value: {name: value}
 
 
 _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
@@ -302,13 +311,9 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "distributed_executor_backend": _executor,
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
     "kv_offloading_size": _gibibytes,
-    "kv_cache_dtype": _renamed("kv_cache_dtype", {"fp8": "fp8_e4m3"}),
-    "load_format": _renamed("load_format", dict.fromkeys(("safetensors", "hf"), "auto")),
-    "model_impl": _renamed("model_impl", {"vllm": "headway"}),
     "speculative_config": _speculation,
     "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,
-    "task": _renamed("task", _TASKS),
     "trust_remote_code": _trust,
 }
 """Options of vLLM's -> what makes Headway's of them."""

@@ -1,6 +1,7 @@
 """What a model's chats look like: messages for a template, how tools become a prompt and a form, and how an answer is read.
 
-No HTTP: every endpoint that holds a conversation goes through a `ChatFormat`. Imports no torch: a server checks names of parsers first.
+No HTTP: every endpoint that holds a conversation goes through a `ChatFormat`. This imports no torch, so that a server can check
+the names of parsers before it loads anything.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
     return found
 
 
-def check_kinds(options: object) -> None:
+def check_kinds(options: Any) -> None:
     """Check the fields of a dataclass of options against their annotations. Paths become texts.
 
     :raises ConfigError: a value of another kind, a number that is none, or one beyond 64 bits.
