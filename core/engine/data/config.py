@@ -297,7 +297,7 @@ def check_kinds(options: Any) -> None:
     """
     from pydantic import ValidationError
 
-    for name, (kind, need) in _plain_options(type(options)).items():
+    for name, (kind, need) in _plain_options(options.__class__).items():
         value = getattr(options, name)
         if isinstance(value, PathLike) and _NEEDS[str] in need:
             value = str(value)
