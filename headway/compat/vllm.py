@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import logging
 import random
@@ -21,7 +22,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Any, Final, Self, Union, get_args, get_origin
+from typing import Any, Final, Self, TypeVar, Union, get_args, get_origin
 
 import numpy
 import torch
@@ -70,10 +71,11 @@ from headway.version import __version__
 
 GuidedDecodingParams = StructuredOutputsParams
 
+C = TypeVar("C", bound=type)
 _OWN: Final = {each.name: each for each in dataclasses.fields(engine_args.EngineArgs)}
 
 
-class EngineArgs(engine_args.EngineArgs):
+class VllmEngineArgs(engine_args.EngineArgs):
     """Options of loading and running a model, by Headway's names or vLLM's.
 
     Options of vLLM's that Headway spells otherwise are translated, those at a value that asks for nothing here are left out, and
@@ -109,42 +111,24 @@ class EngineArgs(engine_args.EngineArgs):
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
-def _translated(model: Sequence[object], options: Mapping[str, object]) -> dict[str, Any]:
-    """Headway's options of a call with vLLM's."""
-    args = EngineArgs(*model, **options)
-    return {name: getattr(args, name) for name in _OWN}
-
-
-class LLM(llm.LLM):
-    """`headway.LLM`, whose options may be vLLM's."""
+def _translating(kind: C) -> C:
+    """Return a class of the same name whose options may be vLLM's."""
 
     @engine_args.takes_arguments_of(engine_args.EngineArgs)
-    def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of `EngineArgs`."""
-        super().__init__(**_translated(model, options))
+    @functools.wraps(kind.__init__)  # type: ignore[misc]
+    def __init__(self: object, *model: object, **options: object) -> None:
+        args = VllmEngineArgs(*model, **options)
+        super(made, self).__init__(**{name: getattr(args, name) for name in _OWN})  # type: ignore[call-arg]
+
+    made: Any = type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": kind.__doc__, "__module__": __name__})
+    found: C = made
+    return found
 
 
-class AsyncLLM(async_llm.AsyncLLM):
-    """`headway.AsyncLLM`, whose options may be vLLM's."""
-
-    @engine_args.takes_arguments_of(engine_args.EngineArgs)
-    def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and start its engine. The options are those of `EngineArgs`."""
-        super().__init__(**_translated(model, options))
-
-
-class LLMEngine(llm_engine.LLMEngine):
-    """`headway.LLMEngine`, whose options may be vLLM's."""
-
-    @engine_args.takes_arguments_of(engine_args.EngineArgs)
-    def __init__(self, *model: object, **options: object) -> None:
-        """Load a model and set its engine up. The options are those of `EngineArgs`."""
-        super().__init__(**_translated(model, options))
-
-
-AsyncEngineArgs = EngineArgs
-AsyncLLMEngine = AsyncLLM
-
+EngineArgs = AsyncEngineArgs = VllmEngineArgs
+LLM = _translating(llm.LLM)
+LLMEngine = _translating(llm_engine.LLMEngine)
+AsyncLLM = AsyncLLMEngine = _translating(async_llm.AsyncLLM)
 
 _SHORT: Final = {"tensor_parallel_size": ("-tp",), "quantization": ("-q",)}
 """Option -> flags of one letter or two that vLLM has for it."""
