@@ -118,7 +118,7 @@ def _translating(kind: C) -> C:
     @functools.wraps(kind.__init__)  # type: ignore[misc]
     def __init__(self: object, *model: object, **options: object) -> None:
         args = VllmEngineArgs(*model, **options)
-        super(made, self).__init__(**{name: getattr(args, name) for name in _OWN})  # type: ignore[call-arg]
+        super(made, self).__init__(**{name: getattr(args, name) for name in _OWN})
 
     made: Any = type(kind.__name__, (kind,), {"__init__": __init__, "__doc__": kind.__doc__, "__module__": __name__})
     found: C = made
