@@ -27,7 +27,7 @@ from headway.cli.run.chat import chat
 from headway.cli.run.generate import generate
 from headway.cli.run.serve import serve
 from headway.cli.run.warm import build, warm
-from headway.compat.vllm.options import ANY_VALUE, FLAGS
+from headway.compat.vllm_words import ANY_VALUE, FLAGS
 from headway.core.contract.errors import ConfigError
 from headway.core.system.logs import log_to_stderr
 from headway.core.system.text import shown

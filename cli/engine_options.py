@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Final, NamedTuple, get_args
@@ -154,60 +154,20 @@ def _text_of(option: str, given: str) -> str:
 
 _PYTHON_ONLY = ("backends", "hf_overrides", "logits_processors", "registry", "worker_extension_cls")
 """Options whose values are Python objects."""
-_USES: Mapping[str, Sequence[str]] = {
-    "The model": (
-        "model",
-        "tokenizer",
-        "revision",
-        "download_dir",
-        "hf_overrides",
-        "dtype",
-        "device",
-        "load_format",
-        "quantization",
-        "model_impl",
-        "torch_compile",
-        "runner",
-        "task",
-        "skip_tokenizer_init",
-        "num_threads",
-        "tensor_parallel_size",
-    ),
-    "Which backend serves": ("attn_backend", "attn_options", "state_backend", "workload", "crossover_table", "autotune_budget"),
-    "The cache and its memory": (
-        "kv_cache_memory",
-        "gpu_memory_utilization",
-        "kv_cache_dtype",
-        "kv_layout",
-        "block_size",
-        "enable_prefix_caching",
-        "free_window_blocks",
-        "preemption_mode",
-        "kv_offload_size",
-        "kv_offload_dir",
-        "kv_offload_dir_size",
-    ),
-    "Lengths, batches and their order": (
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "enable_prompt_embeds",
-        "scheduling_policy",
-    ),
-    "How steps run": (
-        "enforce_eager",
-        "cudagraph_capture_sizes",
-        "async_scheduling",
-        "speculate",
-        "speculative_model",
-        "num_speculative_tokens",
-    ),
-    "Adapters": ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
-    "What tokens come": ("seed", "deterministic", "max_logprobs", "generation_config", "logits_processors"),
-    "Plugins and the log": ("plugins", "backends", "plugin_policy", "registry", "worker_extension_cls", "log_stats_interval"),
+_USES: Final = {
+    "The model": "model tokenizer revision download_dir hf_overrides dtype device load_format quantization model_impl "
+    "torch_compile runner task skip_tokenizer_init num_threads tensor_parallel_size",
+    "Which backend serves": "attn_backend attn_options state_backend workload crossover_table autotune_budget",
+    "The cache and its memory": "kv_cache_memory gpu_memory_utilization kv_cache_dtype kv_layout block_size "
+    "enable_prefix_caching free_window_blocks preemption_mode kv_offload_size kv_offload_dir kv_offload_dir_size",
+    "Lengths, batches and their order": "max_model_len max_num_seqs max_num_batched_tokens enable_chunked_prefill "
+    "enable_prompt_embeds scheduling_policy",
+    "How steps run": "enforce_eager cudagraph_capture_sizes async_scheduling speculate speculative_model num_speculative_tokens",
+    "Adapters": "enable_lora max_loras max_lora_rank max_cpu_loras",
+    "What tokens come": "seed deterministic max_logprobs generation_config logits_processors",
+    "Plugins and the log": "plugins backends plugin_policy registry worker_extension_cls log_stats_interval",
 }
-"""What options are for -> the options; the page lists those that stand here nowhere at its end."""
+"""What options are for -> the options, which spaces part; the page lists those that stand here nowhere at its end."""
 
 
 def takes_engine_options(*names: str, **defaults: object) -> Callable[[Command], Command]:
@@ -265,8 +225,9 @@ def options_page() -> str:
         "`python -m headway.cli.engine_options` prints this page. Those of the server alone are in [server.md](server.md).",
         "",
     ]
-    listed = {name for names in _USES.values() for name in names}
-    for use, names in {**_USES, "Others": [name for name in help_texts() if name not in listed]}.items():
+    uses = {use: names.split() for use, names in _USES.items()}
+    listed = {name for names in uses.values() for name in names}
+    for use, names in {**uses, "Others": [name for name in help_texts() if name not in listed]}.items():
         if rows := [_row(name) for name in names if name in help_texts()]:
             head = ["| `LLM(...)` | command line | type | default | what it says |", "|---|---|---|---|---|"]
             lines += [f"## {use}", "", *head, *rows, ""]

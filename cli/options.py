@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 import yaml
 
-from headway.compat.vllm.options import FLAGS
+from headway.compat.vllm_words import FLAGS
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.system.files import read_text

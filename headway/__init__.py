@@ -1,6 +1,5 @@
 """Headway: LLM inference on whichever attention kernel is fastest here, now, for this batch."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 __all__ = [
@@ -48,60 +47,36 @@ if TYPE_CHECKING:
     from headway.tuning.isolated.trial import create_registry
     from headway.version import __version__
 
-_HOME = {
-    "AsyncLLM": "headway.async_llm",
-    "LLM": "headway.llm",
-    "LLMEngine": "headway.llm_engine",
-    "BeamSearchParams": "headway.beam_search",
-    "CompletionOutput": "headway.outputs",
-    "EmbeddingRequestOutput": "headway.outputs",
-    "EngineArgs": "headway.engine_args",
-    "EngineDeadError": "headway.hosting.host",
-    "EngineSnapshot": "headway.core.engine.data.stats",
-    "HeadwayError": "headway.core.contract.errors",
-    "LoRARequest": "headway.core.contract.adapters",
-    "Logprob": "headway.core.sampling.logprobs",
-    "PoolingParams": "headway.outputs",
-    "RequestOutput": "headway.outputs",
-    "RequestOutputKind": "headway.core.sampling.params",
-    "SamplingParams": "headway.core.sampling.params",
-    "ScoringRequestOutput": "headway.outputs",
-    "StructuredOutputsParams": "headway.core.sampling.structured",
-    "TextPrompt": "headway.requests.prompts",
-    "TokensPrompt": "headway.requests.prompts",
-    "__version__": "headway.version",
-    "create_registry": "headway.tuning.isolated.trial",
-    "hookimpl": "headway.registry",
+_NAMES = {
+    "headway.async_llm": "AsyncLLM",
+    "headway.beam_search": "BeamSearchParams",
+    "headway.core.contract.adapters": "LoRARequest",
+    "headway.core.contract.errors": "HeadwayError",
+    "headway.core.engine.data.stats": "EngineSnapshot",
+    "headway.core.sampling.logprobs": "Logprob",
+    "headway.core.sampling.params": "RequestOutputKind SamplingParams",
+    "headway.core.sampling.structured": "StructuredOutputsParams",
+    "headway.engine_args": "EngineArgs",
+    "headway.hosting.host": "EngineDeadError",
+    "headway.llm": "LLM",
+    "headway.llm_engine": "LLMEngine",
+    "headway.outputs": "CompletionOutput EmbeddingRequestOutput PoolingParams RequestOutput ScoringRequestOutput",
+    "headway.registry": "hookimpl",
+    "headway.requests.prompts": "TextPrompt TokensPrompt",
+    "headway.tuning.isolated.trial": "create_registry",
+    "headway.version": "__version__",
 }
-
-
-class _VllmModules:
-    """Finder of vLLM's modules that programs import from headway, such as `headway.sampling_params`; see headway.compat.vllm."""
-
-    @staticmethod
-    def find_spec(full_name: str, path: Any = None, target: Any = None) -> Any:
-        """See importlib.abc.MetaPathFinder. Python asks when no file has the name."""
-        if not full_name.startswith("headway.") or full_name.startswith("headway.compat.vllm"):
-            return None
-        from headway.compat.vllm.modules import find_module
-
-        return find_module(full_name)
-
-
-sys.meta_path.append(_VllmModules)  # last, so that it costs imports of other packages nothing
+"""Module -> the public names that it lends."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used (PEP 562): `import headway` costs milliseconds and loads no torch."""
     from importlib import import_module
 
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name.startswith("__"):
+    if name not in _HOME:
         raise AttributeError(f"module 'headway' has no attribute {name!r}")
-    from headway.compat.vllm.modules import lend
-
-    return lend("", name)
+    return getattr(import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
-from headway.compat.vllm.calls import check_keywords
+from headway.compat.vllm_words import check_keywords, missing_attribute
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.engine.data.request_limits import CheckedRequest
@@ -18,11 +18,23 @@ from headway.core.engine.data.stats import EngineSnapshot
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, takes_arguments_of
+from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver, driver_of
-from headway.hosting.host import AsyncAdapters, EngineDeadError, EngineFacts, EngineHost, Task, abort_request, add_request, query
+from headway.hosting.host import (
+    EngineDeadError,
+    EngineFacts,
+    EngineHost,
+    Task,
+    abort_request,
+    adapter_ids,
+    add_request,
+    keep_adapter,
+    query,
+    read_adapter,
+    remove_adapter,
+)
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
-from headway.llm_engine import AsyncModelAccess
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream
@@ -39,7 +51,7 @@ _TOKENISERS = 2
 """Threads that render templates and tokenise; the tokenizer's native code does not hold Python's lock."""
 
 
-class AsyncLLM(AsyncModelAccess, AsyncAdapters):
+class AsyncLLM:
     """A running model whose requests come and go. Methods are named as those of vLLM's AsyncLLM.
 
     Prompts are tokenised in threads, the engine runs in another thread or in a process of its own, and texts are made on the
@@ -261,7 +273,7 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
-        await self.query(_forget_prefixes)
+        await self.query(partial(EngineLoop.forget_prefixes, everywhere=True))
         return True
 
     async def stats(self) -> EngineSnapshot:
@@ -286,6 +298,50 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
             self.host.check_caller()
         run = self.host.run_concurrently if concurrently else self.host.run_between_steps
         return await asyncio.wrap_future(run(task))
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and cache back until `wake_up`; see LLM.sleep. Requests must have ended before."""
+        await self.run_task(partial(live_model.sleep, level=level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back; see LLM.wake_up."""
+        await self.run_task(partial(live_model.wake_up, tags=tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or cache sleep."""
+        return await self.run_task(live_model.is_sleeping)
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
+
+        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
+        """
+        call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
+        return await asyncio.wait_for(call, timeout)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Read an adapter beside the engine's steps, before requests name it; True, as vLLM's returns.
+
+        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
+        :raises EngineDeadError: the engine has ended.
+        """
+        await self.run_task(partial(read_adapter, lora_request=lora_request), concurrently=True)
+        await self.run_task(partial(keep_adapter, lora_request=lora_request))
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that use it go on with it. False: none has this number. Raises as `run_task`."""
+        return await self.run_task(query(partial(remove_adapter, lora_id=lora_id)))
+
+    async def list_loras(self) -> set[int]:
+        """The numbers of the adapters that have been read. Raises as `run_task`."""
+        return await self.run_task(query(adapter_ids))
 
     @property
     def facts(self) -> EngineFacts:
@@ -363,6 +419,10 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
         """Sequences in the engine that its steps advance."""
         return self.host.num_sequences[0]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for attributes that are lacking: for those of vLLM's the error names what comes nearest."""
+        raise missing_attribute(name, type(self).__name__)
+
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Call a function in one of the threads that tokenise.
 
@@ -376,10 +436,6 @@ class AsyncLLM(AsyncModelAccess, AsyncAdapters):
         if not box.remove(name.key).finished:
             abort_request(self.host, name.key, None)
         self.host.names.release(name.request_id)
-
-
-def _forget_prefixes(engine: EngineLoop) -> None:
-    engine.blocks.forget_prefixes(everywhere=True)
 
 
 def _tell(box: Mailbox, key: str, added: Future[None]) -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, NamedTuple, ParamSpec, get_args, get_type_hints
 
-from headway.compat.vllm.arguments import Flag, add_flags, add_foreign_flags
-from headway.compat.vllm.options import LLM_OPTIONS, TAKEN, from_vllm
+from headway.compat.vllm_words import FLAGS, VALUES
 from headway.core.contract.errors import ConfigError, HeadwayError, refuse_unknown
 from headway.core.engine.data.config import EngineConfig
 from headway.core.system.text import shown
@@ -21,62 +20,18 @@ from headway.models.checkpoints.locate import ALIASES, ModelOrigin, locate
 from headway.models.encoders.pooling.detect import RUNNERS, TASKS, PoolingTask, pooling_task
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-
     from headway.core.contract.backend import AttentionBackend
     from headway.registry import Registry
 
 
-class PoolingModel(NamedTuple):
-    """Where a model that is pooled was found, and what for."""
-
-    folder: Path
-    task: PoolingTask
-
-
-def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
-    """Find the model of these options if it is pooled; None: it generates text. Reads small files alone and loads no torch.
-
-    :raises HeadwayError: there is no such model, or options contradict each other.
-    """
-    asked = args.runner != "auto" or args.task != "auto"
-    if args.model in ALIASES and not asked:
-        return None
-    if asked and pooling_task(Path(), args.runner, args.task) is None:
-        return None
-    task = pooling_task(locate(args.model, weights=False, origin=args.origin), args.runner, args.task)
-    return None if task is None else PoolingModel(locate(args.model, args.load_format != "dummy", args.origin), task)
-
-
 P = ParamSpec("P")
-C = TypeVar("C", bound=type)
 
 
-def _takes_vllms_options(cls: C) -> C:
-    """Let EngineArgs be made with the options of vLLM's, which are translated, or refused with what comes nearest."""
-    initialise = cls.__init__  # type: ignore[misc]
-    names = [each.name for each in dataclasses.fields(cls)]
-    own = frozenset(names)
-
-    @functools.wraps(initialise)
-    def __init__(self: object, *model: object, **options: Any) -> None:
-        translated = from_vllm(options, own)
-        refuse_unknown("LLM", translated, names, LLM_OPTIONS)
-        if len(model) > 1:
-            raise ConfigError("LLM", "one argument without a name, the model", f"{len(model)} of them")
-        initialise(self, *model, **translated)
-
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
-
-
-@_takes_vllms_options
 @dataclass(frozen=True)
 class EngineArgs(EngineConfig):
     """Every option of loading and running a model: the engine's (`EngineConfig`), and those of model and machine.
 
-    Options of vLLM's EngineArgs are taken too: those that Headway spells otherwise are translated, those at a value that asks for
-    nothing here are left out, and the others are refused by name.
+    None stands for the default of every option. `headway.compat.vllm.EngineArgs` takes vLLM's options as well.
     """
 
     model: Annotated[str, "smollm2, a folder with safetensors, a .gguf file, or a Hugging Face hub id."] = "smollm2"
@@ -144,8 +99,14 @@ class EngineArgs(EngineConfig):
     registry: Annotated[Registry | None, "A Registry to use in place of a new one."] = None
 
     def __post_init__(self) -> None:
-        name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is as good as its name
-        self._set("dtype", {"half": "float16", "float": "float32"}.get(name, name))
+        for each in dataclasses.fields(self):
+            if getattr(self, each.name) is None and each.default is not None:
+                factory = each.default_factory
+                self._set(each.name, each.default if factory is dataclasses.MISSING else factory())
+        self._set("dtype", str(self.dtype).removeprefix("torch."))  # a torch.dtype is as good as its name
+        for option, words in VALUES.items():
+            given = getattr(self, option)
+            self._set(option, words.get(given, given) if isinstance(given, str) else given)
         self._set("logits_processors", tuple(self.logits_processors))
         super().__post_init__()
         if self.hf_overrides is not None and not isinstance(self.hf_overrides, Mapping):
@@ -194,23 +155,9 @@ class EngineArgs(EngineConfig):
 
         :raises ConfigError: an option that does not exist, with the nearest that does; or one with a value that cannot work.
         """
+        refuse_unknown("LLM", options, [each.name for each in dataclasses.fields(cls)], FLAGS)
+        check_model(model)
         return cls(*model, **options)  # type: ignore[arg-type]
-
-    @staticmethod
-    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
-        """Give a parser of Python's a flag for each option, vLLM's included; `from_cli_args` reads what it has parsed."""
-        defaults = {each.name: each.default for each in dataclasses.fields(EngineArgs)}
-        python_only = ("registry", "backends", "plugins", "logits_processors")
-        own = {name: text for name, text in help_texts().items() if name not in python_only}
-        add_flags(parser, [Flag(name, option_types()[name], defaults[name], text) for name, text in own.items()])
-        add_foreign_flags(parser, sorted((TAKEN | set(LLM_OPTIONS)) - set(defaults)))
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: Namespace) -> EngineArgs:
-        """Make options from what a parser of `add_cli_args` has parsed; what else it holds is left alone. Raises as `of`."""
-        known = {each.name for each in dataclasses.fields(cls)} | TAKEN | set(LLM_OPTIONS)
-        return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def compiles_on(self, device_type: str) -> bool | None:
         """Return what `torch_compile` says; where the option is not set, None on a GPU (compile where that works), else False.
@@ -240,6 +187,36 @@ class EngineArgs(EngineConfig):
     def engine_config(self) -> EngineConfig:
         """The part of the options that the engine reads."""
         return EngineConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)})
+
+
+def check_model(given: Sequence[object]) -> None:
+    """Check the arguments without a name, of which the model may be one.
+
+    :raises ConfigError: there are several.
+    """
+    if len(given) > 1:
+        raise ConfigError("LLM", "one argument without a name, the model", f"{len(given)} of them")
+
+
+class PoolingModel(NamedTuple):
+    """Where a model that is pooled was found, and what for."""
+
+    folder: Path
+    task: PoolingTask
+
+
+def find_pooling_model(args: EngineArgs) -> PoolingModel | None:
+    """Find the model of these options if it is pooled; None: it generates text. Reads small files alone and loads no torch.
+
+    :raises HeadwayError: there is no such model, or options contradict each other.
+    """
+    asked = args.runner != "auto" or args.task != "auto"
+    if args.model in ALIASES and not asked:
+        return None
+    if asked and pooling_task(Path(), args.runner, args.task) is None:
+        return None
+    task = pooling_task(locate(args.model, weights=False, origin=args.origin), args.runner, args.task)
+    return None if task is None else PoolingModel(locate(args.model, args.load_format != "dummy", args.origin), task)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -12,9 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, TypeVar
 
-from headway.compat.vllm.calls import check_keywords, missing_attribute
-from headway.compat.vllm.configs import VllmConfig
-from headway.compat.vllm.metrics import EngineMetric, metrics_of
+from headway.compat.vllm_views import EngineMetric, VllmConfig, metrics_of
+from headway.compat.vllm_words import check_keywords, missing_attribute
 from headway.core.contract.adapters import LoRARequest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.stats import EngineSnapshot
@@ -23,7 +21,6 @@ from headway.core.sampling.params import SamplingParams
 from headway.engine_args import EngineArgs, takes_arguments_of
 from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver, driver_of
-from headway.hosting.host import Task
 from headway.hosting.live_model import worker_of
 from headway.hosting.profiling import MOST_STEPS, ProfileRequest, StepsProfile, start_profile, stop_profile, write_trace
 from headway.models.loader import LoadedModel
@@ -73,7 +70,7 @@ class EngineAccess(ABC):
     def reset_prefix_cache(self, *_: object, **__: object) -> bool:
         """Forget the prompts that the cache holds; True, as vLLM's returns."""
         with self.driver.lock:
-            self.engine.blocks.forget_prefixes(everywhere=True)
+            self.engine.forget_prefixes(everywhere=True)
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -164,44 +161,6 @@ class EngineAccess(ABC):
     def get_tokenizer(self, *_: object) -> Any:
         """The tokenizer; see `tokenizer`."""
         return self.tokenizer
-
-
-class AsyncModelAccess(ABC):
-    """What an asynchronous client does to the model of its engine, where that runs."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Called for attributes that are lacking: for those of vLLM's the error names what comes nearest."""
-        raise missing_attribute(name, type(self).__name__)
-
-    @abstractmethod
-    async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver and return its result."""
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and cache back until `wake_up`; see LLM.sleep. Requests must have ended before."""
-        await self.run_task(partial(live_model.sleep, level=level))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back; see LLM.wake_up."""
-        await self.run_task(partial(live_model.wake_up, tags=tags))
-
-    async def is_sleeping(self) -> bool:
-        """Whether weights or cache sleep."""
-        return await self.run_task(live_model.is_sleeping)
-
-    async def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a function with the engine's worker, or a method of the worker; see LLM.collective_rpc.
-
-        An engine in another process needs a function of a module, and values that can be pickled. timeout: seconds to wait.
-        """
-        call = self.run_task(partial(live_model.collective_rpc, method=method, args=args, kwargs=kwargs))
-        return await asyncio.wait_for(call, timeout)
 
 
 class LLMEngine(EngineAccess):

@@ -10,6 +10,7 @@ import pluggy
 from headway.core.contract.errors import PluginError
 from headway.core.system.logs import log_traceback, warn_once
 from headway.registry import builtin, hookspecs
+from headway.registry.isolation import TIMEOUT, TRUST, Trial, Verdict, verdicts
 from headway.registry.plugin_sources import (
     InstalledPlugin,
     PluginFile,
@@ -19,18 +20,7 @@ from headway.registry.plugin_sources import (
     installed_plugins,
     with_hooks,
 )
-from headway.registry.records import (
-    BUILTIN_OWNER,
-    TIMEOUT,
-    TRUST,
-    Brought,
-    PluginFailure,
-    PluginPolicy,
-    PluginRecord,
-    Trial,
-    Verdict,
-    verdicts,
-)
+from headway.registry.records import BUILTIN_OWNER, Brought, PluginFailure, PluginPolicy, PluginRecord
 from headway.registry.registry import Registry
 
 RETRY = "headway plugins --retry tries it again"

@@ -19,8 +19,7 @@ from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.json_text import parse_json
 from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, RequestOutput
-from headway.requests.chat_template import text_field
-from headway.requests.chats import ChatText, ToolCall
+from headway.requests.chats import ChatText, ToolCall, text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import request_name
@@ -29,7 +28,7 @@ from headway.server.openai.chat import SHARED_FIELDS, ChatAnswer, Chats, Convert
 from headway.server.openai.params import tool_use
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import MOST_STOPS, ChatRequest
-from headway.server.routing import Endpoint, add_posts
+from headway.server.routing import Endpoint, add_posts, json_response
 from headway.server.service import Service
 
 
@@ -439,4 +438,4 @@ class MessagesRoutes:
         body = await self._service.read(request, TokenCountRequest)
         chat = ChatRequest(**body.fields())
         prompt = await self._chats.prompt(chat, tool_use(chat))
-        return Response(orjson.dumps({"input_tokens": len(prompt["prompt_token_ids"])}), media_type="application/json")
+        return json_response({"input_tokens": len(prompt["prompt_token_ids"])})

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import orjson
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from openai.types import Model
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headway.async_llm import AsyncLLM
-from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.request_limits import CheckedRequest
 from headway.core.sampling.params import SamplingParams
-from headway.hosting.host import EngineDeadError
 from headway.requests.tool_use import ToolUse
 from headway.server.anthropic import MessagesRoutes
-from headway.server.errors import ApiError, api_error
+from headway.server.errors import ApiError
 from headway.server.middleware import guard, request_name
 from headway.server.openai.answers import CompletionAnswer
 from headway.server.openai.batches.routes import BatchRoutes
@@ -39,7 +35,7 @@ from headway.server.operators.metrics import CONTENT_TYPE
 from headway.server.operators.routes import AdapterRoutes, OperatorRoutes, ProfileRoutes, models_of
 from headway.server.options import ServerOptions
 from headway.server.page.routes import ASSETS, PageRoutes
-from headway.server.routing import DirectMiddleware, Endpoint, add_posts, add_probes, endpoint, path_error
+from headway.server.routing import CommonRoutes, DirectMiddleware, Endpoint, add_posts, json_response
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -66,7 +62,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
     for each in app.state.routes:
         each.add_to(app)
     app.add_middleware(DirectMiddleware, endpoints={**direct, **native.direct}, refuse=routes.refuse)
-    app.state.refused = service.metrics.refused
+    app.state.refused = routes.refused
     guard(app, service.options, OPEN_PATHS, app.state.refused)
     return app
 
@@ -76,7 +72,7 @@ def batch_concurrency(options: ServerOptions, most: int) -> int:
     return options.batch_concurrency or max(min(most, options.max_queue) // 2, 1)
 
 
-class Routes:
+class Routes(CommonRoutes):
     """The API's routes."""
 
     def __init__(self, service: Service, chats: Chats) -> None:
@@ -90,6 +86,11 @@ class Routes:
         """The paths whose first token a client waits for; see `DirectMiddleware`."""
         return {"/v1/chat/completions": self.chat, "/v1/completions": self.completions}
 
+    @property
+    def refused(self) -> Counter[str]:
+        """Status -> number of errors that were answered."""
+        return self._service.metrics.refused
+
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
         add_posts(
@@ -100,19 +101,7 @@ class Routes:
             ("/tokenize", self.tokenize, TokenizeRequest),
             ("/detokenize", self.detokenize, DetokenizeRequest),
         )
-        for path, told in (
-            ("/v1/models", self.models),
-            ("/v1/models/{name:path}", self.model),
-            ("/version", self.version),
-            ("/metrics", self.metrics),
-        ):
-            app.add_api_route(path, endpoint(told), methods=["GET"])
-        add_probes(app, self.health)
-        app.add_exception_handler(HTTPException, self.refuse)
-        app.add_exception_handler(RequestValidationError, self.refuse)
-        app.add_exception_handler(Exception, self.refuse)
-        for error in (ApiError, EngineDeadError, ConfigError, ValueError):  # pydantic's is a ValueError
-            app.add_exception_handler(error, self.refuse)
+        self.add_common(app)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -153,7 +142,9 @@ class Routes:
             encode = partial(tokenizer, body.prompt, add_special_tokens=body.add_special_tokens)
             tokens = list((await self._llm.in_thread(encode))["input_ids"])
         texts = {"token_strs": tokenizer.convert_ids_to_tokens(tokens)} if body.return_token_strs else {}
-        return _json({"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts})
+        return json_response(
+            {"count": len(tokens), "max_model_len": self._llm.facts.limits.max_model_len, "tokens": tokens, **texts}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -161,28 +152,24 @@ class Routes:
         if body.tokens:
             self._llm.facts.limits.check_ids(body.tokens, "tokens")
         decode = partial(self._tokenizer().decode, body.tokens, skip_special_tokens=False)
-        return _json({"prompt": await self._llm.in_thread(decode)})
+        return json_response({"prompt": await self._llm.in_thread(decode)})
 
     async def models(self) -> Response:
         """List the names of the model, and its adapters."""
         service = self._service
         adapters = models_of([*service.adapters.values()], service.names[0], self._model)
-        return _json({"object": "list", "data": [*map(self._model, service.names), *adapters]})
+        return json_response({"object": "list", "data": [*map(self._model, service.names), *adapters]})
 
     async def model(self, name: str) -> Response:
         """Describe the model, by one of its names, or an adapter."""
         adapter = self._service.adapter_of(name)
         found = [self._model(name)] if adapter is None else models_of([adapter], self._service.names[0], self._model)
-        return _json(found[0])
+        return json_response(found[0])
 
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         await self._llm.check_health(self._service.options.step_timeout)
         return Response()
-
-    async def version(self) -> Response:
-        """Headway's version."""
-        return _json({"version": __version__})
 
     async def metrics(self) -> Response:
         """The figures, for Prometheus."""
@@ -234,13 +221,3 @@ class Routes:
     def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._llm.get_tokenizer()
         return "" if tokenizer is None else str(tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    async def refuse(self, request: Request, error: Exception) -> Response:
-        """Answer a request that has failed before its admission."""
-        told = api_error(path_error(request, error))
-        self._service.metrics.refused[str(told.status)] += 1
-        return told.response(request.scope["path"])
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

@@ -12,23 +12,18 @@ from typing import Any, Final
 from uuid import uuid4
 
 import numpy
-import orjson
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from openai.types import Model
-from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.errors import BackendError
 from headway.core.pooling.engine import PoolingStats
-from headway.hosting.host import EngineDeadError
 from headway.outputs import ClassificationRequestOutput, EmbeddingRequestOutput
 from headway.pooling.async_pooling import AsyncPooling
 from headway.requests.chat_template import chat_prompt
-from headway.server.errors import ApiError, api_error
+from headway.server.errors import ApiError
 from headway.server.middleware import Admission, guard, request_name
 from headway.server.openai.batches.routes import BatchRoutes
 from headway.server.openai.batches.worker import LineAnswers
@@ -41,9 +36,19 @@ from headway.server.openai.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Families, Histogram
+from headway.server.operators.metrics import CONTENT_TYPE, REQUEST_SECONDS, Histogram, exposition
 from headway.server.options import ServerOptions
-from headway.server.routing import Endpoint, add_probes, endpoint, fields_of, path_error, read_body, read_text
+from headway.server.routing import (
+    CommonRoutes,
+    Endpoint,
+    add_posts,
+    endpoint,
+    fields_of,
+    json_response,
+    read_body,
+    read_text,
+    replayed,
+)
 from headway.version import __version__
 
 
@@ -66,7 +71,7 @@ class PoolingMetrics:
 
     def page(self, stats: PoolingStats, queued: int) -> Response:
         """Write all figures. queued: requests without an answer."""
-        return Response(generate_latest(Families(list(self._families(stats, queued)))), media_type=CONTENT_TYPE)
+        return Response(exposition(self._families(stats, queued)), media_type=CONTENT_TYPE)
 
     def _families(self, stats: PoolingStats, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -99,7 +104,7 @@ GENERATING: Final = ("/v1/chat/completions", "/v1/completions")
 """Paths that a server of a model which generates text has."""
 
 
-class PoolingRoutes:
+class PoolingRoutes(CommonRoutes):
     """The routes of one model, whichever of them it can answer."""
 
     def __init__(self, pooling: AsyncPooling, options: ServerOptions) -> None:
@@ -111,10 +116,18 @@ class PoolingRoutes:
     @property
     def posts(self) -> dict[str, Endpoint]:
         """Path -> what answers its requests."""
-        reranks = dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), self.rerank)
-        scores = dict.fromkeys(("/score", "/v1/score"), self.score)
-        others = {"/classify": self.classify, "/pooling": self.pool, "/invocations": self.invocations}
-        return {"/v1/embeddings": self.embeddings, **reranks, **scores, **others}
+        return {path: answer for path, answer, _ in self._posts}
+
+    @property
+    def _posts(self) -> list[tuple[str, Endpoint, type[PooledRequest]]]:
+        return [
+            ("/v1/embeddings", self.embeddings, EmbeddingRequest),
+            *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+            *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
+            ("/classify", self.classify, ClassifyRequest),
+            ("/pooling", self.pool, PoolRequest),
+            ("/invocations", self.invocations, PooledRequest),
+        ]
 
     @property
     def refused(self) -> Counter[str]:
@@ -123,29 +136,10 @@ class PoolingRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes and the error handlers to an application."""
-        posts: list[tuple[str, Endpoint, type[PooledRequest]]] = [
-            ("/v1/embeddings", self.embeddings, EmbeddingRequest),
-            *((path, self.rerank, RerankRequest) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-            *((path, self.score, ScoreRequest) for path in ("/score", "/v1/score")),
-            ("/classify", self.classify, ClassifyRequest),
-            ("/pooling", self.pool, PoolRequest),
-            ("/invocations", self.invocations, PooledRequest),
-        ]
-        for path, answer, kind in posts:
-            schema = {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
-            app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
+        add_posts(app, *self._posts)
         for path in GENERATING:
             app.add_api_route(path, endpoint(self.generates_not), methods=["POST"])
-        for path, told in (
-            ("/v1/models", self.models),
-            ("/v1/models/{name:path}", self.model),
-            ("/version", self.version),
-            ("/metrics", self.metrics),
-        ):
-            app.add_api_route(path, endpoint(told), methods=["GET"])
-        add_probes(app, self.health)
-        for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
-            app.add_exception_handler(error, self.refuse)
+        self.add_common(app)
 
     async def embeddings(self, request: Request) -> Response:
         """Embed texts."""
@@ -189,7 +183,7 @@ class PoolingRoutes:
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for, as SageMaker's clients have one for all."""
         text = await read_text(request, self.service.options)
-        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
+        body = fields_of(text)
         kinds = (
             ("/v1/embeddings", "input"),
             ("/v1/embeddings", "messages"),
@@ -205,10 +199,7 @@ class PoolingRoutes:
         if path == "/v1/embeddings":
             path = {"embed": path, "score": "/classify", "reward": "/pooling"}[self._pooling.model.task]
 
-        async def receive() -> Any:
-            return unread.pop() if unread else await request.receive()
-
-        return await self.posts[path](Request(request.scope, receive))
+        return await self.posts[path](replayed(request, text))
 
     async def score(self, request: Request) -> Response:
         """Score pairs of texts."""
@@ -238,21 +229,17 @@ class PoolingRoutes:
 
     async def models(self) -> Response:
         """List the names of the model."""
-        return _json({"object": "list", "data": [self._model(name) for name in self.service.names]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.service.names]})
 
     async def model(self, name: str) -> Response:
         """Describe the model, by one of its names."""
         self.service.check_model(name)
-        return _json(self._model(name))
+        return json_response(self._model(name))
 
     async def health(self) -> Response:
         """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
         self._pooling.check_health(self.service.options.step_timeout)
         return Response()
-
-    async def version(self) -> Response:
-        """Headway's version."""
-        return _json({"version": __version__})
 
     async def metrics(self) -> Response:
         """The figures, for Prometheus."""
@@ -310,17 +297,11 @@ class PoolingRoutes:
             "created": int(time.time()),
             "model": body.model or self.service.names[0],
         }
-        return _json({**made, **fields, "usage": usage})
+        return json_response({**made, **fields, "usage": usage})
 
     def _model(self, name: str) -> dict[str, Any]:
         model = Model(id=name, object="model", created=self._started, owned_by="headway")
         return {**model.model_dump(), "root": self._pooling.model.name, "max_model_len": self._pooling.model.max_length}
-
-    async def refuse(self, request: Request, error: Exception) -> Response:
-        """Answer a request that has failed."""
-        told = api_error(path_error(request, error))
-        self._metrics.refused[str(told.status)] += 1
-        return told.response(request.scope["path"])
 
 
 def _numbers(output: Any) -> list[Any]:
@@ -339,10 +320,6 @@ def _numbers(output: Any) -> list[Any]:
 def _encoded(vector: list[Any], encoding: str) -> list[Any] | str:
     """base64: little-endian float32, row after row, as OpenAI's client asks for and reads."""
     return vector if encoding == "float" else base64.b64encode(numpy.array(vector, dtype="<f4").tobytes()).decode()
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")
 
 
 OPEN_PATHS = frozenset(("/health", "/ping", "/metrics"))

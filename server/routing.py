@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 from weakref import WeakMethod
 
+import orjson
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from headway.core.contract.errors import ConfigError
 from headway.core.system.json_text import parse_json, parse_model
 from headway.core.system.text import shown
-from headway.server.errors import ApiError
+from headway.hosting.host import EngineDeadError
+from headway.server.errors import ApiError, api_error
 from headway.server.middleware import PROBES
 from headway.server.options import ServerOptions
+from headway.version import __version__
 
 log = logging.getLogger("headway")
 
@@ -90,11 +97,69 @@ def add_posts(app: FastAPI, *posts: tuple[str, Endpoint, type[BaseModel]]) -> No
         app.add_api_route(path, endpoint(answer), methods=["POST"], openapi_extra={"requestBody": schema})
 
 
-def add_probes(app: FastAPI, health: Callable[..., Awaitable[Response]]) -> None:
-    """Add the paths of probes, some of which, such as wget's and load balancers', ask for the head of an answer alone."""
-    for path in PROBES:
-        app.add_api_route(path, endpoint(health), methods=["GET"])
-        app.add_api_route(path, endpoint(health), methods=["HEAD"], include_in_schema=False)
+class CommonRoutes(ABC):
+    """The routes of every server: its models, version, metrics and probes; and the answers to requests that fail."""
+
+    @property
+    @abstractmethod
+    def refused(self) -> Counter[str]:
+        """Status -> number of errors that were answered."""
+
+    @abstractmethod
+    async def models(self) -> Response:
+        """List the names that requests may give as their model."""
+
+    @abstractmethod
+    async def model(self, name: str) -> Response:
+        """Describe one of them."""
+
+    @abstractmethod
+    async def metrics(self) -> Response:
+        """The figures, for Prometheus."""
+
+    @abstractmethod
+    async def health(self) -> Response:
+        """Answer 200 while the engine serves requests, and 503 with the reason when it has ended or is stuck."""
+
+    async def version(self) -> Response:
+        """Headway's version."""
+        return json_response({"version": __version__})
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """Answer a request that has failed before its admission."""
+        told = api_error(path_error(request, error))
+        self.refused[str(told.status)] += 1
+        return told.response(request.scope["path"])
+
+    def add_common(self, app: FastAPI) -> None:
+        """Add these routes and the error handlers to an application."""
+        for path, told in (
+            ("/v1/models", self.models),
+            ("/v1/models/{name:path}", self.model),
+            ("/version", self.version),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, endpoint(told), methods=["GET"])
+        for path in PROBES:  # some probes, such as wget's and load balancers', ask for the head of an answer alone
+            app.add_api_route(path, endpoint(self.health), methods=["GET"])
+            app.add_api_route(path, endpoint(self.health), methods=["HEAD"], include_in_schema=False)
+        for error in (HTTPException, RequestValidationError, Exception, ApiError, EngineDeadError, ConfigError, ValueError):
+            app.add_exception_handler(error, self.refuse)  # pydantic's is a ValueError
+
+
+def json_response(data: object) -> Response:
+    """Return an answer of JSON."""
+    return Response(orjson.dumps(data), media_type="application/json")
+
+
+def replayed(request: Request, text: bytes) -> Request:
+    """Return a request whose body, which has been read as `text`, can be read again."""
+    unread = [{"type": "http.request", "body": text, "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else await request.receive()
+
+    return Request(request.scope, receive)
 
 
 async def read_body(request: Request, kind: type[Body], options: ServerOptions) -> Body:

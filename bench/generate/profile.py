@@ -51,7 +51,7 @@ class Window:
         self._device = device
         self.num_steps = min(MAX_STEPS, min(requests.output_lens) // 8)
         """Steps that are looked at; 0 where the outputs are too short for any."""
-        engine.blocks.forget_prefixes()
+        engine.forget_prefixes()
         for number, prompt in enumerate(requests.halfway() if self.num_steps else []):
             room = engine.capacity.max_model_len - len(prompt)
             params = SamplingParams(temperature=temperature, max_tokens=room, ignore_eos=True)

@@ -141,7 +141,7 @@ def _drawn_adapters(llm: LLM, count: int) -> list[LoRARequest]:
 
 def _run(llm: LLM, requests: Requests, temperature: float, adapters: Sequence[LoRARequest] = ()) -> _Pass:
     # Every pass would find the last one's prompts in the prefix cache.
-    llm.engine.blocks.forget_prefixes()
+    llm.engine.forget_prefixes()
     params = [SamplingParams(temperature=temperature, max_tokens=size, ignore_eos=True) for size in requests.output_lens]
     before = llm.engine.stats.snapshot()
     start = time.perf_counter()

@@ -152,7 +152,7 @@ def _settings(llm: LLM) -> dict[str, str]:
 
 def _headway_pass(llm: LLM, ids: Sequence[list[int]], output_len: int) -> _Pass:
     # Every pass would find the last one's prompts in the prefix cache, which is not what is compared here.
-    llm.engine.blocks.forget_prefixes()
+    llm.engine.forget_prefixes()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     start = time.perf_counter()
     outputs = llm.generate(list(ids), params, use_tqdm=False)

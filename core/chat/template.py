@@ -1,78 +1,30 @@
-"""Rendering of a model's chat template, which is somebody else's program: its time and its output are limited."""
+"""Rendering of a model's chat template, which is somebody else's program: its arithmetic is checked before it runs."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from types import FrameType
 from typing import Any, Final
 
 from headway.core.contract.errors import PromptError
 
-SECONDS: Final = 2.0
-"""Seconds of processor time for one conversation; templates need less than a hundredth of that."""
-CHARACTERS: Final = 2**26
-"""Characters of the whole text: four times as many as a request may hold."""
 _LARGEST: Final = 1_000_000
 """Largest number beside a multiplication: `"a" * 10000000000` is one operation, which nothing interrupts."""
-_CLOCK_INTERVAL: Final = 32
-"""Lines of a template between two readings of the clock."""
-_CODE: Final = "<template>"
-"""File name that Jinja gives to a template that came as a text."""
-
-
-class _TooMuch(Exception):
-    """A template was stopped."""
-
-
-class _Limits:
-    """A trace function (`sys.settrace`) that stops a template's own code; other code runs on untraced.
-
-    Why it stays: transformers' ImmutableSandboxedEnvironment bounds each `range`, but renders two nested loops over range(99999),
-    or a macro that calls itself twice, for hours, in one of the two threads that tokenise. A loop of the template is a loop of
-    Python's, and a piece of its text what a generator yields: tracing shows both, at no cost for other threads.
-    """
-
-    def __init__(self) -> None:
-        self._ends = time.thread_time() + SECONDS
-        self._lines = self._characters = 0
-
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != _CODE:
-            return None
-        if event == "line":
-            self._lines += 1
-            if not self._lines % _CLOCK_INTERVAL and time.thread_time() > self._ends:
-                raise _TooMuch(f"more than {SECONDS:g} s of processor time")
-        elif event == "return" and isinstance(arg, str):
-            self._characters += len(arg)
-            if self._characters > CHARACTERS:
-                raise _TooMuch(f"more than {CHARACTERS:,} characters")
-        return self
 
 
 def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """Render a conversation, within the limits. options: of transformers' apply_chat_template, whose errors come through.
+    """Render a conversation. options: of transformers' apply_chat_template, whose errors come through.
 
-    Not limited: a single operation of a template, such as a format of a billion places or a text that is doubled forty times;
-    and, where a debugger traces this thread already, time and characters.
+    Jinja's sandbox bounds each `range` of a template; nothing bounds its time, nor what nested loops write.
 
-    :raises PromptError: the template takes too long, writes too much, or computes with numbers that no text needs.
+    :raises PromptError: the template computes with numbers that no text needs, or its macros call each other without end.
     """
     _check_arithmetic(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
-    before = sys.gettrace()
-    if before is None:
-        sys.settrace(_Limits())
     try:
         return str(tokenizer.apply_chat_template(messages, **options, tokenize=False))
-    except (_TooMuch, RecursionError) as error:
-        got = "macros that call each other without end" if isinstance(error, RecursionError) else str(error)
-        raise _refused(got) from None
-    finally:
-        sys.settrace(before)
+    except RecursionError:
+        raise _refused("macros that call each other without end") from None
 
 
 @lru_cache(maxsize=16)
@@ -94,7 +46,7 @@ def _check_arithmetic(template: str) -> None:
 
 
 def _refused(got: str) -> PromptError:
-    need = f"at most {SECONDS:g} s of processor time and {CHARACTERS:,} characters for a conversation"
+    need = "no powers, no products of huge numbers and no endless macros"
     return PromptError("chat template", need, got, "correct the model's chat_template.jinja or tokenizer_config.json")
 
 

@@ -187,6 +187,10 @@ class EngineLoop:
         for request_id in list(self._live):
             self.abort(request_id)
 
+    def forget_prefixes(self, everywhere: bool = False) -> None:
+        """Forget the prompts that the cache holds for later requests. everywhere: on disk too."""
+        self.blocks.forget_prefixes(everywhere)
+
     def sleep(self, lost: Items[Tensor] = ()) -> None:
         """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
 

@@ -29,8 +29,8 @@ from headway.core.select.selection import MeasuredChoice, Selection, StepChooser
 from headway.core.select.selector import Selector, StartupChoice
 from headway.core.system.json_files import write_bytes
 from headway.hosting.assembly import assemble
+from headway.registry.isolation import verdicts
 from headway.registry.plugin_sources import given_plugins, installed_plugins
-from headway.registry.records import verdicts
 from headway.registry.registry import Registry
 from headway.registry.validate import check_backend_info
 from headway.requests.request_state import OutputProcessor

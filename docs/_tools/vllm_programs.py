@@ -24,6 +24,11 @@ def header(text: str, word: str) -> str:
     return found[1] if found else ""
 
 
+def programs(folder: Path) -> list[Path]:
+    """Return the programs in a folder's subfolders, by name."""
+    return sorted(folder.glob("*/*.py"), key=lambda path: path.stem)
+
+
 def tables() -> str:
     """The tables of both kinds of programs."""
     return f"## Programs of LLM\n\n{_tables_of(FOLDER)}\n\n## Programs of a server\n\n{_tables_of(ONLINE)}"
@@ -31,7 +36,7 @@ def tables() -> str:
 
 def _tables_of(folder: Path) -> str:
     """Two tables: the programs that run, and those that are refused with the words of the refusal."""
-    texts = {path.stem: path.read_text() for path in sorted(folder.glob("*.py"))}
+    texts = {path.stem: path.read_text() for path in programs(folder)}
     refused = {stem: header(text, "refused") for stem, text in texts.items() if header(text, "refused")}
     running = [stem for stem in texts if stem not in refused]
     options = {stem: header(texts[stem], "server") for stem in running}

@@ -8,6 +8,8 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
-from headway.compat.vllm.configs import CacheSettings, VllmConfig
+from headway.compat.vllm_views import CacheSettings, VllmConfig
 from headway.core.contract.errors import ConfigError, made_by
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.sampling_plugins import Proposer, ProposerOptions
@@ -51,17 +53,16 @@ from headway.tuning.measure.timing import SharedBudget
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    import torch
-
     from headway.core.contract.compiled import CompileAhead
     from headway.core.contract.spec import AttentionSpec
     from headway.core.contract.state import StateSpec
     from headway.core.engine.data.config import EngineConfig
+    from headway.core.sampling.sampler import SamplingOps
     from headway.core.select.costs import CostTable
     from headway.engine_args import EngineArgs
-    from headway.models.layers.decoder import Decoder
-    from headway.models.loader import LoadedModel
-    from headway.models.transformers_adapter.model import TransformersModel
+
+    Costs = Mapping[AttentionSpec, CostTable] | None
+    StateCosts = Mapping[StateSpec, CostTable] | None
 
 log = logging.getLogger("headway")
 
@@ -206,12 +207,12 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
     """Assemble in this process alone, or with those of the other ranks."""
     if args.tensor_parallel_size == 1:
         device = resolve_device(args.device)
-        return _assemble(args, checked_registry(args) if registry is None else registry, device, ONE_RANK, None, clock)
+        return _assemble(_Start(args, registry or checked_registry(args), device, clock))
     devices = rank_devices(args)
-    registry = checked_registry(args) if registry is None else registry
+    registry = registry or checked_registry(args)
     processes = start_ranks(args, devices)
     try:
-        return _assemble(args, registry, devices[0], join_ranks(processes, args), processes, clock)
+        return _assemble(_Start(args, registry, devices[0], clock, join_ranks(processes, args), processes))
     except ExecutorLostError:
         raise
     except (RuntimeError, MeetingError) as error:  # what a meeting raises whose other ranks have ended
@@ -221,97 +222,190 @@ def _assemble_ranks(args: EngineArgs, registry: Registry | None, clock: PartCloc
             processes.end()
 
 
-def _assemble(
-    args: EngineArgs,
-    registry: Registry,
-    device: torch.device,
-    ranks: Ranks,
-    processes: RankProcesses | None,
-    clock: PartClock,
-) -> Assembly:
-    """Load rank 0's part and make the engine. processes: of the other ranks; None: there are none. clock: of the start."""
-    config, deterministic = args.engine_config(), args.deterministic
-    rules = _rules(args)
-    ahead = clock.within("compiling", compile_ahead(device))
-    num_threads = None
-    if device.type == "cpu":
-        bound_kernel_caches()
-        num_threads = set_threads(args.num_threads, ranks.size)
-    table = TableRequest([Path(path) for path in args.crossover_table or ()], args.autotune_budget)
-    budget = SharedBudget(0.0 if deterministic else table.seconds(device))
-    if isinstance(ranks, TorchRanks):
-        budget.expect(1)
-        with clock.part("measuring sums"), budget.part() as seconds:
-            choose_all_reduce(ranks, seconds)
-    with _trying_backends(registry, device, config, clock):
-        with clock.part("weights"):
-            model = load_part(args, device, ranks)
-        decoder, costs, state_costs = model.decoder, None, None
-        layers = LayerSpecs.of(decoder, config.kv_cache_dtype, decoder.kv_scales)
-        sampling = sampling_of(decoder, layers, config, ahead) if _runs_unmeasured(decoder, ranks) else None
-    draft = _assemble_draft(args, device, clock)
-    check_named(registry, config.backend_request.names, layers.cached)
-    if not deterministic:  # which pins one backend, whatever is fastest
-        costs, state_costs = _measured(decoder, layers, registry, config, table, budget, ahead, clock)
-    if processes is not None:
-        processes.choose(EngineChoices.of(costs, state_costs))
-    eos, settings = model.eos_token_ids, VllmConfig.of(args, model)
-    grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
-    with clock.part("memory and graphs"):
-        engine = make_engine(
-            EngineParts(
-                model=decoder,
-                source=registry,
-                layers=layers,
-                config=config,
-                eos_token_ids=eos,
-                sampling=sampling or sampling_of(decoder, layers, config, ahead),
-                costs=costs,
-                state_costs=state_costs,
-                proposer=_proposer(registry, config.speculate, draft, model),
-                compile_ahead=ahead,
-                hosts=HostRows(grammars, registry.logits_processors, _processors(rules.processors, settings, device)),
-                weights="" if config.kv_offload_dir is None else _identity_of(model, args.load_format),
-                ranks=ranks,
-                processes=processes,
-            )
-        )
+@dataclass(frozen=True)
+class _Start:
+    """The values that all parts of a start share."""
+
+    args: EngineArgs
+    registry: Registry
+    device: torch.device
+    clock: PartClock
+    ranks: Ranks = ONE_RANK
+    processes: RankProcesses | None = None
+    """Processes of the other ranks; None: there are none."""
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """The engine's part of the options."""
+        return self.args.engine_config()
+
+    @cached_property
+    def ahead(self) -> CompileAhead | None:
+        """What the device's kernels are compiled in; None: nothing is compiled."""
+        return self.clock.within("compiling", compile_ahead(self.device))
+
+    @cached_property
+    def table(self) -> TableRequest:
+        """Which measured times `auto` takes."""
+        return TableRequest([Path(path) for path in self.args.crossover_table or ()], self.args.autotune_budget)
+
+    @cached_property
+    def budget(self) -> SharedBudget:
+        """The seconds that all measuring may take together."""
+        return SharedBudget(0.0 if self.args.deterministic else self.table.seconds(self.device))
+
+
+class _Loaded(NamedTuple):
+    """A model with what is known of it before anything is measured."""
+
+    model: LoadedModel
+    layers: LayerSpecs
+    sampling: SamplingOps | None
+    """What chooses tokens; None: it is made once the model may run."""
+
+
+def _assemble(start: _Start) -> Assembly:
+    """Load rank 0's part and make the engine, part by part."""
+    rules, args = _rules(start.args), start.args
+    num_threads = _set_threads(start)
+    _choose_sums(start)
+    loaded = _load(start)
+    draft = _assemble_draft(start)
+    choices = _measure(start, loaded)
+    settings = VllmConfig.of(args, loaded.model)
+    with start.clock.part("memory and graphs"):
+        proposer = _proposer(start.registry, start.config.speculate, draft, loaded.model)
+        engine = _engine(start, loaded, choices, proposer, _processors(rules.processors, settings, start.device))
     freeze_heap()
-    stats_log = None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval)
     _settle(settings, args, engine)
     return Assembly(
-        registry, device, num_threads, model, engine, stats_log, clock, rules, settings, args.worker_extension_cls, draft
+        registry=start.registry,
+        device=start.device,
+        num_threads=num_threads,
+        model=loaded.model,
+        engine=engine,
+        stats_log=None if args.log_stats_interval is None else StatsLog(engine, args.log_stats_interval),
+        start=start.clock,
+        rules=rules,
+        settings=settings,
+        worker_extension=args.worker_extension_cls,
+        draft=draft,
     )
 
 
-def _runs_unmeasured(decoder: Decoder | TransformersModel, ranks: Ranks) -> bool:
-    """Whether a model may run before anything is measured: not where that decides what computes its products or experts, for
-    which weights are arranged, nor beside other ranks, which join in the model's sums once they have been told the choices."""
-    return ranks.size == 1 and not decoder.product_kinds and not decoder.expert_kinds
+def _set_threads(start: _Start) -> int | None:
+    """Set the number of CPU threads and return it; None on a GPU."""
+    if start.device.type != "cpu":
+        return None
+    bound_kernel_caches()
+    return set_threads(start.args.num_threads, start.ranks.size)
+
+
+def _choose_sums(start: _Start) -> None:
+    """Measure how ranks add up what each has computed."""
+    if isinstance(start.ranks, TorchRanks):
+        start.budget.expect(1)
+        with start.clock.part("measuring sums"), start.budget.part() as seconds:
+            choose_all_reduce(start.ranks, seconds)
+
+
+def _load(start: _Start) -> _Loaded:
+    """Load the model, and meanwhile try the backends that `auto` may choose from.
+
+    A model may run before anything is measured, so that its kernels are compiled meanwhile: not where measuring decides what
+    computes its products or experts, for which weights are arranged, nor beside other ranks, which join in the model's sums
+    once they have been told the choices.
+    """
+    with _trying_backends(start):
+        with start.clock.part("weights"):
+            model = load_part(start.args, start.device, start.ranks)
+        decoder = model.decoder
+        layers = LayerSpecs.of(decoder, start.config.kv_cache_dtype, decoder.kv_scales)
+        runs = start.ranks.size == 1 and not decoder.product_kinds and not decoder.expert_kinds
+        return _Loaded(model, layers, sampling_of(decoder, layers, start.config, start.ahead) if runs else None)
 
 
 @contextmanager
-def _trying_backends(registry: Registry, device: torch.device, config: EngineConfig, clock: PartClock) -> Iterator[None]:
+def _trying_backends(start: _Start) -> Iterator[None]:
     """Probe, while something else runs, the backends that `auto` may choose from.
 
     That takes seconds: some for a GPU try a library in a process of their own, and the one for a CPU compiles our C.
     """
-    if not config.backend_request.auto_phases:
+    if not start.config.backend_request.auto_phases:
         yield
         return
-    trying = Thread(target=registry.able, args=(device,), name="trying-backends", daemon=True)
+    trying = Thread(target=start.registry.able, args=(start.device,), name="trying-backends", daemon=True)
     trying.start()
     yield
-    with clock.part("trying backends"):
+    with start.clock.part("trying backends"):
         trying.join()
 
 
-def _assemble_draft(args: EngineArgs, device: torch.device, clock: PartClock) -> Assembly | None:
+def _assemble_draft(start: _Start) -> Assembly | None:
     """Load the draft model that the options name, and make its engine; None: they name none."""
-    if args.speculative_model is None:
+    if start.args.speculative_model is None:
         return None
-    args = draft_args(args, device)
-    return _assemble(args, checked_registry(args), device, ONE_RANK, None, clock)
+    args = draft_args(start.args, start.device)
+    return _assemble(_Start(args, checked_registry(args), start.device, start.clock))
+
+
+def _measure(start: _Start, loaded: _Loaded) -> tuple[Costs, StateCosts]:
+    """Measure attention and layers with a state, and return their times, which the other ranks get too.
+
+    Experts and products are told theirs. All share one budget. In deterministic mode one backend is pinned, whatever is fastest.
+    """
+    registry, config, table, budget, clock = start.registry, start.config, start.table, start.budget, start.clock
+    decoder, layers, ahead = loaded.model.decoder, loaded.layers, start.ahead
+    check_named(registry, config.backend_request.names, layers.cached)
+    costs: Costs = None
+    state_costs: StateCosts = None
+    if not config.deterministic:
+        states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.product_kinds
+        attention = len(layers.counts) if config.backend_request.auto_phases else 0
+        budget.expect(attention + len(states) + len(experts) + bool(products))
+        with clock.part("measuring attention"):
+            costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)
+        with clock.part("measuring states"):
+            state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead, budget)
+        with clock.part("measuring experts"):
+            for kind in experts:
+                with budget.part() as seconds:
+                    choose_experts([kind], seconds, ahead)
+        with clock.part("measuring products"), budget.part() as seconds:
+            choose_products(products, seconds, ahead)
+    if start.processes is not None:
+        start.processes.choose(EngineChoices.of(costs, state_costs))
+    return costs, state_costs
+
+
+def _engine(
+    start: _Start,
+    loaded: _Loaded,
+    choices: tuple[Costs, StateCosts],
+    proposer: Proposer | None,
+    processors: ProcessorBatch | None,
+) -> EngineLoop:
+    """Make the engine. choices: of `_measure`. proposer: guesses tokens; None: nothing does."""
+    model, config = loaded.model, start.config
+    decoder, eos = model.decoder, model.eos_token_ids
+    grammars = None if model.tokenizer is None else GrammarCompiler(model.tokenizer, decoder.vocab_size, eos)
+    parts = EngineParts(
+        model=decoder,
+        source=start.registry,
+        layers=loaded.layers,
+        config=config,
+        eos_token_ids=eos,
+        sampling=loaded.sampling or sampling_of(decoder, loaded.layers, config, start.ahead),
+        costs=choices[0],
+        state_costs=choices[1],
+        proposer=proposer,
+        compile_ahead=start.ahead,
+        hosts=HostRows(grammars, start.registry.logits_processors, processors),
+        weights="" if config.kv_offload_dir is None else _identity_of(model, start.args.load_format),
+        ranks=start.ranks,
+        processes=start.processes,
+    )
+    return make_engine(parts)
 
 
 def _proposer(registry: Registry, name: str | None, draft: Assembly | None, model: LoadedModel) -> Proposer | None:
@@ -322,33 +416,6 @@ def _proposer(registry: Registry, name: str | None, draft: Assembly | None, mode
         return None
     info = registry.proposer(name)
     return made_by(f"proposer {name}", lambda: info.make(ProposerOptions()), "begin")
-
-
-def _measured(
-    decoder: Decoder | TransformersModel,
-    layers: LayerSpecs,
-    registry: Registry,
-    config: EngineConfig,
-    table: TableRequest,
-    budget: SharedBudget,
-    ahead: CompileAhead | None,
-    clock: PartClock,
-) -> tuple[Mapping[AttentionSpec, CostTable] | None, Mapping[StateSpec, CostTable] | None]:
-    """Measured times of attention and of layers with a state; experts and products are told theirs. They share one budget."""
-    states, experts, products = dict.fromkeys(layers.states), decoder.expert_kinds, decoder.product_kinds
-    attention = len(layers.counts) if config.backend_request.auto_phases else 0
-    budget.expect(attention + len(states) + len(experts) + bool(products))
-    with clock.part("measuring attention"):
-        costs = costs_for(layers, registry, config.backend_request, table, ahead, budget)
-    with clock.part("measuring states"):
-        state_costs = state_costs_for(layers.states, registry, config.state_request, table, ahead, budget)
-    with clock.part("measuring experts"):
-        for kind in experts:
-            with budget.part() as seconds:
-                choose_experts([kind], seconds, ahead)
-    with clock.part("measuring products"), budget.part() as seconds:
-        choose_products(products, seconds, ahead)
-    return costs, state_costs
 
 
 def _rules(args: EngineArgs) -> RequestRules:

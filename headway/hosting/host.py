@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -147,48 +146,26 @@ def _query(driver: EngineDriver, function: Callable[[EngineLoop], T]) -> T:
     return function(driver.engine)
 
 
-class AsyncAdapters(ABC):
-    """The adapters of an `AsyncLLM`; methods are named as those of vLLM's."""
-
-    @abstractmethod
-    async def run_task(self, task: Task[T], *, concurrently: bool = False) -> T:
-        """Call a task with the engine's driver; see `AsyncLLM.run_task`."""
-
-    async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Read an adapter beside the engine's steps, before requests name it; True, as vLLM's returns.
-
-        :raises ConfigError: it cannot be served, or the engine was started without enable_lora.
-        :raises EngineDeadError: the engine has ended.
-        """
-        await self.run_task(partial(_read_adapter, lora_request=lora_request), concurrently=True)
-        await self.run_task(partial(_add_adapter, lora_request=lora_request))
-        return True
-
-    async def remove_lora(self, lora_id: int) -> bool:
-        """Forget an adapter; requests that use it go on with it. False: none has this number. Raises as `run_task`."""
-        return await self.run_task(query(partial(_remove_adapter, lora_id=lora_id)))
-
-    async def list_loras(self) -> set[int]:
-        """The numbers of the adapters that have been read. Raises as `run_task`."""
-        return await self.run_task(query(_adapter_ids))
-
-
 def add_adapter(host: EngineHost, lora_request: LoRARequest) -> None:
-    """Have an engine read an adapter, and wait for that. Raises as `AsyncAdapters.add_lora`."""
-    host.run_between_steps(partial(_add_adapter, lora_request=lora_request)).result()
+    """Have an engine read an adapter, and wait for that. Raises as `AsyncLLM.add_lora`."""
+    host.run_between_steps(partial(keep_adapter, lora_request=lora_request)).result()
 
 
-def _read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+def read_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+    """Read an adapter and leave it for `keep_adapter`; a task."""
     driver.task_state[f"adapter {lora_request.lora_int_id}"] = driver.engine.adapter_table.reader.read(lora_request)
 
 
-def _add_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+def keep_adapter(driver: EngineDriver, lora_request: LoRARequest) -> None:
+    """Let requests name an adapter, which is read now unless `read_adapter` has; a task."""
     driver.engine.adapter_table.add(lora_request, driver.task_state.pop(f"adapter {lora_request.lora_int_id}", None))
 
 
-def _remove_adapter(engine: EngineLoop, lora_id: int) -> bool:
+def remove_adapter(engine: EngineLoop, lora_id: int) -> bool:
+    """Forget an adapter; False if none has this number."""
     return engine.adapter_table.remove(lora_id)
 
 
-def _adapter_ids(engine: EngineLoop) -> set[int]:
+def adapter_ids(engine: EngineLoop) -> set[int]:
+    """Return the numbers of the adapters that have been read."""
     return {each.lora_int_id for each in engine.adapter_table.known}

@@ -93,7 +93,7 @@ def load_weights(driver: EngineDriver, weights: Iterable[tuple[str, Tensor]]) ->
     try:
         return live_weights(driver, "load_weights").load(weights)
     finally:
-        driver.engine.blocks.forget_prefixes(everywhere=True)
+        driver.engine.forget_prefixes(everywhere=True)
 
 
 class ServedModel:
@@ -149,7 +149,7 @@ class Worker:
     def reload_weights(self) -> None:
         """Read the checkpoint again; what programs have given is forgotten."""
         live_weights(self._driver, "reload_weights").read_again()
-        self._driver.engine.blocks.forget_prefixes(everywhere=True)
+        self._driver.engine.forget_prefixes(everywhere=True)
 
     def sleep(self, level: int = 1) -> None:
         """See the function of this name."""

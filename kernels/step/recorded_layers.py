@@ -78,7 +78,7 @@ class RecordedLayers:
         first = x.clone()
         turns = tuple((cos.clone(), sin.clone()) for cos, sin in ropes)
         with self._functions.recording() as calls, _Watch() as watch:
-            watched = _CountedAttention(cast("WatchedAttention", attention), calls)
+            watched = _CountedAttention(cast(WatchedAttention, attention), calls)
             out = layers(first, turns, watched)
         whole = watch.only_views and watched.one_call_each
         self._steps[key] = _RecordedStep(calls, first, turns, out, watch.held) if whole else None

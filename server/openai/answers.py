@@ -80,6 +80,22 @@ class Answer(ABC):
         """Write the answer that comes at once. outputs: one for each prompt."""
 
 
+class WholeAnswer(Answer):
+    """Writes an answer that always comes at once: a stream is refused before."""
+
+    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
+        """See `Answer`."""
+        return b""
+
+    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
+        """See `Answer`."""
+        return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """See `Answer`."""
+        return b""
+
+
 class ChunkedAnswer(Answer):
     """Writes an answer of OpenAI's chats and completions, whose streams are chunks.
 

@@ -18,8 +18,16 @@ from headway.outputs import CompletionOutput, RequestOutput
 from headway.requests.chats import ChatReader, ChatText
 from headway.requests.request_state import TextBytes, TokenBytes
 from headway.requests.tool_use import ToolUse
-from headway.server.errors import ApiError
-from headway.server.openai.answers import Answer, ChunkedAnswer, chat_logprobs, extras, num_written, prompt_extras, usage
+from headway.server.openai.answers import (
+    Answer,
+    ChunkedAnswer,
+    WholeAnswer,
+    chat_logprobs,
+    extras,
+    num_written,
+    prompt_extras,
+    usage,
+)
 from headway.server.openai.params import chat_params, template_kwargs, tool_use
 from headway.server.openai.requests import BatchChatRequest, ChatRequest, TokenizeRequest
 from headway.server.service import Service
@@ -167,7 +175,7 @@ class ChatAnswer(ChunkedAnswer):
         return _completion(self, self.choices(output), outputs, **prompt_extras(self.body, output))
 
 
-class BatchChatAnswer(Answer):
+class BatchChatAnswer(WholeAnswer):
     """Writes the answer to a BatchChatRequest: one choice for each conversation, whose index is the conversation's place."""
 
     prefix = ChatAnswer.prefix
@@ -176,18 +184,6 @@ class BatchChatAnswer(Answer):
         """model, name: see `Answer`. token_bytes: of the model's tokenizer."""
         super().__init__(body, model, name)
         self.chats = [ChatAnswer(each, model, token_bytes, name) for each in body.chats]
-
-    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""

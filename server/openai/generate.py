@@ -21,11 +21,11 @@ from headway.core.system.text import shown
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestOutput
 from headway.server.errors import ApiError, Fields
 from headway.server.middleware import check_id, request_name
-from headway.server.openai.answers import DONE, Answer, completion_logprobs, event, prompt_logprobs
+from headway.server.openai.answers import DONE, Answer, WholeAnswer, completion_logprobs, event, prompt_logprobs
 from headway.server.openai.params import completion_params, prompts_of
 from headway.server.openai.reply import Reply
 from headway.server.openai.requests import CompletionRequest, TokenIds
-from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, read_text
+from headway.server.routing import Endpoint, add_posts, endpoint, fields_of, json_response, read_text, replayed
 from headway.server.service import Service
 from headway.version import __version__
 
@@ -243,7 +243,7 @@ def _reason(new: CompletionOutput) -> dict[str, Any] | None:
     return {"type": new.finish_reason, "matched": matched}
 
 
-class TokensAnswer(Answer):
+class TokensAnswer(WholeAnswer):
     """Writes an answer of token ids, as vLLM's server does at /inference/v1/generate."""
 
     prefix = "generate-tokens-"
@@ -253,18 +253,6 @@ class TokensAnswer(Answer):
         super().__init__(body, model, asked.request_id or name)
         self.id = asked.request_id or self.id
         self._most = body.logprobs
-
-    def piece(self, index: int, new: CompletionOutput, used: tuple[RequestOutput, int] | None) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
-
-    def end(self, used: Sequence[tuple[RequestOutput, int]]) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
-
-    def failed(self, error: ApiError) -> bytes:
-        """See `Answer`; a stream is refused before."""
-        return b""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> bytes:
         """See `Answer`."""
@@ -388,20 +376,17 @@ class GenerateRoutes:
     async def invocations(self, request: Request) -> Response:
         """Answer whatever path the body is for: a chat where it has messages, else a completion."""
         text = await read_text(request, self._service.options)
-        body, unread = fields_of(text), [{"type": "http.request", "body": text, "more_body": False}]
+        body = fields_of(text)
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions" if "prompt" in body else None
         if path is None:
             raise ApiError(400, "this path: needs messages or a prompt, got neither", code="unknown_body")
 
-        async def receive() -> Any:
-            return unread.pop() if unread else await request.receive()
-
-        return await self._posts[path](Request(request.scope, receive))
+        return await self._posts[path](replayed(request, text))
 
     async def model_info(self) -> Response:
         """Tell of the model what SGLang's frontend asks for."""
         name = self._llm.model.name
-        return _json(
+        return json_response(
             {
                 "model_path": name,
                 "tokenizer_path": name,
@@ -419,7 +404,7 @@ class GenerateRoutes:
         tokens = facts.block_size * facts.num_blocks
         told = {"version": __version__, "model_path": self._llm.model.name, "max_total_num_tokens": tokens}
         limits = {"max_running_requests": facts.max_num_seqs, "context_length": facts.limits.max_model_len}
-        return _json({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
+        return json_response({**told, **limits, "attention_backend": facts.selection, "internal_states": [{}]})
 
     async def health_generate(self) -> Response:
         """Answer 200 when the engine has written a token."""
@@ -443,7 +428,3 @@ class GenerateRoutes:
         self._service.check_operator()
         await self._llm.reset_prefix_cache()
         return PlainTextResponse("Cache flushed.\n")
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

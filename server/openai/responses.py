@@ -22,7 +22,7 @@ from headway.server.openai.answers import num_written
 from headway.server.openai.chat import ChatAnswer, Chats, ConvertedAnswer
 from headway.server.openai.reply import Reply
 from headway.server.openai.responses_requests import Item, ResponsesRequest
-from headway.server.routing import Endpoint, add_posts, endpoint
+from headway.server.routing import Endpoint, add_posts, endpoint, json_response
 from headway.server.service import Service
 
 _TYPES: Final = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
@@ -339,18 +339,18 @@ class ResponsesRoutes:
         """Tell a stored response again."""
         if stream:
             raise ApiError(400, "stream: needs false, because the events of a response are not stored, got true", "stream")
-        return _json(self.store.get(response_id).response)
+        return json_response(self.store.get(response_id).response)
 
     async def forget(self, response_id: str) -> Response:
         """Forget a stored response."""
         self.store.remove(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, response_id: str) -> Response:
         """Tell what a stored response was an answer to."""
         data = [{**each, "id": f"{response_id}-{number}"} for number, each in enumerate(self.store.get(response_id).input)]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return _json({"object": "list", "data": data, **ends, "has_more": False})
+        return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
     async def cancel(self, response_id: str) -> Response:
         """Refuse: responses end with their client's connection."""
@@ -360,7 +360,3 @@ class ResponsesRoutes:
 
 def _forget(_: dict[str, Any]) -> None:
     """Keep nothing."""
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

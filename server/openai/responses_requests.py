@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.core.system.text import shown
-from headway.requests.chat_template import call_arguments, text_field
+from headway.requests.chats import call_arguments, text_field
 from headway.requests.tool_use import check_function
 from headway.server.errors import ApiError, Fields
 from headway.server.openai.chat import SHARED_FIELDS, text_parts

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector, CollectorRegistry
 
-from headway.compat.vllm.metrics import COUNTERS
+from headway.compat.vllm_views import COUNTERS
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats
 from headway.outputs import RequestMetrics
 
@@ -122,7 +123,7 @@ class Metrics:
     def page(self, engine: EngineSnapshot, queued: int) -> bytes:
         """Write all figures. queued: requests that the engine has not been handed yet."""
         families = [*self._engine(engine, queued), *self._requests()]
-        return generate_latest(Families([*families, *PROCESS.collect()]))
+        return exposition([*families, *PROCESS.collect()])
 
     def _engine(self, now: EngineSnapshot, queued: int) -> Iterator[Metric]:
         names, values = list(self._labels), list(self._labels.values())
@@ -200,12 +201,19 @@ class Metrics:
         yield refused
 
 
-class Families:
-    """The one method of a registry that generate_latest calls."""
+class Figures(Collector):
+    """A custom collector of metrics that were counted by hand."""
 
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
 
     def collect(self) -> list[Metric]:
-        """Return all families."""
+        """Return the families."""
         return self._families
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Return families in Prometheus' text format; see CONTENT_TYPE."""
+    registry = CollectorRegistry()
+    registry.register(Figures(families))
+    return generate_latest(registry)

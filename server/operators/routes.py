@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import FastAPI, Query
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from headway.core.system.text import shown
 from headway.hosting.host import EngineDeadError
 from headway.hosting.profiling import ProfileRequest, start_profile, stop_profile, write_trace
 from headway.server.errors import ApiError, Fields
-from headway.server.routing import add_posts, endpoint, read_body, read_text
+from headway.server.routing import add_posts, endpoint, json_response, read_body, read_text
 from headway.server.service import Service
 
 
@@ -129,7 +128,7 @@ class ProfileRoutes:
                 raise ApiError(409, "a profile is being taken already; /stop_profile ends it")
             await self._llm.run_task(partial(start_profile, folder=folder, request=asked))
             self._profiling = True
-        return Response(b"{}", media_type="application/json")
+        return json_response({})
 
     async def stop(self) -> Response:
         """Stop the profile; the answer says where the time of a step went, and names the trace file."""
@@ -140,7 +139,7 @@ class ProfileRoutes:
             self._profiling = False
             found = await self._llm.run_task(stop_profile)
             found.trace = await self._llm.run_task(write_trace, concurrently=True)
-        return Response(orjson.dumps(found.model_dump()), media_type="application/json")
+        return json_response(found.model_dump())
 
     def _folder(self) -> Path:
         folder = self._service.options.profile_dir
@@ -193,7 +192,7 @@ class OperatorRoutes:
 
     async def load(self) -> Response:
         """Tell how many requests are being served, those that wait included."""
-        return _json({"server_load": self._service.num_unsubmitted + self._llm.num_unfinished_requests})
+        return json_response({"server_load": self._service.num_unsubmitted + self._llm.num_unfinished_requests})
 
     async def tokenizer_info(self) -> Response:
         """Tell what the tokenizer's configuration says, the chat template included."""
@@ -202,11 +201,11 @@ class OperatorRoutes:
             raise ApiError(400, f"{self._llm.model.name} was loaded without a tokenizer")
         found = {"tokenizer_class": type(tokenizer).__name__, "chat_template": getattr(tokenizer, "chat_template", None)}
         given = getattr(tokenizer, "init_kwargs", {})
-        return _json({**{name: _plain(value) for name, value in given.items() if not name.endswith("_file")}, **found})
+        return json_response({**{name: _plain(value) for name, value in given.items() if not name.endswith("_file")}, **found})
 
     async def is_paused(self) -> Response:
         """Tell whether requests wait until the server goes on."""
-        return _json({"is_paused": self._service.is_paused})
+        return json_response({"is_paused": self._service.is_paused})
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
         """Let no request begin, until /resume.
@@ -217,7 +216,7 @@ class OperatorRoutes:
         await self._end_all(mode)
         if clear_cache and self._service.is_paused:
             await self._llm.reset_prefix_cache()
-        return _json({"status": "paused"})
+        return json_response({"status": "paused"})
 
     async def _end_all(self, mode: str) -> None:
         """Pause, and wait until no request runs. mode: of `pause`."""
@@ -254,7 +253,7 @@ class OperatorRoutes:
 
     async def is_sleeping(self) -> Response:
         """Tell whether the engine sleeps."""
-        return _json({"is_sleeping": self._service.is_asleep})
+        return json_response({"is_sleeping": self._service.is_asleep})
 
     async def collective_rpc(self, request: Request) -> Response:
         """Call a method of the engine's worker, by its name; the results are texts where JSON has nothing for them."""
@@ -271,13 +270,13 @@ class OperatorRoutes:
             raise ApiError(400, f"method: {asked.method} failed: {type(error).__name__}: {error}", "method") from error
         finally:
             self._service.is_asleep = await self._llm.is_sleeping()
-        return _json({"results": [_plain(each) for each in found]})
+        return json_response({"results": [_plain(each) for each in found]})
 
     async def resume(self) -> Response:
         """Let requests begin again, those first that have waited."""
         self._service.check_operator()
         self._service.resume()
-        return _json({"status": "resumed"})
+        return json_response({"status": "resumed"})
 
     async def reset_prefix_cache(self) -> Response:
         """Forget the prompts that the cache holds."""
@@ -303,7 +302,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and abs(value) >= 2**63:  # transformers' "no limit" is one
         return float(value)
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

@@ -9,14 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from headway.core.contract.errors import ConfigError
-from headway.core.sampling.params import SamplingParams
-from headway.outputs import RequestOutput
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the command line asks for an exporter before it imports torch
     from collections.abc import Callable
 
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+
+    from headway.core.sampling.params import SamplingParams
+    from headway.outputs import RequestOutput
 
 _PROTOCOL: Final = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 _INSTALL: Final = "pip install 'headway[otel]'"

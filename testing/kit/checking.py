@@ -10,7 +10,7 @@ import torch
 
 from headway.core.contract.errors import ConfigError
 from headway.core.system.provenance import Origin
-from headway.registry.records import Trial
+from headway.registry.isolation import Trial
 from headway.testing.kit.checks.claims import CELL, source_of, try_plugin
 from headway.testing.kit.kit import list_cells, make_kit, run_cell
 from headway.testing.kit.report import CellResult, CheckReport, machine_of, now

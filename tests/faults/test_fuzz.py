@@ -22,7 +22,7 @@ from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.gguf import gguf
 from headway.models.checkpoints.tensor_files import plain_slices
 from headway.models.checkpoints.weights import Weights
-from headway.registry.records import Verdict
+from headway.registry.isolation import Verdict
 from headway.tuning.table.files import read_table
 from quantized_models import FORMATS
 from tables import a_table

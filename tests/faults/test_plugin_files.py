@@ -10,8 +10,8 @@ import pytest
 
 from headway.core.contract.errors import PluginError
 from headway.registry import create_registry
+from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource
-from headway.registry.records import Verdict
 from headway.tuning.isolated.child import judge
 from headway.tuning.isolated.measure_in_child import can_measure_in_child, third_party_files
 from hostile_plugins import HOSTILE, source

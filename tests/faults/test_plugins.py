@@ -16,8 +16,9 @@ from headway.core.contract.errors import ConfigError
 from headway.registry import Registry
 from headway.registry import create_registry as untried_registry
 from headway.registry import records as isolation
+from headway.registry.isolation import Verdict, verdicts
 from headway.registry.plugin_sources import PluginSource, installed_plugins
-from headway.registry.records import PluginPolicy, Verdict, verdicts
+from headway.registry.records import PluginPolicy
 from headway.tuning.isolated.child import judge
 from headway.tuning.isolated.trial import try_plugins
 from hostile_plugins import HARMLESS, HOSTILE, install_hostile

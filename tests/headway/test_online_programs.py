@@ -18,9 +18,9 @@ from sandbox import save_tiny_model
 from server_thread import running
 from tiny_encoders import SCORERS, embedder, save
 from tiny_rewards import rewarding
-from vllm_programs import ONLINE, header
+from vllm_programs import ONLINE, header, programs
 
-PROGRAMS = sorted(ONLINE.glob("*.py"))
+PROGRAMS = programs(ONLINE)
 QUICK = ("chat_client", "sglang_generate", "api_server_client", "image_client", "embeddings_of_a_chat_model")
 """Programs of the everyday suite."""
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"

@@ -5,47 +5,63 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from headway import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
-from headway.compat.vllm.names import HOMES, LACKING, MODULES
-from headway.compat.vllm.options import LLM_OPTIONS, NEUTRAL_VALUES
+import headway
+from headway import LLM, BeamSearchParams, LLMEngine, RequestOutputKind, SamplingParams
+from headway.compat import vllm
+from headway.compat.vllm import LACKING, MODULES, EngineArgs
+from headway.compat.vllm_words import LLM_OPTIONS, NEUTRAL_VALUES
 from headway.core.contract.errors import ConfigError
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_each_name_of_the_table_is_lent_by_its_module(module: str) -> None:
-    loaded = importlib.import_module(f"headway.{module}" if module else "headway")
+def test_each_name_of_the_table_is_in_its_module(module: str) -> None:
+    loaded = importlib.import_module(f"headway.compat.vllm.{module}")
     for name in MODULES[module].split():
-        assert getattr(loaded, name) is not None
-    if module:
-        with pytest.raises(AttributeError, match=f"headway.{module}"):
-            loaded.no_such_name  # noqa: B018
+        assert getattr(loaded, name) is getattr(vllm, name)
+    with pytest.raises(AttributeError, match=f"headway.compat.vllm.{module}"):
+        loaded.no_such_name  # noqa: B018
 
 
-def test_the_tables_have_no_name_that_no_module_lends() -> None:
-    lent = {name for names in MODULES.values() for name in names.split()}
-    public = set(importlib.import_module("headway").__all__) | set(importlib.import_module("headway.outputs").__dict__)
-    assert (set(HOMES) | set(LACKING)) - lent <= public
-    assert lent <= set(HOMES) | set(LACKING)
+def test_names_that_are_lacking_stand_in_a_module_or_in_vllm_itself() -> None:
+    assert all(isinstance(getattr(vllm, name), type) for name in LACKING)
+    with pytest.raises(ValueError, match="ModelRegistry: not supported: a model of transformers runs by model_impl"):
+        vllm.ModelRegistry.register_model("Model", object)
+
+
+def test_public_names_are_in_vllm_too() -> None:
+    own = {"EngineSnapshot", "HeadwayError", "create_registry", "hookimpl"}
+    assert set(headway.__all__) - own <= set(dir(vllm))
 
 
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("headway.model_executor.layers", "docs/models.md says which models run"),
-        ("headway.lora.layers", "docs/lora.md"),
-        ("headway.v1.attention.backend", "docs/backends.md"),
+        ("model_executor.layers", "docs/models.md says which models run"),
+        ("lora.layers", "docs/lora.md"),
+        ("v1.attention.backend", "docs/backends.md"),
     ],
 )
 def test_module_that_is_lacking_says_why(module: str, words: str) -> None:
     with pytest.raises(ImportError, match=words):
-        importlib.import_module(module)
+        importlib.import_module(f"headway.compat.vllm.{module}")
     with pytest.raises(ModuleNotFoundError, match="No module named"):
-        importlib.import_module("headway.no_such_module")
+        importlib.import_module("headway.compat.vllm.no_such_module")
+    with pytest.raises(ImportError, match="headway.compat.vllm.envs: not supported: docs/options.md has the options"):
+        from headway.compat.vllm.envs import VLLM_USE_V1  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("option", "words"), [("attention_backend", "Headway calls it attn_backend"), ("tokeniser", "did you mean tokenizer?")]
+)
+def test_headways_own_classes_refuse_options_of_vllms_with_the_name_here(option: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: needs an option of LLM.*{re.escape(words)}"):
+        LLM(**{option: "x"})
 
 
 def test_none_and_neutral_values_ask_for_nothing() -> None:

@@ -14,9 +14,9 @@ from sandbox import save_tiny_model
 from tiny_adapters import save_adapter
 from tiny_encoders import SCORERS, save
 from tiny_rewards import rewarding
-from vllm_programs import FOLDER, PAGE, header, page
+from vllm_programs import FOLDER, PAGE, header, page, programs
 
-SCRIPTS = sorted(FOLDER.glob("*.py"))
+SCRIPTS = programs(FOLDER)
 QUICK = ("basic", "chat", "clone_params", "llm_engine", "logits_processor", "stop_strings")
 """Programs of the everyday suite."""
 MODELS = ("facebook/opt-125m", "Qwen/Qwen2.5-0.5B-Instruct")
@@ -42,8 +42,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_headway(text: str) -> str:
     """A program with nothing changed but what it imports from."""
-    text, count = re.subn(r"^from vllm\b", "from headway", text, flags=re.MULTILINE)
-    text, more = re.subn(r"^import vllm$", "import headway as vllm", text, flags=re.MULTILINE)
+    text, count = re.subn(r"^from vllm\b", "from headway.compat.vllm", text, flags=re.MULTILINE)
+    text, more = re.subn(r"^import vllm$", "import headway.compat.vllm as vllm", text, flags=re.MULTILINE)
     assert count + more
     return text
 

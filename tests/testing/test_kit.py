@@ -19,7 +19,7 @@ import torch
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.oracle.cells import PHASES, CheckCell
 from headway.core.system.provenance import Origin
-from headway.registry.records import TIMEOUT
+from headway.registry.isolation import TIMEOUT
 from headway.testing.diagnosis.scorecard import badge, command, patterns, scorecard
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.kit import CHECKS, Kit

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headway.core.contract.errors import ConfigError
+from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginSource
-from headway.registry.records import Verdict
 from headway.testing.diagnosis.scorecard import scorecard
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.checks.claims import CELL, source_of, try_plugin

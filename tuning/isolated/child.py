@@ -46,8 +46,9 @@ from headway.core.system.child import die_with_parent, how_it_ended, message_of,
 from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.registry import Registry, create_registry
 from headway.registry.hookspecs import PROJECT
+from headway.registry.isolation import Verdict
 from headway.registry.plugin_sources import PluginFile, PluginSource, installed_plugins, with_hooks
-from headway.registry.records import Brought, Verdict
+from headway.registry.records import Brought
 from headway.tuning.isolated.measure_in_child import KINDS
 from headway.tuning.measure.self_test import self_test
 

@@ -14,8 +14,9 @@ from headway import registry
 from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.registry.hookspecs import PROJECT
+from headway.registry.isolation import TIMEOUT, Verdict, verdicts
 from headway.registry.plugin_sources import InstalledPlugin, PluginSource, installed_plugins
-from headway.registry.records import TIMEOUT, PluginPolicy, Verdict, verdicts
+from headway.registry.records import PluginPolicy
 from headway.registry.registry import Registry
 
 CHILD = "headway.tuning.isolated.child"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from os import PathLike
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 from headway.core.contract.adapters import AdapterSlots
 from headway.core.contract.capabilities import BLOCK_MULTIPLE
@@ -16,6 +18,7 @@ from headway.core.system.text import shown
 
 if TYPE_CHECKING:
     import torch
+    from pydantic import TypeAdapter
 
     from headway.core.select.backend_request import BackendRequest
 
@@ -267,40 +270,46 @@ class EngineConfig:
             )
 
 
-_KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
-    "bool": ((bool,), "True or False"),
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": ((str,), "a text"),
-    "None": ((type(None),), "None"),
-    "Iterable[object]": ((Iterable,), "a list"),
-}
+_NEEDS: Final = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", NoneType: "None"}
+"""Type of an option -> what the error for another value says that it needs."""
 _WORD: Final = 2**63
 """No count or size is as large, on any machine."""
 
 
-def check_kinds(options: Any) -> None:
-    """Check the fields of a dataclass whose annotations are texts such as 'Annotated[int | None, "..."]'. Paths become texts.
+@cache
+def _plain_options(options: type) -> Mapping[str, tuple[TypeAdapter[Any], str]]:
+    """Return option -> what checks its values, and what it needs in words; options with a parser of their own are left out."""
+    from pydantic import ConfigDict, TypeAdapter  # here: the command line's help needs none of it
 
-    By hand: pydantic's errors do not say "or None", it takes NaN and integers beyond 64 bits, and to import it
-    for a dataclass of its making costs every `headway --help` a tenth of a second.
+    later = dict.fromkeys(("AttentionBackend", "BackendRequest", "Registry"), object)
+    found = {}
+    for name, hint in get_type_hints(options, localns=later).items():
+        kinds = get_args(hint) or (hint,)
+        if set(kinds) <= set(_NEEDS) and not {int, str} <= set(kinds):
+            found[name] = TypeAdapter(hint, config=ConfigDict(strict=True)), " or ".join(_NEEDS[kind] for kind in kinds)
+    return found
+
+
+def check_kinds(options: Any) -> None:
+    """Check the fields of a dataclass of options against their annotations. Paths become texts.
 
     :raises ConfigError: a value of another kind, a number that is none, or one beyond 64 bits.
     """
-    for each in fields(options):
-        kinds = str(each.type).removeprefix("Annotated[").split(",")[0].split(" | ")
-        if not set(kinds) <= set(_KINDS) or {"int", "str"} <= set(kinds):  # sizes in bytes, and what has a parser of its own
-            continue
-        value = getattr(options, each.name)
-        if "str" in kinds and isinstance(value, PathLike):
+    from pydantic import ValidationError
+
+    for name, (kind, need) in _plain_options(options.__class__).items():
+        value = getattr(options, name)
+        if isinstance(value, PathLike) and _NEEDS[str] in need:
             value = str(value)
-            object.__setattr__(options, each.name, value)
-        types = tuple(kind for name in kinds for kind in _KINDS[name][0])
-        is_kind = isinstance(value, types) and (not isinstance(value, bool) or "bool" in kinds)
-        if not is_kind or (isinstance(value, float) and math.isnan(value)):
-            raise ConfigError(each.name, " or ".join(_KINDS[name][1] for name in kinds), shown(value))
+            object.__setattr__(options, name, value)
+        try:
+            kind.validate_python(value)
+        except ValidationError:
+            raise ConfigError(name, need, shown(value)) from None
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(name, need, shown(value))
         if isinstance(value, int) and not -_WORD <= value < _WORD:
-            raise ConfigError(each.name, "a whole number of at most 64 bits", shown(value))
+            raise ConfigError(name, "a whole number of at most 64 bits", shown(value))
 
 
 def check_block_size(size: int, option: str = "block_size") -> None:

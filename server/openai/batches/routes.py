@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-import orjson
 from fastapi import FastAPI, Query
 from pydantic import Field
 from starlette.datastructures import UploadFile
@@ -19,7 +18,7 @@ from headway.server.errors import ApiError, Fields
 from headway.server.openai.batches.store import BatchStore, FileStore, open_stores, page_of
 from headway.server.openai.batches.worker import BatchWorker, LineAnswers
 from headway.server.options import ServerOptions
-from headway.server.routing import add_posts, endpoint, read_body
+from headway.server.routing import add_posts, endpoint, json_response, read_body
 
 T = TypeVar("T")
 _Limit = Annotated[int, Query(ge=1, le=10_000)]
@@ -90,7 +89,9 @@ class BatchRoutes:
                     raise ApiError(400, "file: needs a file in a form (multipart/form-data), got none", "file")
                 if purpose != "batch":
                     raise ApiError(400, f"purpose: needs batch, got {str(purpose)[:60]!r}", "purpose")
-                return _json(await _on_disk(partial(files.add, file.file, harmless((file.filename or "file")[:255]), purpose)))
+                return json_response(
+                    await _on_disk(partial(files.add, file.file, harmless((file.filename or "file")[:255]), purpose))
+                )
         except ClientDisconnect:
             raise ApiError(499, "the client has gone") from None
         except OSError as error:  # the form's parts wait in files of their own
@@ -101,11 +102,11 @@ class BatchRoutes:
     async def files(self, purpose: str | None = None, after: str | None = None, limit: _Limit = 10_000) -> Response:
         """List the files, the newest first."""
         found = await _on_disk(self._files.all)
-        return _json(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
+        return json_response(page_of([each for each in found if purpose in (None, each["purpose"])], after, limit))
 
     async def file(self, file_id: str) -> Response:
         """Describe a file."""
-        return _json(self._files.get(file_id))
+        return json_response(self._files.get(file_id))
 
     async def content(self, file_id: str) -> Response:
         """Tell a file's content."""
@@ -122,7 +123,7 @@ class BatchRoutes:
         if reader is not None:
             raise ApiError(409, f"the batch {reader} reads this file; cancel the batch first")
         await _on_disk(partial(self._files.remove, file_id))
-        return _json({"id": file_id, "object": "file", "deleted": True})
+        return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
@@ -136,20 +137,20 @@ class BatchRoutes:
         make = partial(batches.new, body.endpoint, body.input_file_id, body.completion_window, body.metadata)
         record = await _on_disk(make)
         self._batch_worker.start(record)
-        return _json(record)
+        return json_response(record)
 
     async def batches(self, after: str | None = None, limit: _Limit = 20) -> Response:
         """List the batches, the newest first."""
         page = page_of(await _on_disk(self._batches.all), after, limit)
-        return _json({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
+        return json_response({**page, "data": list(map(self._batch_worker.latest, page["data"]))})
 
     async def batch(self, batch_id: str) -> Response:
         """Tell how far a batch has come."""
-        return _json(self._batch_worker.now(batch_id))
+        return json_response(self._batch_worker.now(batch_id))
 
     async def cancel(self, batch_id: str) -> Response:
         """End a batch; its answers so far become its files."""
-        return _json(self._batch_worker.cancel(batch_id))
+        return json_response(self._batch_worker.cancel(batch_id))
 
     @property
     def _files(self) -> FileStore:
@@ -204,7 +205,3 @@ async def _on_disk(work: Callable[[], T]) -> T:
 
 def _full(error: OSError) -> ApiError:
     return ApiError(507, f"the file cannot be stored: {error.strerror or error}", code="storage_failed")
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

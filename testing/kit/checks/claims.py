@@ -17,8 +17,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
+from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
-from headway.registry.records import TIMEOUT, Trial
 from headway.testing.kit import model_layers
 from headway.testing.kit.report import CellResult
 from headway.testing.kit.stage import Stage

@@ -48,7 +48,7 @@ def test_a_pass_does_not_live_off_the_one_before(llm: LLM, monkeypatch: pytest.M
     run_throughput(llm, TextWorkload(num_prompts=1, output_len=4, repeat=1), compare=False, command="")
     (output,) = llm.generate(prompt, use_tqdm=False)
     assert output.num_cached_tokens > 0, "the prompt is long enough to be cached"
-    llm.engine.blocks.forget_prefixes()
+    llm.engine.forget_prefixes()
     (output,) = llm.generate(prompt, use_tqdm=False)
     assert output.num_cached_tokens == 0
 

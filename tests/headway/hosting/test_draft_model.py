@@ -47,7 +47,7 @@ def plain(tiny_model_folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_tokens_are_those_without(tiny_model_folder: Path, tmp_path: Path, plain: list[list[list[int]]], share: float) -> None:
     draft = spoiled(tiny_model_folder, tmp_path / "draft", share)
-    llm = LLM(str(tiny_model_folder), speculative_config={"model": str(draft), "num_speculative_tokens": 4}, **OPTIONS)
+    llm = LLM(str(tiny_model_folder), speculative_model=str(draft), num_speculative_tokens=4, **OPTIONS)
     assert written(llm) == plain
     counts = llm.stats().totals
     assert counts.num_accepted_tokens > 0

@@ -50,7 +50,7 @@ def with_weights(folder: Path, weights: dict[str, torch.Tensor], to: Path) -> Pa
 
 @pytest.fixture
 def own(tiny_model_folder: Path) -> LLM:
-    return engine_of(tiny_model_folder, enable_sleep_mode=True)
+    return engine_of(tiny_model_folder)
 
 
 def test_an_engine_that_slept_writes_what_it_wrote_before(own: LLM) -> None:

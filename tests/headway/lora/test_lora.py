@@ -276,7 +276,7 @@ def test_options_that_cannot_work(base: Path, options: dict[str, Any], words: st
 def test_a_draft_model_guesses_for_requests_with_adapters_and_takes_no_slots(
     base: Path, adapted: LLM, adapters: list[LoRARequest]
 ) -> None:
-    llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_config={"model": str(base), "num_speculative_tokens": 3})
+    llm = LLM(str(base), **OPTIONS, max_loras=2, speculative_model=str(base), num_speculative_tokens=3)
     draft = llm.driver.assembly.draft
     assert draft is not None
     assert draft.engine.adapters is None

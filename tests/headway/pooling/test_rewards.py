@@ -60,7 +60,7 @@ def test_a_judge_of_steps_says_one_thing_behind_each_of_them(tmp_path: Path) -> 
 
 def test_encode_says_the_same_under_vllms_words(tmp_path: Path) -> None:
     rewarding("reward", tmp_path)
-    llm = load(tmp_path, convert="reward")
+    llm = load(tmp_path, task="reward")
     (expected,) = llm.reward(TEXTS[2], use_tqdm=False)
     for task in (None, "token_classify", "reward"):
         (found,) = llm.encode(TEXTS[2], pooling_task=task, use_tqdm=False)

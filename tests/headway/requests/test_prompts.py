@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding
 
 from headway import LLM, SamplingParams
-from headway.core.chat import template as template_limits
 from headway.core.contract.errors import ConfigError, PromptError
 from headway.requests.chat_template import chat_prompt
 from headway.requests.prompts import ParsedPrompt, parse_prompts
@@ -193,25 +191,19 @@ def test_error_of_a_chat_template_is_one_line(bos_tokenizer: Any, monkeypatch: p
 @pytest.mark.parametrize(
     ("template", "got"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s of processor time"),
-        ("{% for a in range(99999) %}{{ range(9999) | sum }}{% endfor %}", "more than 0.1 s of processor time"),
-        ("{% for a in range(99999) %}{% for b in messages[0].content %}{{ messages }}{% endfor %}{% endfor %}", "characters"),
         ("{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}", "macros that call each other without end"),
         ("{{ 9 ** 9 ** 9 }}", r"a power \(\*\*\)"),
         ("{{ 'a' * 10_000_000_000 }}", r"a product \(\*\) and the number 10_000_000_000"),
         ("{% for a in range(1000000000) %}{% endfor %}", "OverflowError: Range too big"),
     ],
 )
-def test_endless_chat_template_is_refused_in_one_line(
+def test_chat_template_that_computes_too_much_is_refused_in_one_line(
     bos_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, got: str
 ) -> None:
-    monkeypatch.setattr(template_limits, "SECONDS", 0.1)
-    monkeypatch.setattr(template_limits, "CHARACTERS", 10_000)
     monkeypatch.setattr(bos_tokenizer, "chat_template", template)
     with pytest.raises(PromptError, match=f"got .*{got}") as caught:
         chat_prompt(bos_tokenizer, "tiny", "hello")
     assert "\n" not in str(caught.value)
-    assert sys.gettrace() is None
     harmless = (
         "{{ '=' * 40 }}{% macro f(x) %}{{ x }}{% endmacro %}{% for m in messages * 3 %}{{ f( **{'x': m.content}) }}{% endfor %}"
     )

@@ -26,7 +26,6 @@ HEADERS = "{% for m in messages %}{{ '<|' + m.role + '|>' }}\n{{ m.content | tri
 SPACED = "{% for m in messages %}[{{ m.content }} {{ '<|im_end|>' }}]{% endfor %}"
 WORDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n###{% endfor %}<|im_end|>"
 REFUSES = "{{ raise_exception('no conversations today') }}<|im_end|>"
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}<|im_end|>"
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +89,6 @@ def test_the_control_token_after_an_answer(made: Path, template: str, token: int
     assert token_after_answer(tokenizer, template) == token
     tokenizer.chat_template = template
     assert token_after_answer(tokenizer) == token
-
-
-def test_a_template_that_never_ends_is_no_source(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.core.chat.template.SECONDS", 0.05)
-    assert token_after_answer(read_tokenizer(made), ENDLESS) is None
 
 
 @pytest.mark.parametrize("value", ["<eos>", 2.0, True, -1, [[2]], [2, None], {"id": 2}, [False]], ids=str)

@@ -189,7 +189,7 @@ class World:
             if draw.random() < 0.02:
                 self.check_integrity()
             if draw.random() < 0.002:
-                engine.blocks.forget_prefixes(everywhere=draw.random() < 0.5)
+                engine.forget_prefixes(everywhere=draw.random() < 0.5)
             steps += 1
             assert steps < 1000 * (num_requests + 1), "no progress"
 

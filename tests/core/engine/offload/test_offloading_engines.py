@@ -143,7 +143,7 @@ def test_second_start_finds_pages_that_the_first_stored(registry: Registry, tmp_
 def test_forgotten_prefixes_are_found_neither_in_memory_nor_on_disk(registry: Registry, tmp_path: Path) -> None:
     engine = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = tokens(engine)
-    engine.blocks.forget_prefixes(everywhere=True)
+    engine.forget_prefixes(everywhere=True)
     again = generate(engine, PROMPTS, GREEDY)
     assert [each.token_ids for each in again] == expected
     assert [each.num_cached_tokens for each in again] == [0] * len(PROMPTS)

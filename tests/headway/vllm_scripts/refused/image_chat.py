@@ -1,5 +1,5 @@
 # shows: an image in a conversation
-# refused: texts
+# refused: a part that is a text
 from vllm import LLM
 
 llm = LLM(model="Qwen/Qwen2.5-0.5B-Instruct")

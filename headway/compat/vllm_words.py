@@ -1,18 +1,26 @@
-"""The options of vLLM's `EngineArgs`: those spelt otherwise here, those that ask for nothing, and those that Headway lacks."""
+"""vLLM's words: options of its `EngineArgs`, keywords of its methods, and what Headway does with each."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from headway.compat.vllm.reasons import NO_TRANSFER, TEXT_ALONE, of_each
-from headway.core.contract.errors import ConfigError
+from headway.core.contract.errors import ConfigError, refuse_unknown
 from headway.core.engine.data.config import MAX_DRAFT_TOKENS
 from headway.core.system.text import shown
 
 log = logging.getLogger("headway")
+
+TEXT_ALONE: Final = "not supported yet, because models read text alone"
+NO_TRANSFER: Final = "not supported: caches are not handed from engine to engine; docs/offload.md has what outlives a request"
+
+
+def of_each(names: str, hint: str) -> dict[str, str]:
+    """The same hint for several names, which spaces part."""
+    return dict.fromkeys(names.split(), hint)
+
 
 LLM_OPTIONS: Final = {
     **of_each(
@@ -157,6 +165,15 @@ _ATTENTION: Final = {
 _TASKS: Final[Mapping[object, str]] = {"embed": "embed", "embedding": "embed", "classify": "score", "reward": "reward"}
 """vLLM's word for a pooled model's task -> Headway's."""
 
+VALUES: Final[Mapping[str, Mapping[object, str]]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8": "fp8_e4m3"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "model_impl": {"vllm": "headway"},
+    "task": _TASKS,
+}
+"""Option that Headway has by vLLM's name -> vLLM's words for values -> Headway's. The command line takes them too."""
+
 
 def from_vllm(options: Mapping[str, Any], own: frozenset[str]) -> dict[str, Any]:
     """The options of a call in Headway's names: those of vLLM's translated, and those left out that ask for nothing.
@@ -280,9 +297,9 @@ def _gibibytes(value: Any) -> dict[str, Any]:
     return {"kv_offload_size": int(value * 2**30)} if value else {}
 
 
-def _renamed(name: str, values: Mapping[Any, object] | None = None) -> Callable[[Any], dict[str, Any]]:
-    """Reads an option that Headway has by this name. values: vLLM's word for a value -> Headway's."""
-    return lambda value: {name: (values or {}).get(value, value) if isinstance(value, str) else value}
+def _renamed(name: str) -> Callable[[Any], dict[str, Any]]:
+    """Reads an option that Headway has by this name."""
+    return lambda value: {name: value}
 
 
 _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
@@ -294,16 +311,62 @@ _VALUES: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "distributed_executor_backend": _executor,
     "kv_cache_memory_bytes": _renamed("kv_cache_memory"),
     "kv_offloading_size": _gibibytes,
-    "kv_cache_dtype": _renamed("kv_cache_dtype", {"fp8": "fp8_e4m3"}),
-    "load_format": _renamed("load_format", dict.fromkeys(("safetensors", "hf"), "auto")),
-    "model_impl": _renamed("model_impl", {"vllm": "headway"}),
     "speculative_config": _speculation,
     "speculative_model": lambda model: {"speculate": "ngram"} if model == "[ngram]" else {"speculative_model": model},
     "structured_outputs_config": _structured,
-    "task": _renamed("task", _TASKS),
     "trust_remote_code": _trust,
 }
 """Options of vLLM's -> what makes Headway's of them."""
 
 TAKEN: Final = frozenset(ANY_VALUE | set(_VALUES) | set(NEUTRAL_VALUES))
 """Options of vLLM's that Headway takes, some of them at some values alone."""
+
+CALL_KEYWORDS: Final = {
+    "prompt_adapter_request": "not supported: adapters are of low rank (LoRA), by lora_request",
+    "lora_request": "not supported here: adapters are for models that generate text",
+    "tokenization_kwargs": "tokenise by hand with get_tokenizer() and pass the ids",
+    "mm_processor_kwargs": TEXT_ALONE,
+    "guided_options_request": "SamplingParams(structured_outputs=...) says the form of a completion",
+    "reasoning_ended": "not supported: a structured output begins with the completion",
+    "data_parallel_rank": "not supported: docs/replicas.md has several engines",
+    "params": "it is called sampling_params",
+}
+"""Keywords of vLLM's generate, chat and add_request -> what to do."""
+
+_ASKS_NOTHING: Final[Mapping[str, tuple[object, ...]]] = {
+    "chat_template_content_format": ("auto", "string", "openai"),
+    "trace_headers": (None, {}),
+    "tokenization_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
+"""Keyword -> values beside None that change nothing here."""
+
+METHODS: Final = {
+    **of_each("pause_generation resume_generation is_paused", "not supported here: headway serve has /pause and /resume"),
+    "save_sharded_state": "not supported: each rank reads its part of the model's own files",
+    "set_tokenizer": "the option tokenizer names another tokenizer",
+    **of_each("init_weight_transfer_engine update_weights", "not supported: collective_rpc hands a function load_weights"),
+    **of_each("enqueue wait_for_completion", "llm_engine has add_request and step"),
+}
+"""Attributes of vLLM's LLM and LLMEngine -> what to do."""
+
+
+def check_keywords(owner: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse keywords that a method does not take, except those of vLLM's that ask for nothing.
+
+    :raises ConfigError: an unknown keyword, with what comes nearest.
+    """
+    asked = [name for name, value in given.items() if not _asks_nothing(name, value)]
+    refuse_unknown(owner, asked, known, CALL_KEYWORDS, "docs/sampling.md")
+
+
+def _asks_nothing(name: str, value: object) -> bool:
+    if name not in CALL_KEYWORDS and name not in _ASKS_NOTHING:
+        return False
+    return value is None or any(value == each for each in _ASKS_NOTHING.get(name, ()))
+
+
+def missing_attribute(name: str, owner: str = "LLM") -> AttributeError:
+    """The error of reading an attribute that LLM, or another owner, lacks."""
+    hint = f": {METHODS[name]}" if name in METHODS else ""
+    return AttributeError(f"{owner} has no attribute {name!r}{hint}")

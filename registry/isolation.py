@@ -1,0 +1,104 @@
+"""Verdicts on third-party plugins: a plugin is tried once, in another process, for each version of its code and of this machine.
+
+How a plugin is tried is handed in as a `Trial`, for that takes a kit of tests and processes which the registry knows nothing of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.core.contract.backend import API_VERSION
+from headway.core.system.files import cache_folder, read_text, write_whole
+from headway.core.system.json_text import parse_json
+from headway.core.system.provenance import compiler_versions
+from headway.registry.plugin_sources import PluginSource
+
+TRUST = "HEADWAY_TRUST_PLUGINS"
+"""Environment variable: 1 lets plugins in untried."""
+TIMEOUT = "HEADWAY_PLUGIN_TIMEOUT"
+"""Environment variable: seconds that a plugin may take in its trial."""
+_VERSION = 3
+"""Version of what is remembered, and of what a plugin is tried for."""
+log = logging.getLogger("headway")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the trial of a plugin came to."""
+
+    fault: str = ""
+    """What the plugin did that would have stopped, held up or misled this process; empty: nothing."""
+    remarks: list[str] = field(default_factory=list)
+    """Exceptions that the plugin raised, each of which costs the part of it that raised."""
+    details: str = ""
+    """Tracebacks, and what the plugin printed."""
+    seconds: float = 0.0
+    date: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Verdict | None:
+        """Read a remembered verdict; None where there is none that can be read."""
+        try:
+            return cls.of(parse_json(read_text(path), path.name, dict))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Verdict:
+        """Make a verdict from plain data.
+
+        :raises TypeError: a field has another type.
+        :raises KeyError: a field is missing.
+        """
+        if any(not isinstance(data[each.name], type(getattr(cls(), each.name))) for each in fields(cls)):
+            raise TypeError("no verdict")
+        return cls(**{each.name: data[each.name] for each in fields(cls)})
+
+
+Trial = Callable[[Sequence[PluginSource]], list[Verdict]]
+"""Tries plugins in other processes, and returns a verdict on each."""
+
+
+def verdicts(plugins: Sequence[PluginSource], trial: Trial | None, retry: bool = False) -> list[Verdict]:
+    """Return a verdict on each plugin: the remembered one where nothing has changed since, else that of a trial now.
+
+    trial: None: what nobody has tried is let in. retry: try them whatever is remembered.
+    """
+    if not plugins or os.environ.get(TRUST) == "1":
+        return [Verdict() for _ in plugins]
+    paths = [_path(plugin) for plugin in plugins]
+    found = {} if retry and trial else {path: known for path in paths if (known := Verdict.read(path)) is not None}
+    untried = {path: plugin for path, plugin in zip(paths, plugins, strict=True) if path not in found}
+    if untried and trial:
+        named = ", ".join(plugin.name for plugin in untried.values())
+        log.warning("trying in a process of its own, once: plugin%s %s", "s" * (len(untried) > 1), named)
+        for (path, plugin), verdict in zip(untried.items(), trial(list(untried.values())), strict=True):
+            found[path] = verdict
+            if not (verdict.fault and plugin.target):  # the fault of a file ends the program: its user mends the file
+                _remember(path, plugin, verdict)
+    return [found.get(path, Verdict()) for path in paths]
+
+
+def _path(plugin: PluginSource) -> Path:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    compilers = sorted(compiler_versions(torch.cuda.get_device_capability()).items()) if gpu else []
+    facts = (plugin.digest(), platform.python_version(), torch.__version__, gpu, compilers, API_VERSION, _VERSION)
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+    return cache_folder() / "plugins" / f"{key}.json"
+
+
+def _remember(path: Path, plugin: PluginSource, verdict: Verdict) -> None:
+    try:
+        write_whole(path, json.dumps({"plugin": plugin.name, "owner": plugin.owner, **asdict(verdict)}, indent=1).encode())
+    except OSError as error:
+        log.warning("plugin %s is tried at every start, some seconds: %s cannot be written (%s)", plugin.name, path, error)
