@@ -46,7 +46,7 @@ _NULL = 1
 """The block of zeros that stands in a table for those behind the window, unless block 0 does."""
 
 
-class Room(NamedTuple):
+class SessionRoom(NamedTuple):
     """How much a session holds."""
 
     num_blocks: int
@@ -71,7 +71,7 @@ class Session:
         cell: CheckCell,
         spec: AttentionSpec,
         parts: tuple[AttentionBackend, AttentionBackend],
-        room: Room,
+        room: SessionRoom,
         poison: float,
     ) -> None:
         """cell: says over which cache, with which scores and work; parts: who serves prompts, and who decodes; poison: in every
