@@ -218,12 +218,10 @@ class Session:
             judge(self, step)
         for turn in work:
             turn.seq.length += turn.query_len
-        for kept, new in (
-            (self.previous, [turn.seq.length for turn in work]),
-            (self.previous_blocks, [tuple(turn.seq.blocks) for turn in work]),
-        ):
+        for kept in (self.previous, self.previous_blocks):
             del kept[1 : len(kept) + 1 - _REMEMBERED]
-            kept.append(new)  # type: ignore[arg-type]
+        self.previous.append([turn.seq.length for turn in work])
+        self.previous_blocks.append([tuple(turn.seq.blocks) for turn in work])
 
     def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
