@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -123,11 +123,12 @@ def load_model(
     live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
-        weights = _weights(native, folder, chosen, device, dummy, stored, quantization, keep_quantized, dtype == "float32")
+        stores = _Stores(stored, quantization, keep_quantized, dtype == "float32")
+        weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
             decoder = Decoder(native, weights, batch_invariant, ranks, slots)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
-            again = partial(_weights, native, folder, chosen, device, stored=stored, quantization=None)
+            again = partial(_weights, native, folder, chosen, device, stores=_Stores(stored, None))
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     else:
@@ -190,22 +191,23 @@ def _on_loading(asked: str | None, stored: Quantization | None) -> str | None:
     return asked
 
 
-def _weights(
-    config: DecoderConfig,
-    folder: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    dummy: bool,
-    stored: Quantization | None,
-    quantization: str | None,
-    keep_quantized: bool = True,
-    exact: bool = True,
-) -> WeightSource:
-    """Where the decoder takes its tensors from.
+class _Stores(NamedTuple):
+    """How weights are kept in memory."""
 
-    stored: the format of a checkpoint's weights, and of random ones in its place. exact: a .gguf file's blocks are expanded where
-    their products would round what they multiply.
-    """
+    stored: Quantization | None
+    """The format of a checkpoint's weights, and of random ones in its place."""
+    quantization: str | None
+    """What plain ones are rounded to."""
+    keep_quantized: bool = True
+    exact: bool = True
+    """Whether a .gguf file's blocks are expanded where their products would round what they multiply."""
+
+
+def _weights(
+    config: DecoderConfig, folder: Path, dtype: torch.dtype, device: torch.device, dummy: bool, stores: _Stores
+) -> WeightSource:
+    """Where the decoder takes its tensors from."""
+    stored, quantization, keep_quantized, exact = stores
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)

@@ -176,12 +176,7 @@ def why_behind(plan: FleetPlan, best: FleetPlan, search: FleetSearch) -> str:
     name = max(more, key=lambda each: more[each])
     if more[name] > 0.02 * sum(its.values()):
         behind += f"; {_WORDS[name]}: {own[name]:.0f} us of a GPU a token, not {its[name]:.0f}"
-    return behind + _smaller(plan, best)
-
-
-def _smaller(plan: FleetPlan, best: FleetPlan) -> str:
-    """Whether a smaller batch is what a plan is behind for."""
-    return f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else ""
+    return behind + (f" (batch {plan.batch}, not {best.batch})" if plan.batch < best.batch else "")
 
 
 def _gpu_us(plan: FleetPlan) -> dict[str, float]:

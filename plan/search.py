@@ -14,8 +14,15 @@ from headway.models.config import DecoderConfig
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, Source
 from headway.plan.demand import Demand
 from headway.plan.devices import H200, GpuKind, Utilisation
-from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
-from headway.plan.model_costs import RankCosts, WeightFormat, check_cache_dtype, rank_costs
+from headway.plan.model_costs import (
+    EngineLimits,
+    EngineMemory,
+    RankCosts,
+    WeightFormat,
+    check_cache_dtype,
+    engine_memory,
+    rank_costs,
+)
 from headway.plan.simulation import Latencies, Replica
 from headway.plan.step_time import StepPredictor
 

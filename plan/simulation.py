@@ -19,7 +19,7 @@ from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import ScheduledStep
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
-from headway.plan.memory import EngineMemory
+from headway.plan.model_costs import EngineMemory
 from headway.plan.step_time import StepParts, StepPredictor, StepWork
 
 

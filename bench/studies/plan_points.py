@@ -18,8 +18,15 @@ from headway.core.select.costs import Shape
 from headway.plan.attention_times import AttentionTimes, MeasuredLayer, layout_of
 from headway.plan.demand import Demand
 from headway.plan.devices import GPU_KINDS, Utilisation
-from headway.plan.memory import EngineLimits, EngineMemory
-from headway.plan.model_costs import PlannedModel, RankCosts, rank_costs, read_planned_model, weight_format
+from headway.plan.model_costs import (
+    EngineLimits,
+    EngineMemory,
+    PlannedModel,
+    RankCosts,
+    rank_costs,
+    read_planned_model,
+    weight_format,
+)
 from headway.plan.simulation import Latencies, Replica, SimulatedRequest
 from headway.plan.step_time import StepParts, StepPredictor, StepWork
 from headway.tuning.table.files import read_table

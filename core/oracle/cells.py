@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -120,7 +120,7 @@ class CheckCell:
         """
         names = [field.name for field in fields(cls) if field.name not in INPUTS]
         parts = text.split(":")
-        values: dict[str, str | int] = dict(zip(names, parts, strict=False))
+        values: dict[str, Any] = dict(zip(names, parts, strict=False))
         try:
             values |= dict(_input(part) for part in parts[len(names) :])
             if len(parts) < len(names):
@@ -131,16 +131,16 @@ class CheckCell:
                     raise ValueError
             if any(values[name] not in known for name, known in _KNOWN.items()):
                 raise ValueError
-            return cls(**values)  # type: ignore[arg-type]
+            return cls(**values)
         except ValueError:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
-    def plain(self, check: str, about: str = "-", **changes: str | int) -> CheckCell:
+    def plain(self, check: str, about: str = "-", **changes: Any) -> CheckCell:
         """The same layer and cache in another check."""
-        return replace(self, check=check, about=about, **changes)  # type: ignore[arg-type]
+        return replace(self, check=check, about=about, **changes)
 
     @property
-    def axes(self) -> dict[str, str | int]:
+    def axes(self) -> dict[str, Any]:
         """Value of the phase and of each axis, inputs included."""
         own: dict[str, str | int] = {"scale": OWN_SCALE} if self.layer else {}
         return {axis: getattr(self, axis) for axis in ("phase", *AXES, *INPUTS)} | own
@@ -188,10 +188,10 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         "sinks": telling_sinks(heads),
     }
     together = {name: features[name] for name in sorted(claims & features.keys())}
-    caches: dict[str, dict[str, object]] = {name: {"kv_dtype": dtype} for name, dtype in CACHE_TYPES.items()}
+    caches: dict[str, dict[str, Any]] = {name: {"kv_dtype": dtype} for name, dtype in CACHE_TYPES.items()}
     caches["fp8"] |= {"k_scale": FP8_SCALES[0], "v_scale": FP8_SCALES[1]}
     inside = 1 << ((head_dim - 1).bit_length() - 1)  # as in DeepSeek's 576 and 512: what follows is the key's alone
-    changes: dict[str, dict[str, object]] = {
+    changes: dict[str, dict[str, Any]] = {
         "none": {},
         **{name: {"sliding_window": keys} for name, keys in (WINDOWS | MODEL_WINDOWS).items()},
         **{name: {"softcap": softcap} for name, softcap in MODEL_SOFTCAPS.items()},
@@ -213,7 +213,7 @@ def make_spec(cell: CheckCell, device: torch.device, claims: frozenset[str], v_h
         scale=SCALES.get(cell.scale) or (1.0 if cell.scale == USUAL_SCALE else SCALE) * head_dim**-0.5,
         dtype=DTYPES.get(cell.dtype, torch.float64),
         device=device,
-        **changes[cell.feature],  # type: ignore[arg-type]
+        **changes[cell.feature],
     )
 
 

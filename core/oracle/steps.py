@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class Foreign:
             self.bases.append(base)
             first = 0
             for name, size in zip(names, sizes, strict=True):
-                tensors[name] = base[..., first : first + size].unflatten(-1, shapes[name][kept:])  # type: ignore[no-untyped-call]
+                tensors[name] = torch.unflatten(base[..., first : first + size], -1, shapes[name][kept:])
                 first += size
         self.cache = LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 
@@ -283,16 +283,16 @@ class StepInputs:
     def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
         """Memory for steps of up to `tokens`. merged: q, k and v are slices of one tensor, as a merged projection leaves them."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
-        place = {"dtype": spec.dtype, "device": spec.device}
+        place: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
         if merged:
-            flat = list(torch.zeros(tokens, sum(dims), **place).split(dims, dim=1))  # type: ignore[call-overload]
+            flat = list(torch.split(torch.zeros(tokens, sum(dims), **place), dims, dim=1))
         else:
-            flat = [torch.zeros(tokens, dim, **place) for dim in dims]  # type: ignore[call-overload]
+            flat = [torch.zeros(tokens, dim, **place) for dim in dims]
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(flat, heads, strict=True))
+        q, k, v = (torch.unflatten(part, 1, (count, -1)) for part, count in zip(flat, heads, strict=True))
         if spec.value_in_key:
             v = k[..., : spec.v_head_dim]
-        out = torch.zeros(tokens + 2 * GUARD, spec.num_heads, spec.v_head_dim, **place)  # type: ignore[call-overload]
+        out = torch.zeros(tokens + 2 * GUARD, spec.num_heads, spec.v_head_dim, **place)
         return cls(q, k, v, out)
 
     def first(self, tokens: int) -> StepInputs:

@@ -114,15 +114,13 @@ def unknown(config: Mapping[str, Any]) -> str:
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise ModelError(f"model {folder}: config.json cannot be used: model_type needs a text, got {shown(kind)}")
+        raise _unusable(folder, "config.json", "model_type", "a text", shown(kind))
     for name in ("dtype", "torch_dtype"):
         given = config.get(name)
         if not isinstance(given, (str, type(None))):
-            raise ModelError(f"model {folder}: config.json cannot be used: {name} needs a text, got {shown(given)}")
+            raise _unusable(folder, "config.json", name, "a text", shown(given))
         if given is not None and given.removeprefix("torch.") not in ("auto", "float64", *DTYPES):
-            raise ModelError(
-                f"model {folder}: config.json cannot be used: {name} needs {' or '.join(DTYPES)}, got {shown(given)}"
-            )
+            raise _unusable(folder, "config.json", name, " or ".join(DTYPES), shown(given))
     if kind is None:
         raise ModelError(f"model {folder}: config.json cannot be used: it names no model_type")
 
@@ -180,23 +178,18 @@ def check_sizes(folder: Path, config: Mapping[str, Any], file: str = "config.jso
             if isinstance(each, int) and not isinstance(each, bool) and 1 <= each <= most:
                 continue
             need = "of at least 1" if not isinstance(each, int) or each < 1 else f"of at most {most}"
-            raise ModelError(f"model {folder}: {file} cannot be used: {name} needs a whole number {need}, got {shown(value)}")
+            raise _unusable(folder, file, name, f"a whole number {need}", shown(value))
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     hidden, head_dim = config.get("hidden_size"), config.get("head_dim")
     if heads and kv_heads and heads % kv_heads:
-        raise ModelError(
-            f"model {folder}: {file} cannot be used: num_attention_heads needs a multiple of "
-            f"num_key_value_heads={kv_heads}, got {heads}"
-        )
+        raise _unusable(folder, file, "num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}", heads)
     if heads and hidden and not head_dim and hidden % heads:
-        raise ModelError(
-            f"model {folder}: {file} cannot be used: hidden_size needs a multiple of num_attention_heads={heads} where no "
-            f"head_dim is named, got {hidden}"
-        )
+        need = f"a multiple of num_attention_heads={heads} where no head_dim is named"
+        raise _unusable(folder, file, "hidden_size", need, hidden)
     _check_numbers(folder, config, file)
     size = head_dim or (hidden // heads if hidden and heads else None)
     if size and size % 2:
-        raise ModelError(f"model {folder}: {file} cannot be used: head_dim needs an even number for RoPE, got {size}")
+        raise _unusable(folder, file, "head_dim", "an even number for RoPE", size)
     _check_rope(folder, config, size, file)
 
 
@@ -216,9 +209,7 @@ def check_bounds(
     for key, value in _sizes(config):
         most = min(bound, _MOST["num_hidden_layers"]) if _LAYERS.search(key) else bound
         if isinstance(value, str) or value > most:
-            raise ModelError(
-                f"model {folder}: {file} cannot be used: {key} needs a whole number of at most {most}{why}, got {shown(value)}"
-            )
+            raise _unusable(folder, file, key, f"a whole number of at most {most}{why}", shown(value))
 
 
 def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, int | str]]:
@@ -240,9 +231,7 @@ def _check_numbers(folder: Path, config: Mapping[str, Any], file: str) -> None:
         value = config.get(name)
         if value is None or (isinstance(value, float | int) and not isinstance(value, bool) and 0 < value <= most):
             continue
-        raise ModelError(
-            f"model {folder}: {file} cannot be used: {name} needs a number above 0, at most {most:g}, got {shown(value)}"
-        )
+        raise _unusable(folder, file, name, f"a number above 0, at most {most:g}", shown(value))
 
 
 def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, file: str) -> None:
@@ -253,24 +242,26 @@ def _check_rope(folder: Path, config: Mapping[str, Any], head_dim: int | None, f
             continue
         nested = bool(given) and all(isinstance(value, Mapping) for value in given.values())  # one for each kind of layer
         for parameters in given.values() if nested else [given]:
-            where = f"model {folder}: {file} cannot be used: {name}"
             kind = parameters.get("rope_type", parameters.get("type"))
             if not isinstance(kind, str | None):
-                raise ModelError(f"{where}.rope_type needs a text, got {shown(kind)}")
+                raise _unusable(folder, file, f"{name}.rope_type", "a text", shown(kind))
             odd = next((key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value)), None)
             if odd is not None:
-                raise ModelError(f"{where}.{odd} needs a finite number, got {parameters[odd]}")
+                raise _unusable(folder, file, f"{name}.{odd}", "a finite number", parameters[odd])
             trained = parameters.get("original_max_position_embeddings")
             if trained is not None and not _is_factor(trained):
-                raise ModelError(f"{where}.original_max_position_embeddings needs a number above 0, got {shown(trained)}")
+                raise _unusable(folder, file, f"{name}.original_max_position_embeddings", "a number above 0", shown(trained))
             share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
             rotated = head_dim and int(head_dim * (share if isinstance(share, float | int) else 1)) // 2
             for key in ("short_factor", "long_factor") if kind == "longrope" else ():
                 value = parameters.get(key)
                 if not isinstance(value, list) or (rotated and len(value) != rotated) or not all(map(_is_factor, value)):
-                    raise ModelError(
-                        f"{where}.{key} needs a list of {rotated or 'head_dim / 2'} numbers above 0, got {shown(value)}"
-                    )
+                    need = f"a list of {rotated or 'head_dim / 2'} numbers above 0"
+                    raise _unusable(folder, file, f"{name}.{key}", need, shown(value))
+
+
+def _unusable(folder: Path, file: str, what: str, need: str, got: object) -> ModelError:
+    return ModelError(f"model {folder}: {file} cannot be used: {what} needs {need}, got {got}")
 
 
 def _is_factor(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from headway.kernels.step.native import NativeOperations, RecordedLayers
 from headway.kernels.step.operations import Embedding, Norm, Operations, Rope, TorchOperations
 from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
-from headway.models.cut import ModelCut
+from headway.models.cut import ModelCut, VocabularyCut
 from headway.models.families.rope import rope_tables
 from headway.models.layers.latent_attention import LatentAttention
 from headway.models.layers.mlp import MLP, ExpertsMLP
@@ -40,58 +40,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 
-class Part(Protocol):
-    """A part of a layer with its norms, products and residual."""
-
-    @property
-    def linears(self) -> list[Linear]:
-        """Products of this part, which absorb norms and are checked for batch invariance."""
-
-    def absorb_norms(self, ops: Operations) -> None:
-        """Merge norms into the products that follow them, where the operations can."""
-
-
-class MixerPart(Part, Protocol):
-    """A part in which tokens meet: attention, or a part with a state."""
-
-    def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Compute the part and return the new residual stream.
-
-        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
-        """
-
-    @property
-    def out_proj(self) -> Linear:
-        """The last product."""
-
-    def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """Return what the part's last product is applied to. x: as above, left as it is."""
-
-    def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: the residual stream, overwritten; mixed: of `mix`."""
-
-
-class AttentionPart(MixerPart, Protocol):
-    """The attention of a layer."""
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The layer's attention as a backend sees it."""
-
-
-class StatefulPart(MixerPart, Protocol):
-    """The part with a state of a layer."""
-
-    @property
-    def state_layers(self) -> list[StateLayer]:
-        """What a backend sees of it: one layer with a state, or a convolution and a recurrence with a product between them."""
-
-
-class MLPPart(Part, Protocol):
-    """The MLP of a layer, dense or with experts."""
-
-    def __call__(self, x: Tensor, ops: Operations) -> Tensor:
-        """Return the new residual stream. x: [num_tokens, hidden_size], the residual stream, overwritten."""
+AttentionPart = SelfAttention | LatentAttention
+"""The attention of a layer."""
+MixerPart = AttentionPart | StatePart
+"""A part in which tokens meet: see `StatePart`, whose methods attention has as well."""
 
 
 class OntoNormed:
@@ -104,7 +56,7 @@ class OntoNormed:
         self._part = part
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         normed = ops.norm(x, self.norm)
         mixed = self._part.mix(normed, rope, ops, attention)
         return self._part.add(normed if self._kept == 1.0 else normed * self._kept, mixed, ops)
@@ -113,14 +65,14 @@ class OntoNormed:
 class SideBySide:
     """Attention and a part with a state that read one normed input; both outputs are added to the residual stream (Falcon-H1)."""
 
-    def __init__(self, norm: Norm, attention: AttentionPart, state: StatefulPart) -> None:
+    def __init__(self, norm: Norm, attention: AttentionPart, state: StatePart) -> None:
         """attention, state: without norms of their own, before them or after."""
         self.norm = norm
         self._attention = attention
         self._state = state
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         normed = ops.norm(x, self.norm)
         attended = self._attention.mix(normed, rope, ops, attention)
         moved = self._state.mix(normed, rope, ops, attention)
@@ -189,13 +141,7 @@ class Decoder:
             self.attention_specs += [] if layer.attention is None else [layer.attention.spec]
             self.state_layers += [] if layer.state is None else layer.state.state_layers
         self.norm = _scaled(tensors.norm(names.norm, config.hidden_size), config.logit_scale)
-        head = f"{names.head}.weight"
-        tied = config.tie_word_embeddings and head not in weights
-        kept = weights.take_head(f"{names.embed}.weight" if tied else head, (vocabulary.axis, config.hidden_size))
-        if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
-            self.lm_head = Linear(kept, dtype=weights.dtype)
-        else:
-            self.lm_head = Linear(vocabulary.head(table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)))
+        self.lm_head = _head(config, weights, tensors, vocabulary, table)
         self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
         ropes = rope_tables(config.ropes, weights.device)
@@ -327,7 +273,7 @@ class DecoderLayer:
         tensors = tensors.below(config.names.layer.format(index), config)
         self._rope = layer.rope
         self.attention: AttentionPart | None = None
-        self.state: StatefulPart | None = None
+        self.state: StatePart | None = None
         if layer.attention:
             attention = SelfAttention if config.latent is None else LatentAttention
             self.attention = attention(config, layer, places[0], tensors, batch_invariant)
@@ -344,7 +290,7 @@ class DecoderLayer:
             self._mixer = SideBySide(norm, self.attention, self.state)
         elif layer.kept is not None and mixer is not None:
             self._mixer = OntoNormed(tensors.norm(config.names.mixer_norm, config.hidden_size), layer.kept[0], mixer)
-        self.mlp: MLPPart | None = None
+        self.mlp: MLP | ExpertsMLP | None = None
         if layer.mlp is not None:
             kept = None if layer.kept is None else layer.kept[1]
             self.mlp = ExpertsMLP(config, tensors, kept) if layer.mlp == "experts" else MLP(config, tensors)
@@ -365,7 +311,7 @@ class DecoderLayer:
         return [linear for part in self._parts for linear in part.linears]
 
     @property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[MixerPart | MLP | ExpertsMLP]:
         return [part for part in (self.attention, self.state, self.mlp) if part is not None]
 
     def __call__(self, x: Tensor, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
@@ -384,6 +330,19 @@ STATE_PARTS: dict[str, type[StatePart]] = {
     CONV: ShortConvolution,
 }
 """What computes a part with a state, by the kind of its recurrence."""
+
+
+def _head(
+    config: DecoderConfig, weights: WeightSource, tensors: LayerTensors, vocabulary: VocabularyCut, table: Tensor
+) -> Linear:
+    """The product that gives logits. table: the embedding's, which may serve as one too."""
+    names, shape = config.names, (vocabulary.axis, config.hidden_size)
+    head = f"{names.head}.weight"
+    tied = config.tie_word_embeddings and head not in weights
+    kept = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
+    if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
+        return Linear(kept, dtype=weights.dtype)
+    return Linear(vocabulary.head(table if tied else tensors.take(head, *shape)))
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:

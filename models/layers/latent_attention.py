@@ -75,7 +75,7 @@ class LatentAttention:
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         both = ops.norm_product(x, self.norm, self.first_proj, None)
         q, latent = both[:, : self._first_size], both[:, self._first_size :]
         if self.q_proj is not None:
@@ -84,7 +84,7 @@ class LatentAttention:
         return attention(self._place, q, latent, latent[..., : self.spec.v_head_dim]).flatten(1)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         return ops.add_product(x, mixed, self.out_proj)
 
 

@@ -56,7 +56,7 @@ class SelfAttention:
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         q, k, v = ops.norm_qkv(x, self.norm, self.qkv_proj, self.heads, rope)
         if self.gate is None:
             return attention(self._place, q, k, v).flatten(1)
@@ -64,7 +64,7 @@ class SelfAttention:
         return ops.gate(attention(self._place, q, k, v).flatten(1), by.flatten(1), self.gate)
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         if self.post_norm is None:
             return ops.add_product(x, mixed, self.out_proj)
         return ops.add_norm(x, ops.product(mixed, self.out_proj), self.post_norm)

@@ -76,18 +76,21 @@ class StatePart(ABC):
         return [self.in_proj, self.out_proj]
 
     def absorb_norms(self, ops: Operations) -> None:  # noqa: B027  (nothing to merge is what most kinds have)
-        """Nothing is merged."""
+        """Merge norms into the products that follow them, where the operations can."""
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """Compute the part and return the new residual stream.
+
+        x: [num_tokens, hidden_size], the residual stream, overwritten; rope: as `Operations.embed` returned it.
+        """
         return self.add(x, self.mix(x, rope, ops, attention), ops)
 
     @abstractmethod
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """Return what the part's last product is applied to. x: as above, left as it is."""
 
     def add(self, x: Tensor, mixed: Tensor, ops: Operations) -> Tensor:
-        """See MixerPart."""
+        """Return the new residual stream. x: the residual stream, overwritten; mixed: of `mix`."""
         return ops.add_product(x, mixed, self.out_proj)
 
     def _split(self, x: Tensor, ops: Operations) -> tuple[Tensor, dict[str, Tensor]]:
@@ -130,7 +133,7 @@ class GatedDelta(StatePart):
         return {"q": cut.keys, "k": cut.keys, "v": cut.values, "a": cut.heads, "b": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         out = attention.state(self._place, qkv, [parts["a"], parts["b"]])
         return ops.gate(out, parts["z"], self.gate)
@@ -166,7 +169,7 @@ class KimiDelta(StatePart):
         return [self.in_proj, self.decay_proj, self.gate_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         a = ops.norm_product(parts["f"], None, self.decay_proj, None).view(len(x), self.spec.num_heads, self.spec.key_dim)
         out = attention.state(self._place, qkv, [a, parts["b"]])
@@ -189,7 +192,7 @@ class Lightning(StatePart):
         return [StateLayer(layer.spec, replace(layer.parameters, A_log=A_log))]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         qkv, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, silu(qkv), []), parts["z"], self.gate)
 
@@ -203,7 +206,7 @@ class Mamba2(StatePart):
         return {"x": cut.values, "B": cut.keys, "C": cut.keys, "dt": cut.heads, "z": cut.values}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         return ops.gate(attention.state(self._place, inputs, [parts["dt"]]), parts["z"], self.gate)
 
@@ -245,7 +248,7 @@ class Mamba1(StatePart):
         return [self.in_proj, self.x_proj, self.dt_proj, self.out_proj]
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         inputs = attention.state(self._place, inputs, [])
         made = torch.split(ops.product(inputs, self.x_proj), self._sizes, dim=1)
@@ -264,7 +267,7 @@ class ShortConvolution(StatePart):
         return {"x": cut.out, "B": cut.out, "C": cut.out}
 
     def mix(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
-        """See MixerPart."""
+        """As `StatePart`."""
         inputs, parts = self._split(x, ops)
         out = attention.state(self._place, ops.gate(inputs, parts["B"], _PLAIN), [])
         return ops.gate(out, parts["C"], self.gate)

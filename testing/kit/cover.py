@@ -162,7 +162,7 @@ class Claimed:
         plain = CheckCell("answer", layout=layout, dtype=str(dtype))
         features = [name for name in _SEARCHED["feature"] if name in self.usual["feature"]]
         for picked in product(*(_SEARCHED | {"feature": features}).values()):
-            cell = replace(plain, **dict(zip(_SEARCHED, picked, strict=True)))  # type: ignore[arg-type]
+            cell = plain.plain("answer", "-", **dict(zip(_SEARCHED, picked, strict=True)))
             if self.support(cell, phase):
                 return cell
         return None
@@ -173,7 +173,7 @@ class Claimed:
         specs: dict[tuple[Value, ...], AttentionSpec] = {}
         axes = [values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
-            cell = replace(plain, **dict(zip(AXES, picked, strict=True)))  # type: ignore[arg-type]
+            cell = plain.plain("answer", "-", **dict(zip(AXES, picked, strict=True)))
             if cell.head_dim == LATENT_DIM and cell.feature != "latent":
                 continue
             layer = picked[-_LAYER_AXES:]
@@ -234,7 +234,7 @@ class Claimed:
             taken = {getattr(cell, axis) for cell, _ in self.rows}
             odd = (*OTHERS.get(axis, ()), *([UNCLAIMED[axis]] if axis in UNCLAIMED else []))
             for value in dict.fromkeys((*self.values[axis], *odd)) if axis != "memory" else ():
-                cell = replace(plain, check="refuse", about=axis, phase=self._phase(plain), **{axis: value})  # type: ignore[arg-type]
+                cell = plain.plain("refuse", axis, **{"phase": self._phase(plain), axis: value})
                 unclaimed = value in UNCLAIMED.values() and value not in self.values[axis]
                 if (value not in taken and not self.support(cell, cell.phase)) or unclaimed:
                     cells.append(cell)
@@ -257,12 +257,12 @@ class Claimed:
                 picked = next((place for place in places if value not in counts and self._takes(*place[1], axis, value)), None)
                 if picked is not None:
                     number, (cell, phases) = picked
-                    found[number:] = [(replace(cell, **{axis: value}), phases), *found[number + 1 :]]  # type: ignore[arg-type]
+                    found[number:] = [(cell.plain(cell.check, cell.about, **{axis: value}), phases), *found[number + 1 :]]
                     changed.add(number)
         return found
 
     def _takes(self, cell: CheckCell, phases: frozenset[str], axis: str, value: Value) -> bool:
-        changed = replace(cell, **{axis: value})  # type: ignore[arg-type]
+        changed = cell.plain(cell.check, cell.about, **{axis: value})
         return all(self.support(changed, phase) for phase in phases)
 
     def of_models(self) -> list[CheckCell]:
@@ -301,8 +301,8 @@ class Claimed:
         plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)
         if plain is None:
             return None
-        heads = {} if feature == "latent" else {"kv_heads": 1}
-        return replace(plain, phase=phase, group=group, work=FEW, **heads)  # type: ignore[arg-type]
+        heads: dict[str, int] = {} if feature == "latent" else {"kv_heads": 1}
+        return plain.plain(plain.check, plain.about, phase=phase, group=group, work=FEW, **heads)
 
     def _phase(self, cell: CheckCell) -> str:
         return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))

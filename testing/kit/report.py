@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -268,7 +268,7 @@ class AnyCell(Protocol):
         """The name of its check."""
 
     @property
-    def axes(self) -> dict[str, str | int]:
+    def axes(self) -> dict[str, Any]:
         """The result's fields for its axes."""
 
 
@@ -299,7 +299,7 @@ def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None =
         relative_error=measured.error if measured.error is not None and measured.error < 1e30 else None,
         tolerance=measured.tolerance,
         seconds=round(time.perf_counter() - started, 4),
-        **cell.axes,  # type: ignore[arg-type]
+        **cell.axes,
     )
 
 

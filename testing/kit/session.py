@@ -6,7 +6,7 @@ Answers are held to float64, and every bit that is not the backend's to change i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from headway.core.oracle.steps import (
 )
 from headway.core.select.layer_specs import LayerSpecs
 from headway.testing.diagnosis.guess import Wrong, guess
+from headway.testing.diagnosis.places import wrong_parts, wrong_sequences
 from headway.testing.kit.subject import Subject
 
 _ZERO_AT = 6
@@ -46,7 +47,7 @@ _NULL = 1
 """The block of zeros that stands in a table for those behind the window, unless block 0 does."""
 
 
-class Room(NamedTuple):
+class SessionRoom(NamedTuple):
     """How much a session holds."""
 
     num_blocks: int
@@ -71,7 +72,7 @@ class Session:
         cell: CheckCell,
         spec: AttentionSpec,
         parts: tuple[AttentionBackend, AttentionBackend],
-        room: Room,
+        room: SessionRoom,
         poison: float,
     ) -> None:
         """cell: says over which cache, with which scores and work; parts: who serves prompts, and who decodes; poison: in every
@@ -217,12 +218,10 @@ class Session:
             judge(self, step)
         for turn in work:
             turn.seq.length += turn.query_len
-        for kept, new in (
-            (self.previous, [turn.seq.length for turn in work]),
-            (self.previous_blocks, [tuple(turn.seq.blocks) for turn in work]),
-        ):
+        for kept in (self.previous, self.previous_blocks):
             del kept[1 : len(kept) + 1 - _REMEMBERED]
-            kept.append(new)  # type: ignore[arg-type]
+        self.previous.append([turn.seq.length for turn in work])
+        self.previous_blocks.append([tuple(turn.seq.blocks) for turn in work])
 
     def _metadata(self, work: StepTurns, padding_rows: int) -> AttentionMetadata:
         for turn in work:
@@ -367,10 +366,9 @@ def _answers(session: Session, step: StepTensors, layer: int, tolerance: float) 
         looks = "" if finite else "NaN"
     else:
         looks = _unwritten(given, step, numbers) or _guessed(session, step, layer, numbers, bad, right, tolerance)
-        shared = trait(rows, bad) if bad and len(bad) < len(rows) else ""
-        looks = ", ".join(
-            part for part in (looks or MEMORY.get(session.memory, ""), f"wrong in exactly {shared}" if shared else "") if part
-        )
+        parts = wrong_parts([outs[each] for each in finite], [right[each] for each in finite]) if finite else ""
+        said = looks or MEMORY.get(session.memory, ""), wrong_sequences(rows, bad), parts
+        looks = "; ".join(part for part in said if part)
     words = f"{_count(bad, rows)}layer {layer}: {_numbers(worst, rows, outs, right)}"
     raise Finding(words, guess=looks, error=error, tolerance=tolerance)
 
@@ -464,29 +462,3 @@ def _numbers(worst: int, rows: Sequence[StepSequence], outs: Sequence[Tensor], r
         f"sequence {worst} ({lens}), query {token}, head {head}, element {dim}: "
         f"expected {float(answer[token, head, dim]):.5g}, got {float(out[token, head, dim]):.5g}"
     )
-
-
-_TRAITS: dict[str, Callable[[StepSequence, int, int], bool]] = {
-    "those of a single token": lambda row, number, count: row.kv_len == 1,
-    "the last sequence of the step": lambda row, number, count: number == count - 1,
-    "the first sequence of the step": lambda row, number, count: number == 0,
-    "those with a context": lambda row, number, count: row.context > 0,
-    "those without a context": lambda row, number, count: row.context == 0,
-    "those whose context ends with a block": lambda row, number, count: (
-        row.context > 0 and row.context % row.cache.block_size == 0
-    ),
-    "those that end with a block": lambda row, number, count: row.kv_len % row.cache.block_size == 0,
-    "those of several blocks": lambda row, number, count: row.kv_len > row.cache.block_size,
-    "those of more than 1,024 tokens": lambda row, number, count: row.kv_len > 1024,
-    "those of one new token": lambda row, number, count: row.query_len == 1,
-    "those of several new tokens": lambda row, number, count: row.query_len > 1,
-    "those with an odd length": lambda row, number, count: row.kv_len % 2 == 1,
-}
-
-
-def trait(rows: Sequence[StepSequence], wrong: Sequence[int]) -> str:
-    """What exactly the wrong sequences of a step have, of which some are right; empty if nothing says it."""
-    for name, holds in _TRAITS.items():
-        if [number for number, row in enumerate(rows) if holds(row, number, len(rows))] == list(wrong):
-            return name
-    return ""

@@ -15,7 +15,7 @@ from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
 from headway.core.oracle.steps import FINITE_POISON, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.kit.cover import Claimed
 from headway.testing.kit.model_layers import ModelLayer
-from headway.testing.kit.session import Room, Session
+from headway.testing.kit.session import Session, SessionRoom
 from headway.testing.kit.subject import BASELINE, Subject
 
 
@@ -69,7 +69,7 @@ class Stage:
         subject, spec = self.subject, spec or self.claimed.spec(cell)
         prefill, decode = self.parts(cell)
         made = {name: subject.make(spec, cell.layout, cell.block_size, name) for name in dict.fromkeys((prefill, decode))}
-        room = Room(
+        room = SessionRoom(
             num_blocks=sum(blocks_for(each, cell.block_size) for each in lens) + 2 + extra_tokens // cell.block_size,
             max_tokens=max(sum(query_len for query_len, _, _ in each) for each in lens) + 16,
             layers=1 if cell.memory == "far" or cell.check == "long" or cell.work in ("many", "deep") else layers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations, product
 from types import ModuleType
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy
 import torch
@@ -79,12 +79,12 @@ class StateCell:
         del parts[1]
         names = [field.name for field in fields(cls)]
         try:
-            values: dict[str, str | int] = dict(zip(names, parts, strict=True))
+            values: dict[str, Any] = dict(zip(names, parts, strict=True))
             for name, prefix in _PREFIX.items():
                 values[name] = str(values[name]).removeprefix(prefix)
             for name in ("key_dim", "value_dim"):
                 values[name] = int(values[name])
-            cell = cls(**values)  # type: ignore[arg-type]
+            cell = cls(**values)
             known = (
                 cell.kind in STATE_KINDS,
                 cell.conv in CONVOLUTIONS,
@@ -100,12 +100,12 @@ class StateCell:
         except ValueError:
             raise ConfigError("--cell", "a cell's name as `headway check` prints it", repr(text)) from None
 
-    def plain(self, check: str, about: str = "-", **changes: str | int) -> StateCell:
+    def plain(self, check: str, about: str = "-", **changes: Any) -> StateCell:
         """Return the same layer in another check."""
-        return replace(self, check=check, about=about, **changes)  # type: ignore[arg-type]
+        return replace(self, check=check, about=about, **changes)
 
     @property
-    def axes(self) -> dict[str, str | int]:
+    def axes(self) -> dict[str, Any]:
         """Fields of a result: the kind stands for the feature, key_dim for the head's size."""
         heads, _, key_heads = self.heads.partition("/")
         return {
@@ -233,7 +233,7 @@ class StateSubject:
         """Every layer of these values that is accepted, and in which phases."""
         found: dict[StateCell, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
-            cell = self.whole(StateCell("answer", **dict(zip(STATE_AXES, chosen, strict=True))))  # type: ignore[arg-type]
+            cell = self.whole(StateCell("answer").plain("answer", "-", **dict(zip(STATE_AXES, chosen, strict=True))))
             if cell is not None and cell not in found:
                 found[cell] = self.phases(cell)
         return [(cell, phases) for cell, phases in found.items() if phases]
@@ -252,7 +252,7 @@ class StateSubject:
     def refusal_of(self, kind: str) -> str:
         """Return the reasons why the plainest layer of a kind is refused in every phase."""
         plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
-        cell = self.whole(StateCell("answer", **plain))  # type: ignore[arg-type]
+        cell = self.whole(StateCell("answer").plain("answer", "-", **plain))
         assert cell is not None
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 

@@ -13,8 +13,7 @@ import pytest
 from headway.core.contract.errors import ConfigError
 from headway.plan.demand import Demand, LatencyLimits
 from headway.plan.devices import GPU_KINDS
-from headway.plan.memory import EngineLimits, EngineMemory, engine_memory
-from headway.plan.model_costs import RankCosts, rank_costs, read_planned_model
+from headway.plan.model_costs import EngineLimits, EngineMemory, RankCosts, engine_memory, rank_costs, read_planned_model
 from headway.plan.simulation import Replica, SimulatedRequest
 from headway.plan.step_time import StepPredictor, StepWork
 

@@ -146,7 +146,7 @@ def test_forgotten_scales_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (IgnoresTheTable, "none", "ignores the block table: matches blocks 0, 1, ..."),
         (SortsTheTable, "none", "ignores the order of the block table: matches its blocks sorted"),
-        (LeavesTheLastOut, "none", "of some sequences, wrong in exactly the last sequence of the step"),
+        (LeavesTheLastOut, "none", "of some sequences; wrong in exactly the last sequence of the step"),
         (KeepsElevenBits, "none", "float32 rounded to 11 bits"),
         (KeepsEightBits, "none", "float32 rounded to 8 bits"),
         (GroupsTheOtherWay, "none", "query heads in the order [group, kv head]"),
@@ -347,7 +347,6 @@ class LosesElements(PlainBackend):
         (ReadsValuesOneLate, {}),
         (SeesWholeBlocks, {"feature": "window-16", "phase": "extend"}),
         (BendsScores, {}),
-        (LosesElements, {}),
         (HidesByWholeTiles, {"phase": "extend"}),
         (RoundsTheWindowUp, {"phase": "extend", "feature": "window"}),
         (ReadsTheTableByItsOwnWidth, {"phase": "mixed"}),
@@ -362,17 +361,29 @@ class LosesElements(PlainBackend):
         (HasRoomFor64, {"work": "many"}),
         (AddsToOut, {}),
         (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}),
-        (GoesWrongBehind40Tokens, {}),
-        (HidesAKeyFromHeadsBehind64, MANY_LATENT),
-        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1}),
-        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 2}),
-        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1, "feature": "sinks"}),
     ],
 )
 def test_a_mistake_without_a_name_is_found(
     made: type[PlainBackend], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert_guessed(made, changes, "", monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("made", "changes", "words"),
+    [
+        (LosesElements, {}, "wrong in elements 24 to 31 alone, of 32"),
+        (HidesAKeyFromHeadsBehind64, MANY_LATENT, "wrong in heads 64 to 127 alone, of 128"),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1}, "wrong in heads 64 to 70 alone, of 71"),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 2}, "wrong in heads 64 to 70, 135 to 141 alone, of 142"),
+        (HidesAKeyFromHeadsBehind64, {"group": 71, "kv_heads": 1, "feature": "sinks"}, "wrong in heads 64 to 70 alone, of 71"),
+        (GoesWrongBehind40Tokens, {}, "wrong in exactly those of more than 38 tokens"),
+    ],
+)
+def test_the_place_of_a_mistake_is_said(
+    made: type[PlainBackend], changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_guessed(made, changes, words, monkeypatch)
 
 
 class GivesLogSumsFarOff(PlainBackend):

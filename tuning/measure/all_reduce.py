@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headway.core.contract.errors import ConfigError
 from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, AllReduceChoice
 from headway.core.system.files import cache_folder
-from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.kept import KeptTimes, read_kept
+from headway.tuning.measure.kept import KeptTimes, keep, read_kept, slug
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -219,10 +216,7 @@ def time_all_reduce(
 
 def _keep(device: DeviceIdentity, size: int, table: Tensor) -> None:
     found = AllReduceFile(device=device, origin=Origin.here(), ranks=size, sizes=list(SIZES), us=_by_name(table))
-    try:
-        write_json(found, kept_path(device, size), "HEADWAY_CACHE")
-    except ConfigError as error:
-        log.warning("all-reduce: the times are not kept: %s", error)
+    keep("all-reduce", found, kept_path(device, size))
 
 
 def _by_name(table: Tensor) -> dict[str, list[float | None]]:
@@ -231,5 +225,5 @@ def _by_name(table: Tensor) -> dict[str, list[float | None]]:
 
 def kept_path(device: DeviceIdentity, size: int) -> Path:
     """The file of the times of so many ranks on such GPUs."""
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+    name = slug(device.name)
     return cache_folder() / "all_reduce" / f"{name}-{size}-ranks.json"

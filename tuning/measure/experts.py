@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
@@ -17,17 +16,15 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.errors import ConfigError
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.files import cache_folder
-from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.experts.methods import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import Differing, KeptTimes, read_kept, read_shipped, times_with, unchecked
+from headway.tuning.measure.kept import Differing, KeptTimes, keep, read_kept, read_shipped, slug, times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
 from headway.tuning.table.schema import DeviceIdentity
 
@@ -79,7 +76,7 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
 
 
 def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+    name = slug(device.name)
     sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
     key = hashlib.sha256(repr((device.name, _layer(kind))).encode()).hexdigest()[:8]
     return cache_folder() / "experts" / f"{name}-{sizes}-{key}.json"
@@ -138,10 +135,7 @@ def _measured(
     layer, tokens = _layer(kind), list(TOKEN_COUNTS)
     found = ExpertsFile(device=device, origin=Origin.here(), prior=prior, layer=layer, tokens=tokens, us=us)
     log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, path)
-    try:
-        write_json(found, path, "HEADWAY_CACHE")
-    except ConfigError as error:
-        log.warning("experts: the times are not kept: %s", error)
+    keep("experts", found, path)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from headway.core.contract.errors import ConfigError
-from headway.core.system.json_files import read_json
+from headway.core.system.json_files import read_json, write_json
 from headway.core.system.provenance import Origin
 from headway.tuning.table.files import prior_folder
 from headway.tuning.table.schema import DeviceIdentity
@@ -42,6 +43,19 @@ class KeptTimes(BaseModel):
 
 
 File = TypeVar("File", bound=KeptTimes)
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+
+
+def keep(what: str, found: KeptTimes, path: Path) -> None:
+    """Write times down; a warning says where they cannot be. what: whose times these are, for the log."""
+    try:
+        write_json(found, path, "HEADWAY_CACHE")
+    except ConfigError as error:
+        log.warning("%s: the times are not kept: %s", what, error)
 
 
 def read_kept(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,16 +17,25 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.errors import ConfigError
 from headway.core.contract.support import Support
 from headway.core.system.files import cache_folder
-from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import Differing, KeptTimes, Us, cells_to_check, read_kept, read_shipped, times_with, unchecked
+from headway.tuning.measure.kept import (
+    Differing,
+    KeptTimes,
+    Us,
+    cells_to_check,
+    keep,
+    read_kept,
+    read_shipped,
+    slug,
+    times_with,
+    unchecked,
+)
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
 from headway.tuning.table.schema import DeviceIdentity
 
@@ -172,9 +180,8 @@ def _shipped(kind: ProductKind, device: DeviceIdentity) -> ProductsFile | None:
 
 
 def _path(device: DeviceIdentity, kind: ProductKind) -> Path:
-    name, product = (re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48] for text in (device.name, kind.name))
     key = hashlib.sha256(repr((device.name, kind.name)).encode()).hexdigest()[:8]
-    return cache_folder() / "products" / f"{name}-{product}-{key}.json"
+    return cache_folder() / "products" / f"{slug(device.name)}-{slug(kind.name)}-{key}.json"
 
 
 def _measure(
@@ -250,10 +257,7 @@ def _keep(kind: ProductKind, device: DeviceIdentity, us: Us, prior: str) -> None
     path, rows = _path(device, kind), list(ROW_COUNTS)
     found = ProductsFile(device=device, origin=Origin.here(), prior=prior, product=kind.name, rows=rows, us=us)
     _obey(kind, found, path)
-    try:
-        write_json(found, path, "HEADWAY_CACHE")
-    except ConfigError as error:
-        log.warning("products: the times are not kept: %s", error)
+    keep("products", found, path)
 
 
 class SampleProduct:

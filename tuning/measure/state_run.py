@@ -365,7 +365,7 @@ def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[St
         if isinstance(timing, Exception):
             cells.append(_cell(point, contender, "error", _told(timing)))
         else:
-            cells.append(_cell(point, contender, "ok", "", timed, error, timing, options.turns, device))
+            cells.append(_cell(point, contender, "ok", "", timed, error, timing, options))
     return cells
 
 
@@ -377,10 +377,9 @@ def _cell(
     timed: TimedState | None = None,
     error: float | None = None,
     timing: Timing | None = None,
-    turns: InterleavedTimer | None = None,
-    device: torch.device | None = None,
+    options: StateOptions | None = None,
 ) -> MeasuredState:
-    """What became of one contender. turns, device: the host's times are taken, too."""
+    """What became of one contender. options: the host's times are taken, too."""
     found: dict[str, Any] = {
         "verb": point.verb,
         "batch": point.batch,
@@ -395,9 +394,10 @@ def _cell(
     if timed is not None and timing is not None:
         found |= {"median_us": timing.median_us, "p20_us": timing.p20_us, "p80_us": timing.p80_us, "drift": timing.drift}
         found["graph"] = timed.plan is None
-        if timed.plan is not None and turns is not None and device is not None:
-            found["plan_us"] = host_us(timed.plan, device, turns.host_seconds)
-            found["host_us"] = host_us(timed.call, device, turns.host_seconds) if device.type == "cuda" else None
+        if timed.plan is not None and options is not None:
+            device, seconds = options.spec.device, options.turns.host_seconds
+            found["plan_us"] = host_us(timed.plan, device, seconds)
+            found["host_us"] = host_us(timed.call, device, seconds) if device.type == "cuda" else None
     return MeasuredState.model_validate(found)
 
 

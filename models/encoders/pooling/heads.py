@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -171,17 +171,6 @@ def pooled(hidden: Tensor, starts: Tensor, kind: PoolingType | Literal["all"]) -
     return torch.segment_reduce(hidden.float(), "mean", offsets=starts, axis=0)
 
 
-class PoolingHead(Protocol):
-    """What makes rows of hidden states."""
-
-    @property
-    def size(self) -> int:
-        """Elements of a row."""
-
-    def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. Others as those of `pooled`."""
-
-
 @dataclass(frozen=True)
 class DenseLayer:
     """A product in float32 with its activation; few rows take part, so precision costs nothing."""
@@ -211,7 +200,7 @@ class EmbeddingHead:
         return int(self.layers[-1].weight.shape[0]) if self.layers else self.hidden_size
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """See PoolingHead."""
+        """Return float32 [texts, size], or [num_tokens, size] where each token gets a row. Others as those of `pooled`."""
         x = pooled(hidden, starts, "all" if each_token else self.pooling)
         for layer in self.layers:
             x = layer(x)
@@ -236,7 +225,7 @@ class ScoringHead:
         return int(self.out.weight.shape[0])
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """See PoolingHead; `pooling` says whether each token gets a row."""
+        """As `EmbeddingHead`; `pooling` says whether each token gets a row."""
         x = pooled(hidden, starts, self.pooling)
         if self.dense is not None:
             x = self.dense(x)
@@ -256,8 +245,12 @@ class YesNoHead:
         self._difference = (rows[0].float() - rows[1].float())[None]
 
     def __call__(self, hidden: Tensor, starts: Tensor, each_token: bool) -> Tensor:
-        """See PoolingHead: softmax over two logits is the sigmoid of their difference. A text has one row."""
+        """As `EmbeddingHead`: softmax over two logits is the sigmoid of their difference. A text has one row."""
         return torch.sigmoid(linear(pooled(hidden, starts, "last"), self._difference))
+
+
+PoolingHead = EmbeddingHead | ScoringHead | YesNoHead
+"""What makes rows of hidden states."""
 
 
 class PooledModel:

@@ -255,7 +255,7 @@ def outputs(backend: AttentionBackend, case: Case, rows: list[int]) -> list[Tens
     )
     q, k, v = (torch.cat([t[starts[row] : starts[row + 1]] for row in rows]) for t in (case.q, case.k, case.v))
     out = run_backend(backend, replace(case, metadata=metadata, q=q, k=k, v=v))
-    return list(out.split([q for q, _ in lens]))  # type: ignore[no-untyped-call]
+    return list(torch.split(out, [q for q, _ in lens]))
 
 
 def dependent(backend: AttentionBackend, case: Case) -> list[str]:

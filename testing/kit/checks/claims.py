@@ -47,7 +47,7 @@ def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
         reason=f"refused at every start by the trial of plugins: it {verdict.fault}{more}" if verdict.fault else "",
         guess="does what no plugin may do to a process that is not its own" if verdict.fault else "",
         seconds=round(time.perf_counter() - started, 4),
-        **CELL.axes,  # type: ignore[arg-type]
+        **CELL.axes,
     )
 
 

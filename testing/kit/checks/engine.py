@@ -73,8 +73,8 @@ class TinyDecoder:
         spec = self.spec
         x = weights["embed"][ids] + weights["places"][positions]
         for layer in range(LAYERS):
-            q, k, v = (x @ weights[f"qkv{layer}"]).split(self._sizes, dim=-1)  # type: ignore[no-untyped-call]
-            q, k, v = (part.unflatten(-1, (heads, -1)) for part, heads in zip((q, k, v), _heads(spec), strict=True))
+            q, k, v = torch.split(x @ weights[f"qkv{layer}"], self._sizes, dim=-1)
+            q, k, v = (torch.unflatten(part, -1, (heads, -1)) for part, heads in zip((q, k, v), _heads(spec), strict=True))
             v = k[..., : spec.v_head_dim] if spec.value_in_key else v
             x = x + attention(layer, q, k, v).flatten(1) @ weights[f"out{layer}"]
             x = x / x.pow(2).mean(-1, keepdim=True).sqrt()

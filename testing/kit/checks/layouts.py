@@ -81,8 +81,8 @@ def _write_and_read(stage: Stage, cell: CheckCell, spec: AttentionSpec, cache: L
         merged[::4] = 0.0
     elif spec.kv_dtype is None:  # bits that arithmetic would change, and a copy does not
         merged[::3, ::7], merged[1::3, 3::11] = -0.0, torch.nan
-    k, v = merged.split([spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)  # type: ignore[no-untyped-call]
-    k, v = k.unflatten(1, (spec.num_kv_heads, -1)), v.unflatten(1, (spec.num_kv_heads, -1))
+    k, v = torch.split(merged, [spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim], dim=1)
+    k, v = (torch.unflatten(part, 1, (spec.num_kv_heads, -1)) for part in (k, v))
     v = k[..., : spec.v_head_dim] if spec.value_in_key else v
     before = merged.clone()
     stage.subject.writer(cell.layout)(k, v, cache, slots)
