@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import HopperAttention, has_rows_of_16_bytes, is_hopper
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
+from headway.backends.options import count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan
@@ -215,7 +216,40 @@ def _lies_in_words(rows: Tensor, elements: int) -> bool:
     return rows.stride(2) == 1 and together % elements == 0
 
 
-class HopperDecoding(AttentionBackend):
+class CutDecoding(AttentionBackend):
+    """Base of our backends for H100 and H200 whose keys are cut by Triton's kernel."""
+
+    graph_level = GraphLevel.UNIFORM
+    _decode: Decode
+
+    @classmethod
+    def available(cls) -> Support:
+        """What `hopper` needs, and Triton, whose kernel cuts keys."""
+        support = HopperAttention.available()
+        return support & TritonAttention.available() if support else support
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results where keys are split."""
+        return self._decode.workspace_bytes(max_num_seqs)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """Cut the sequences into chunks, once for all layers; an extend is cut as a decode of many tokens."""
+        return self._decode.plan(metadata)
+
+    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
+        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
+        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
+
+    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
+        """Cut the sequences into chunks for the lengths that the device has now."""
+        self._decode.cut_again(plan, metadata.kv_lens)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of the newest tokens over the cache."""
+        self._decode.run(q, cache, plan, out, lse)
+
+
+class HopperDecoding(CutDecoding):
     """Our CUDA C++ decode for H100 and H200: queries are the narrow side of the products, and a warp waits for no other."""
 
     name = "hopper_decode"
@@ -229,7 +263,6 @@ class HopperDecoding(AttentionBackend):
         shares_plans=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),
     )
-    graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence's keys, in place of the built-in rule"}
     decode_writes = True
 
@@ -241,12 +274,6 @@ class HopperDecoding(AttentionBackend):
         multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         splits, workspace = count_of(self.name, options, "num_splits"), Workspace(spec.device)
         self._decode = HopperDecode(spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace)
-
-    @classmethod
-    def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernel cuts keys."""
-        support = HopperAttention.available()
-        return support & TritonAttention.available() if support else support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
@@ -265,26 +292,6 @@ class HopperDecoding(AttentionBackend):
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         """Name of the kernel that will really run."""
         return "decode (CUDA C++, sm_90a)"
-
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
-        return self._decode.workspace_bytes(max_num_seqs)
-
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Cut the sequences into chunks, once for all layers."""
-        return self._decode.plan(metadata)
-
-    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
-        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
-
-    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut_again(plan, metadata.kv_lens)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
-        self._decode.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """Attention of one new token a sequence over the cache, which gets its k and v."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import ClassVar
@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.decode import CutDecoding
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
+from headway.backends.options import count_of
 from headway.backends.triton.chunk_kernel import most_chunks
 from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
 from headway.backends.triton.decode import DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import Layer
-from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LATENT, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.kernels.runtime.nvrtc.compiler import Variant
@@ -226,7 +226,7 @@ def config_of(bytes_per_us: float) -> DecodeConfig:
 _HINT = "name triton, which runs on every GPU"
 
 
-class HopperLatent(AttentionBackend):
+class HopperLatent(CutDecoding):
     """Our CUDA C++ attention over latents for H100 and H200: a tile of keys is copied once, as key and as value of 64 rows."""
 
     name = "hopper_mla"
@@ -241,7 +241,6 @@ class HopperLatent(AttentionBackend):
         lse=True,
         shares_plans=True,
     )
-    graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {
         "num_splits": "splits of every sequence's keys, in place of the built-in rule",
         "cluster": "blocks of threads that copy keys for each other, 1 or 2, in place of 2 where a token has 128 heads",
@@ -259,12 +258,6 @@ class HopperLatent(AttentionBackend):
         self._decode = HopperLatentDecode(
             spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace, tile
         )
-
-    @classmethod
-    def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernels cut keys and merge parts."""
-        support = HopperAttention.available()
-        return support & TritonAttention.available() if support else support
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
@@ -289,28 +282,8 @@ class HopperLatent(AttentionBackend):
         """Name of the kernel that will really run."""
         return "latent (CUDA C++, sm_90a)"
 
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
-        return self._decode.workspace_bytes(max_num_seqs)
-
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Cut the sequences into chunks, once for all layers; an extend is cut as a decode of many tokens."""
-        return self._decode.plan(metadata)
-
-    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
-        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
-
-    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut_again(plan, metadata.kv_lens)
-
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attention of several new tokens a sequence."""
-        self._decode.run(q, cache, plan, out, lse)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         self._decode.run(q, cache, plan, out, lse)

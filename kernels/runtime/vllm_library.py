@@ -17,7 +17,7 @@ import torch
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
 from headway.core.system.child import open_replies, reply
-from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibrarySearch
+from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibraryCandidate, LibrarySearch
 from headway.kernels.runtime.probe import has_gpu
 
 
@@ -82,20 +82,11 @@ def find_library() -> Support:
     here = has_gpu()
     if not here:
         return here
-    refused = YES
-    for candidate in SEARCH.candidates():
-        what = f"vLLM's library of {candidate.home}"
-        found = SEARCH.verdict(candidate)
-        if "error" in found:
-            refused &= Support.no(what, "to work here", f"{found['error']} ({candidate.path})", SEARCH.hint)
-            continue
-        try:
-            torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
-        except OSError as error:  # worked in the child: this process holds another build of the same name
-            refused &= Support.no(what, "to load", f"{error} ({candidate.path})", SEARCH.hint)
-            continue
-        return YES
-    return refused if not refused else Support.no("vLLM's library", "a compiled library that holds it", "none", SEARCH.hint)
+
+    def load(candidate: LibraryCandidate, namespace: str) -> None:
+        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+
+    return SEARCH.first("vLLM's library", "a compiled library that holds it", load)[1]
 
 
 def registered() -> list[str]:

@@ -10,7 +10,6 @@ import torch
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from headway.backends.layouts import write_rows
-from online_softmax import paged_attention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout
 from headway.core.contract.metadata import Phase
@@ -21,6 +20,7 @@ from headway.core.oracle.reference import reference, relative_error, run_backend
 from headway.registry import Registry, create_registry
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
+from online_softmax import paged_attention
 
 CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 

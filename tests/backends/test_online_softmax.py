@@ -10,10 +10,10 @@ import torch
 
 from backend_cases import SPECS, spec
 from headway.backends.layouts import write_rows
-from online_softmax import merge, walk
 from headway.core.contract.layout import NHD
 from headway.core.oracle.cases import make_case, parse_case
 from headway.core.oracle.reference import reference
+from online_softmax import merge, walk
 
 BLOCK_SIZE = 8
 
