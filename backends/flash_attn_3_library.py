@@ -1,4 +1,8 @@
-"""The library that will be used: found, tried in a process of its own, then loaded into this one."""
+"""FlashAttention 3 out of other packages: found, tried in a process of its own, loaded, and its operators bound by argument name.
+
+A library built for another torch may crash the process that loads it. `python -m headway.backends.flash_attn_3_library PATH`
+loads one, calls it once, and says in one line of JSON what it found.
+"""
 
 from __future__ import annotations
 

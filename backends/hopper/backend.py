@@ -1,4 +1,4 @@
-"""The backend `hopper`."""
+"""The backend `hopper`: prefill and extend in CUDA C++ for compute capability 9.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan and launch of the decode kernel: the keys are cut by the kernel that cuts those of Triton's decode."""
+"""The backend `hopper_decode`: its kernel in CUDA C++; the keys are cut by the kernel that cuts those of Triton's decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan and launch of the latent kernel: keys are cut and parts merged by the kernels of Triton's latent decode."""
+"""The backend `hopper_mla`: its kernel in CUDA C++; Triton's kernels for latent decode cut the keys and merge the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of few tokens over quantised weights by CUDA C++ of our own: which layers it computes, and its launches.
+"""Experts of few tokens over quantised weights in our CUDA C++: what is compiled for a layer, and its launches.
 
 A decode step's time is that of reading the weights of the experts touched, once each where an expert's tokens fill one lot.
 """

@@ -1,4 +1,4 @@
-"""Layers of experts of one kind on a GPU: all ways of computing them, and the one that serves each number of tokens."""
+"""Layers of experts of one kind on a GPU: all methods of computing them, and the one for each number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ways of computing a layer of experts on a GPU. All run inside CUDA graphs: grids follow from the number of tokens alone."""
+"""Methods of computing a layer of experts on a GPU, and the choice among them by measured times or by a rule.
+
+All run inside CUDA graphs: grids follow only from the number of tokens.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A program computes a tile of one expert's rows. How many rows an expert has is known on the device alone, so the grid holds as
 many programs as there could be tiles; each finds its tile from where the experts' rows end, and those past the last have nothing
-to do.
+to do. Codes of quantised weights are unpacked in registers and multiplied as the left side, W x^T, so that scales of weights are
+those of the sums' rows.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Products of few rows over quantised weights by CUDA C++ of our own.
+"""Products of few rows over quantised weights in our CUDA C++: weights in the order that kernels read, and their launches.
 
 Triton cannot say that a thread multiplies the very bytes that it has copied, which is most of what csrc/product.cuh is about.
 """

@@ -1,4 +1,4 @@
-"""The seam between products over quantised weights and what computes them: kernels of ours, torch's functions, libraries."""
+"""Kernels for products over quantised weights: their common interface, `torch._scaled_mm`, and dequantising before a GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled libraries of other packages: found without an import, tried in a process of their own, and the verdicts kept."""
+"""Compiled libraries of other packages: found without an import and tried in a process of their own; their operators by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """vLLM's library of kernels, `_C_stable_libtorch`: found, tried in a process of its own, loaded, and its operators bound.
 
-It is built on torch's stable interface, so that it loads without vLLM and into other releases of torch than its own.
+It is built on torch's stable interface, so that it loads without vLLM and into other releases of torch than its own. One built
+for another torch may crash the process that loads it: `python -m headway.kernels.runtime.vllm_library PATH` loads a
+library, calls it once, and prints a line of JSON. The trial is a product whose answer no layout changes.
 """
 
 from __future__ import annotations

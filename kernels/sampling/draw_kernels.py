@@ -1,4 +1,4 @@
-"""Triton kernels that choose one token per row in one pass over the logits, and compare drafts with tokens."""
+"""Choosing one token per row in one pass over the logits, or over a rank's part of them, and comparing drafts with tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder's steps on a CPU by our C: each is one call, and one parallel region, where torch takes some ten operations."""
+"""A decoder's steps on a CPU by our C: each is one call and one parallel region; small steps are recorded and run as one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scan` of the Triton state backend: convolution, products within chunks, and a walk from chunk to chunk."""
+"""`scan` of the Triton state backend: its plan, convolution, products within chunks, and a walk from chunk to chunk."""
 
 from __future__ import annotations
 
