@@ -16,9 +16,9 @@ from headway.backends.hopper.backend import HopperAttention, has_rows_of_16_byte
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
 from headway.backends.options import count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
-from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
+from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup, Layer
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
@@ -114,19 +114,10 @@ def shared_bytes(head_dim: int, blocks: int) -> int:
 class HopperDecode(Decode):
     """Decode and verification of one layer kind, on one stream at a time."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
-        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        super().__init__(setup, num_splits)
+        spec = setup.spec
         self._ring = Ring.of(spec.head_dim)
         self.configs = (config_of(self._ring),)
         self._kernels: dict[int, Kernel] = {}
@@ -216,6 +207,19 @@ def _lies_in_words(rows: Tensor, elements: int) -> bool:
     return rows.stride(2) == 1 and together % elements == 0
 
 
+def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> KernelSetup:
+    """Return what kernels on a layer's GPU share."""
+    return KernelSetup(
+        spec=spec,
+        layer=Layer.of(spec),
+        layout=layout,
+        block_size=block_size,
+        arch=architecture(torch.cuda.get_device_capability(spec.device)),
+        multiprocessors=torch.cuda.get_device_properties(spec.device).multi_processor_count,
+        workspace=Workspace(spec.device),
+    )
+
+
 class CutDecoding(AttentionBackend):
     """Base of our backends for H100 and H200 whose keys are cut by Triton's kernel."""
 
@@ -270,10 +274,7 @@ class HopperDecoding(CutDecoding):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        arch = architecture(torch.cuda.get_device_capability(spec.device))
-        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        splits, workspace = count_of(self.name, options, "num_splits"), Workspace(spec.device)
-        self._decode = HopperDecode(spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace)
+        self._decode = HopperDecode(setup_of(spec, layout, block_size), count_of(self.name, options, "num_splits"))
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

@@ -14,14 +14,14 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from headway.backends.hopper.backend import has_rows_of_16_bytes, is_hopper
-from headway.backends.hopper.decode import CutDecoding
+from headway.backends.hopper.decode import CutDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
 from headway.backends.options import count_of
 from headway.backends.triton.chunk_kernel import most_chunks
-from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
+from headway.backends.triton.configs import DecodeConfig
 from headway.backends.triton.decode import DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LATENT, CacheLayout, LayerCache
@@ -32,7 +32,7 @@ from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES
-from headway.kernels.runtime.triton_launch import Workspace, aligned
+from headway.kernels.runtime.triton_launch import aligned
 
 HEAD = (576, 512)
 """head_dim and v_head_dim: DeepSeek's."""
@@ -103,20 +103,10 @@ def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
 class HopperLatentDecode(LatentDecode):
     """Decode, verification and extend of one layer kind, on one stream at a time."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-        tile: HeadTile,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
-        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        super().__init__(setup, num_splits)
+        spec, block_size = setup.spec, setup.block_size
         self._tile = tile
         self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
         self._kernel.allow_shared(SHARED_BYTES)
@@ -250,14 +240,10 @@ class HopperLatent(CutDecoding):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        arch = architecture(torch.cuda.get_device_capability(spec.device))
-        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         tile = HeadTile.of(spec.num_heads, count_of(self.name, options, "cluster"))
         assert tile is not None, "asked by supports"
-        splits, workspace = count_of(self.name, options, "num_splits"), Workspace(spec.device)
-        self._decode = HopperLatentDecode(
-            spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace, tile
-        )
+        splits = count_of(self.name, options, "num_splits")
+        self._decode = HopperLatentDecode(setup_of(spec, layout, block_size), splits, tile)
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

@@ -14,7 +14,7 @@ from headway.backends.options import count_of
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
@@ -73,12 +73,19 @@ class TritonAttention(AttentionBackend):
         # step, which takes the writer, must not give a sequence other bits.
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
-        layer = Layer.of(spec)
-        workspace = Workspace(spec.device)
-        decode = LatentDecode if layer.value_first else Decode
+        setup = KernelSetup(
+            spec=spec,
+            layer=Layer.of(spec),
+            layout=layout,
+            block_size=block_size,
+            arch=arch,
+            multiprocessors=multiprocessors,
+            workspace=Workspace(spec.device),
+        )
+        decode = LatentDecode if setup.layer.value_first else Decode
         splits, extend_splits = (count_of(self.name, options, name) for name in ("num_splits", "extend_splits"))
-        self.decode_kernels = decode(spec, layer, layout, block_size, arch, multiprocessors, splits, workspace)
-        self.prefill_kernels = Prefill(spec, layer, block_size, arch, multiprocessors, extend_splits, workspace)
+        self.decode_kernels = decode(setup, splits)
+        self.prefill_kernels = Prefill(setup, extend_splits)
 
     @classmethod
     def available(cls) -> Support:
