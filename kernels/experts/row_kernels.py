@@ -162,7 +162,7 @@ def gate_up_quantized_rows(
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
     ROW: tl.constexpr,  # bytes of a row
-    WEIGHT: tl.constexpr,  # kind of the weight (quantization/forms.py)
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
     HALF: tl.constexpr,  # bytes of a group of two codes a byte; 0: a byte is a code
     SCALES: tl.constexpr,  # scales of a row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale
