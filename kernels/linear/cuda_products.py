@@ -318,21 +318,21 @@ class CudaProducts:
         heads = None if rotated is None else rotated[0]
         cut = self._cut(weight.described, rows, out_features, gated)
         variant = self.variant(
-            x.dtype,
-            weight.described,
-            weight.scales.dtype,
-            weight.wide,
-            cut,
-            max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
-            in_features,
-            out_features,
-            None if norm is None else norm.weight.dtype,
-            gated,
-            activation,
-            add_to is not None,
-            linear.bias is not None,
-            None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
-            None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
+            dtype=x.dtype,
+            weight=weight.described,
+            scale_dtype=weight.scales.dtype,
+            wide=weight.wide,
+            cut=cut,
+            most_rows=max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
+            in_features=in_features,
+            out_features=out_features,
+            norm=None if norm is None else norm.weight.dtype,
+            gated=gated,
+            activation=activation,
+            add=add_to is not None,
+            bias=linear.bias is not None,
+            heads=None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
+            head_norm=None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
         )
         launch = self._launchers.get(variant)
         if launch is None:
