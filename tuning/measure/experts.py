@@ -22,7 +22,7 @@ from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.folders import cache_folder
 from headway.core.system.json_files import write_json
 from headway.core.system.provenance import Origin
-from headway.kernels.experts.methods import TOKEN_COUNTS, ExpertTimes
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
