@@ -1,4 +1,8 @@
-"""The library that will be used: found, tried in a process of its own, then loaded into this one."""
+"""FlashAttention 3 out of other packages: found, tried in a process of its own, loaded, and its operators bound by argument name.
+
+A library built for another torch may crash the process that loads it. `python -m headway.backends.flash_attn_3_library PATH`
+loads one, calls it once, and says in one line of JSON what it found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import BackendError
-from headway.core.contract.support import YES, Support
+from headway.core.contract.support import Support
 from headway.core.system.child import open_replies, reply
 from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibraryCandidate, LibrarySearch
 from headway.kernels.runtime.probe import has_gpu
@@ -208,19 +212,7 @@ def find_library() -> tuple[Library | None, Support]:
             here = Support.no("compute capability", f"{GENERATION}.x (Hopper)", f"{major}.{minor}")
     if not here:
         return None, here
-    refused = YES
-    for candidate in SEARCH.candidates():
-        found = SEARCH.verdict(candidate)
-        if "error" in found:
-            refused &= Support.no(
-                f"FlashAttention 3 of {candidate.home}", "to work here", f"{found['error']} ({candidate.path})", SEARCH.hint
-            )
-            continue
-        try:
-            return load(candidate, found["namespace"]), YES
-        except (OSError, BackendError) as error:  # worked in the child: this process holds another build of the same name
-            refused &= Support.no(f"FlashAttention 3 of {candidate.home}", "to load", f"{error} ({candidate.path})", SEARCH.hint)
-    return None, refused if not refused else Support.no("FlashAttention 3", "a library that holds it", "none", SEARCH.hint)
+    return SEARCH.first("FlashAttention 3", "a library that holds it", load)
 
 
 def load(candidate: LibraryCandidate, namespace: str) -> Library:

@@ -1,4 +1,4 @@
-"""What backends over libraries of varlen attention share: a step's arguments, and where its keys come from."""
+"""The backend `torch_varlen`, and what backends over libraries of varlen attention share: a step's arguments and its keys."""
 
 from __future__ import annotations
 

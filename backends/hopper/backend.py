@@ -1,4 +1,4 @@
-"""The backend `hopper`."""
+"""The backend `hopper`: prefill and extend in CUDA C++ for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
+from headway.backends.options import count_of
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.compiled import upload
-from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -313,16 +314,3 @@ def has_rows_of_16_bytes(name: str, logical: Tensor) -> Support:
         return YES
     got = f"strides {logical.stride()[:4]} at address ...{logical.data_ptr() % 16:x}"
     return Support.no(f"cache, {name}", "rows in one piece, at multiples of 16 bytes", got, _HINT)
-
-
-def count_of(backend: str, options: Mapping[str, str] | None, name: str) -> int | None:
-    """The number that an option asks for; None: the built-in rule.
-
-    :raises ConfigError: it is no number of at least 1.
-    """
-    text = (options or {}).get(name)
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--attn-opt {backend}.{name}", "a number of at least 1", repr(text))
-    return int(text)

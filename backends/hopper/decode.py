@@ -1,4 +1,4 @@
-"""Plan and launch of the decode kernel: the keys are cut by the kernel that cuts those of Triton's decode."""
+"""The backend `hopper_decode`: its kernel in CUDA C++; the keys are cut by the kernel that cuts those of Triton's decode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import HopperAttention, has_rows_of_16_bytes, is_hopper
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
+from headway.backends.options import count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
-from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
+from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup, Layer
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
@@ -113,19 +114,10 @@ def shared_bytes(head_dim: int, blocks: int) -> int:
 class HopperDecode(Decode):
     """Decode and verification of one layer kind, on one stream at a time."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
-        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        super().__init__(setup, num_splits)
+        spec = setup.spec
         self._ring = Ring.of(spec.head_dim)
         self.configs = (config_of(self._ring),)
         self._kernels: dict[int, Kernel] = {}
@@ -215,7 +207,53 @@ def _lies_in_words(rows: Tensor, elements: int) -> bool:
     return rows.stride(2) == 1 and together % elements == 0
 
 
-class HopperDecoding(AttentionBackend):
+def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> KernelSetup:
+    """Return what kernels on a layer's GPU share."""
+    return KernelSetup(
+        spec=spec,
+        layer=Layer.of(spec),
+        layout=layout,
+        block_size=block_size,
+        arch=architecture(torch.cuda.get_device_capability(spec.device)),
+        multiprocessors=torch.cuda.get_device_properties(spec.device).multi_processor_count,
+        workspace=Workspace(spec.device),
+    )
+
+
+class CutDecoding(AttentionBackend):
+    """Base of our backends for H100 and H200 whose keys are cut by Triton's kernel."""
+
+    graph_level = GraphLevel.UNIFORM
+    _decode: Decode
+
+    @classmethod
+    def available(cls) -> Support:
+        """What `hopper` needs, and Triton, whose kernel cuts keys."""
+        support = HopperAttention.available()
+        return support & TritonAttention.available() if support else support
+
+    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
+        """Partial results where keys are split."""
+        return self._decode.workspace_bytes(max_num_seqs)
+
+    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
+        """Cut the sequences into chunks, once for all layers; an extend is cut as a decode of many tokens."""
+        return self._decode.plan(metadata)
+
+    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
+        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
+        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
+
+    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
+        """Cut the sequences into chunks for the lengths that the device has now."""
+        self._decode.cut_again(plan, metadata.kv_lens)
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
+        """Attention of the newest tokens over the cache."""
+        self._decode.run(q, cache, plan, out, lse)
+
+
+class HopperDecoding(CutDecoding):
     """Our CUDA C++ decode for H100 and H200: queries are the narrow side of the products, and a warp waits for no other."""
 
     name = "hopper_decode"
@@ -229,7 +267,6 @@ class HopperDecoding(AttentionBackend):
         shares_plans=True,
         features=frozenset({"sliding_window", "softcap", "sinks"}),
     )
-    graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence's keys, in place of the built-in rule"}
     decode_writes = True
 
@@ -237,16 +274,7 @@ class HopperDecoding(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        arch = architecture(torch.cuda.get_device_capability(spec.device))
-        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        splits, workspace = count_of(self.name, options, "num_splits"), Workspace(spec.device)
-        self._decode = HopperDecode(spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace)
-
-    @classmethod
-    def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernel cuts keys."""
-        support = HopperAttention.available()
-        return support & TritonAttention.available() if support else support
+        self._decode = HopperDecode(setup_of(spec, layout, block_size), count_of(self.name, options, "num_splits"))
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
@@ -265,26 +293,6 @@ class HopperDecoding(AttentionBackend):
     def kernel(cls, spec: AttentionSpec, phase: Phase) -> str:
         """Name of the kernel that will really run."""
         return "decode (CUDA C++, sm_90a)"
-
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
-        return self._decode.workspace_bytes(max_num_seqs)
-
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Cut the sequences into chunks, once for all layers."""
-        return self._decode.plan(metadata)
-
-    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
-        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
-
-    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut_again(plan, metadata.kv_lens)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
-        self._decode.run(q, cache, plan, out, lse)
 
     def write_and_decode(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor) -> None:
         """Attention of one new token a sequence over the cache, which gets its k and v."""

@@ -1,10 +1,10 @@
-"""Plan and launch of the latent kernel: keys are cut and parts merged by the kernels of Triton's latent decode."""
+"""The backend `hopper_mla`: its kernel in CUDA C++; Triton's kernels for latent decode cut the keys and merge the parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import ClassVar
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from headway.backends.hopper.backend import HopperAttention, count_of, has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.decode import CutDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
+from headway.backends.options import count_of
 from headway.backends.triton.chunk_kernel import most_chunks
-from headway.backends.triton.configs import Architecture, DecodeConfig, architecture
+from headway.backends.triton.configs import DecodeConfig
 from headway.backends.triton.decode import DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
-from headway.backends.triton.layer import Layer
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.backends.triton.layer import KernelSetup
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import LATENT, CacheLayout, LayerCache
-from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import Support
 from headway.kernels.runtime.nvrtc.compiler import Variant
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
 from headway.kernels.runtime.probe import HALF_DTYPES
-from headway.kernels.runtime.triton_launch import Workspace, aligned
+from headway.kernels.runtime.triton_launch import aligned
 
 HEAD = (576, 512)
 """head_dim and v_head_dim: DeepSeek's."""
@@ -103,20 +103,10 @@ def variant_of(spec: AttentionSpec, tile: HeadTile, block_size: int) -> Variant:
 class HopperLatentDecode(LatentDecode):
     """Decode, verification and extend of one layer kind, on one stream at a time."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-        tile: HeadTile,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None, tile: HeadTile) -> None:
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
-        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
+        super().__init__(setup, num_splits)
+        spec, block_size = setup.spec, setup.block_size
         self._tile = tile
         self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
         self._kernel.allow_shared(SHARED_BYTES)
@@ -226,7 +216,7 @@ def config_of(bytes_per_us: float) -> DecodeConfig:
 _HINT = "name triton, which runs on every GPU"
 
 
-class HopperLatent(AttentionBackend):
+class HopperLatent(CutDecoding):
     """Our CUDA C++ attention over latents for H100 and H200: a tile of keys is copied once, as key and as value of 64 rows."""
 
     name = "hopper_mla"
@@ -241,7 +231,6 @@ class HopperLatent(AttentionBackend):
         lse=True,
         shares_plans=True,
     )
-    graph_level = GraphLevel.UNIFORM
     options: ClassVar[Mapping[str, str]] = {
         "num_splits": "splits of every sequence's keys, in place of the built-in rule",
         "cluster": "blocks of threads that copy keys for each other, 1 or 2, in place of 2 where a token has 128 heads",
@@ -251,20 +240,10 @@ class HopperLatent(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        arch = architecture(torch.cuda.get_device_capability(spec.device))
-        multiprocessors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         tile = HeadTile.of(spec.num_heads, count_of(self.name, options, "cluster"))
         assert tile is not None, "asked by supports"
-        splits, workspace = count_of(self.name, options, "num_splits"), Workspace(spec.device)
-        self._decode = HopperLatentDecode(
-            spec, Layer.of(spec), layout, block_size, arch, multiprocessors, splits, workspace, tile
-        )
-
-    @classmethod
-    def available(cls) -> Support:
-        """What `hopper` needs, and Triton, whose kernels cut keys and merge parts."""
-        support = HopperAttention.available()
-        return support & TritonAttention.available() if support else support
+        splits = count_of(self.name, options, "num_splits")
+        self._decode = HopperLatentDecode(setup_of(spec, layout, block_size), splits, tile)
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
@@ -289,28 +268,8 @@ class HopperLatent(AttentionBackend):
         """Name of the kernel that will really run."""
         return "latent (CUDA C++, sm_90a)"
 
-    def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int) -> int:
-        """Partial results where keys are split."""
-        return self._decode.workspace_bytes(max_num_seqs)
-
-    def plan(self, metadata: AttentionMetadata) -> DecodePlan:
-        """Cut the sequences into chunks, once for all layers; an extend is cut as a decode of many tokens."""
-        return self._decode.plan(metadata)
-
-    def plan_for_capture(self, metadata: AttentionMetadata) -> DecodePlan:
-        """As `plan`, for contexts of at most GRAPH_CONTEXT."""
-        return self.plan(replace(metadata, seq_lens_cpu=metadata.seq_lens_cpu.clamp_max(GRAPH_CONTEXT)))
-
-    def plan_for_replay(self, plan: DecodePlan, metadata: AttentionMetadata) -> None:
-        """Cut the sequences into chunks for the lengths that the device has now."""
-        self._decode.cut_again(plan, metadata.kv_lens)
-
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None
     ) -> None:
         """Attention of several new tokens a sequence."""
-        self._decode.run(q, cache, plan, out, lse)
-
-    def decode(self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attention of the newest tokens over the cache."""
         self._decode.run(q, cache, plan, out, lse)

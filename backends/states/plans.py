@@ -58,7 +58,7 @@ class SequenceBlock:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """States of the convolution that a scan writes; see `convolution.remembered`."""
+    """States of the convolution that a scan writes; see `remembered` in torch_states.py."""
 
     at: Tensor
     from_history: Tensor
@@ -132,7 +132,7 @@ def _padded(length: int) -> int:
 
 
 def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, Tensor]:
-    """Where the inputs lie that a convolution remembers after some tokens; see `convolution.remembered`.
+    """Where the inputs lie that a convolution remembers after some tokens; see `remembered` in torch_states.py.
 
     kept: of each state the sequence, its first packed token, and the tokens.
     """

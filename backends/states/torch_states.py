@@ -1,4 +1,4 @@
-"""Layers with a state in plain PyTorch: every kind, every layout, CPU and CUDA, float32 inside."""
+"""The state backend `torch`, in plain PyTorch: every kind, every layout, CPU and CUDA, float32 inside."""
 
 from __future__ import annotations
 

@@ -10,14 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.backends.options import count_of
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup, Layer
 from headway.backends.triton.prefill import Prefill, PrefillPlan, rereads
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
-from headway.core.contract.errors import BackendError, ConfigError
+from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -72,12 +73,19 @@ class TritonAttention(AttentionBackend):
         # step, which takes the writer, must not give a sequence other bits.
         equal = spec.head_dim == spec.v_head_dim and not spec.value_in_key
         self.decode_writes = equal and spec.cache_dtype == spec.dtype and not spec.batch_invariant
-        layer = Layer.of(spec)
-        workspace = Workspace(spec.device)
-        decode = LatentDecode if layer.value_first else Decode
-        splits, extend_splits = _count(options, "num_splits"), _count(options, "extend_splits")
-        self.decode_kernels = decode(spec, layer, layout, block_size, arch, multiprocessors, splits, workspace)
-        self.prefill_kernels = Prefill(spec, layer, block_size, arch, multiprocessors, extend_splits, workspace)
+        setup = KernelSetup(
+            spec=spec,
+            layer=Layer.of(spec),
+            layout=layout,
+            block_size=block_size,
+            arch=arch,
+            multiprocessors=multiprocessors,
+            workspace=Workspace(spec.device),
+        )
+        decode = LatentDecode if setup.layer.value_first else Decode
+        splits, extend_splits = (count_of(self.name, options, name) for name in ("num_splits", "extend_splits"))
+        self.decode_kernels = decode(setup, splits)
+        self.prefill_kernels = Prefill(setup, extend_splits)
 
     @classmethod
     def available(cls) -> Support:
@@ -158,15 +166,6 @@ class TritonAttention(AttentionBackend):
         """Attention of one new token a sequence over the cache, which gets its k and v."""
         _check_plan(plan, cache)
         self.decode_kernels.run(q, cache, plan, out, new=(k, v))
-
-
-def _count(options: Mapping[str, str] | None, name: str) -> int | None:
-    text = (options or {}).get(name)
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--attn-opt triton.{name}", "a number of at least 1", repr(text))
-    return int(text)
 
 
 def _check_plan(plan: DecodePlan | PrefillPlan, cache: LayerCache) -> None:

@@ -12,14 +12,13 @@ import triton
 from torch import Tensor
 
 from headway.backends.triton.chunk_kernel import Chunks, cut_sequences, most_chunks
-from headway.backends.triton.configs import INVARIANT_SPLITS, Architecture, DecodeConfig, decode_configs
+from headway.backends.triton.configs import INVARIANT_SPLITS, DecodeConfig, decode_configs
 from headway.backends.triton.decode_kernel import split_kv_decode
-from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of
+from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
 from headway.backends.triton.splits import FAN, choose_cut
-from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata
-from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, Workspace, aligned, launches_early, specialised
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launcher, aligned, launches_early, specialised
 
 EARLY_SEQUENCES = 8
 """Up to so many, the kernel after decode may start meanwhile and fetch its weights; with more it takes memory's time from decode
@@ -68,26 +67,17 @@ class DecodePlan:
 class Decode:
     """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
+        spec, layer, layout, block_size = setup.spec, setup.layer, setup.layout, setup.block_size
         self._spec = spec
         self._layer = layer
-        self.multiprocessors = multiprocessors
+        self.multiprocessors = setup.multiprocessors
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         self._block_size = block_size
         self._scaled = layout.has_scales
         row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
-        self.configs = decode_configs(arch, *row)
-        self.workspace = workspace
+        self.configs = decode_configs(setup.arch, *row)
+        self.workspace = setup.workspace
         self._scalars = tuple(layer.scalars.values())
         self._own = id(layer)
         """Tells its launches from those of other layers of its kind: plans are shared, sinks and scales are not."""

@@ -336,24 +336,28 @@ def split_kv_decode(
     whole = end // BLOCK_N * BLOCK_N if V_SLOTS_INNER else end
     for first in tl.range(start, whole, BLOCK_N, num_stages=STAGES):
         m, l, acc, acc_odd = fold_cached(
-            q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
-            table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
-            cap_log2, window,
-            k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-            HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-            BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, not V_SLOTS_INNER,
-            HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+            q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
+            table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
+            slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+            k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
+            v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
+            HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
+            K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SCALED=SCALED,
+            SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=not V_SLOTS_INNER, HAS_WINDOW=HAS_WINDOW, HAS_SOFTCAP=HAS_SOFTCAP,
+            HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
         )  # fmt: skip
     if V_SLOTS_INNER:
         for first in tl.range(whole, end, BLOCK_N, num_stages=1):
             m, l, acc, acc_odd = fold_cached(
-                q, key, value, key_scale_ptr, value_scale_ptr, kv_head,
-                table, m, l, acc, acc_odd, first, end, positions, newest, slopes, row_scale, score_scale,
-                cap_log2, window,
-                k_stride_block, k_stride_slot, k_stride_dim, k_stride_x, v_stride_block, v_stride_slot, v_stride_dim, v_stride_x,
-                HEAD_DIM, BLOCK_D, TAIL, V_HEAD_DIM, BLOCK_DV, BLOCK_SIZE, K_X, V_X, V_SLOTS_INNER, K_PIECES,
-                BLOCK_M, BLOCK_N, SCALED, SCALE_STRIDES, PAIRS, True,
-                HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, DOT, PRECISION,
+                q=q, key=key, value=value, key_scale_ptr=key_scale_ptr, value_scale_ptr=value_scale_ptr, kv_head=kv_head,
+                table=table, m=m, l=l, acc=acc, acc_odd=acc_odd, first=first, end=end, positions=positions, newest=newest,
+                slopes=slopes, row_scale=row_scale, score_scale=score_scale, cap_log2=cap_log2, window=window,
+                k_stride_block=k_stride_block, k_stride_slot=k_stride_slot, k_stride_dim=k_stride_dim, k_stride_x=k_stride_x,
+                v_stride_block=v_stride_block, v_stride_slot=v_stride_slot, v_stride_dim=v_stride_dim, v_stride_x=v_stride_x,
+                HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, TAIL=TAIL, V_HEAD_DIM=V_HEAD_DIM, BLOCK_DV=BLOCK_DV, BLOCK_SIZE=BLOCK_SIZE,
+                K_X=K_X, V_X=V_X, V_SLOTS_INNER=V_SLOTS_INNER, K_PIECES=K_PIECES, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+                SCALED=SCALED, SCALE_STRIDES=SCALE_STRIDES, PAIRS=PAIRS, ZEROED=True, HAS_WINDOW=HAS_WINDOW,
+                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, DOT=DOT, PRECISION=PRECISION,
             )  # fmt: skip
     if NEW:  # noqa: SIM102 - only this one is decided when it is compiled
         if last:

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from headway.backends.triton.configs import Architecture, DecodeConfig, latent_config
+from headway.backends.triton.configs import DecodeConfig, latent_config
 from headway.backends.triton.decode import Decode, DecodePlan
-from headway.backends.triton.layer import Addressing, Layer
+from headway.backends.triton.layer import Addressing, KernelSetup
 from headway.backends.triton.merge_kernel import merge_chunks
 from headway.backends.triton.tiles import (
     alibi_slopes,
@@ -29,9 +29,8 @@ from headway.backends.triton.tiles import (
     query_tile,
     softmax_step,
 )
-from headway.core.contract.layout import CacheLayout, LayerCache
-from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, Workspace, launches_early
+from headway.core.contract.layout import LayerCache
+from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, launches_early
 
 
 @triton.jit(
@@ -168,19 +167,9 @@ MERGED = 16
 class LatentDecode(Decode):
     """As Decode, where a row's value is the first tile of its key (`Layer.value_first`): one launch, and one that merges."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        layout: CacheLayout,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-    ) -> None:
-        super().__init__(spec, layer, layout, block_size, arch, multiprocessors, num_splits, workspace)
-        self._arch = arch
+    def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
+        super().__init__(setup, num_splits)
+        self._arch = setup.arch
         self._launch_latent = Launcher(latent_decode)
         self._launch_merge = Launcher(merge_chunks)
 

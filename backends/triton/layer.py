@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.core.contract.layout import SCALES, LayerCache
+from headway.backends.triton.configs import Architecture
+from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2E = math.log2(math.e)
@@ -79,6 +80,19 @@ class Layer:
     def value_first(self) -> bool:
         """Whether the value lies in the key and is all of its first tile."""
         return bool(self.constants["VALUE_IN_KEY"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSetup:
+    """What the kernels of one layer kind share: the layer's arguments, its cache, the GPU, and room for partial results."""
+
+    spec: AttentionSpec
+    layer: Layer
+    layout: CacheLayout
+    block_size: int
+    arch: Architecture
+    multiprocessors: int
+    workspace: Workspace
 
 
 def _row(spec: AttentionSpec) -> tuple[int, int]:

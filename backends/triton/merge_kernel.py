@@ -94,7 +94,7 @@ def merge_rows(
 def merge_tiles(
     out_ptr,  # [num_tokens, num_heads, V_HEAD_DIM]
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the caller's log-sum-exp
-    merges_ptr,  # int32 [num_merges, 8], columns of prefill_schedule.MergeColumn
+    merges_ptr,  # int32 [num_merges, 8], columns of splits.MergeColumn
     sinks_ptr,  # float32 [num_heads], log2(e) * sink
     partial_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # float32 [slots, NUM_KV_HEADS, BLOCK_M]

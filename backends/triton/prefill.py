@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headway.backends.triton.configs import ANY_PROMPT, Architecture, PrefillConfig, prefill_config
-from headway.backends.triton.layer import NO_SCALES, Addressing, Layer, scales_of
+from headway.backends.triton.configs import ANY_PROMPT, PrefillConfig, prefill_config
+from headway.backends.triton.layer import NO_SCALES, Addressing, KernelSetup, scales_of
 from headway.backends.triton.merge_kernel import merge_tiles
 from headway.backends.triton.prefill_kernel import varlen_attention
 from headway.backends.triton.splits import RunRule, TileSchedule, schedule_tiles
@@ -19,7 +19,7 @@ from headway.core.contract.compiled import upload
 from headway.core.contract.layout import LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, Workspace, aligned, launches_early
+from headway.kernels.runtime.triton_launch import INTERPRETED, BoundKernel, Launcher, aligned, launches_early
 
 FEW_TOKENS = 1024
 """Prompts of up to this many tokens in all are read through pointers: a launch with descriptors costs the host 6 us more, which a
@@ -52,23 +52,15 @@ class PrefillPlan:
 class Prefill:
     """Prefill and extend of one layer kind."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layer: Layer,
-        block_size: int,
-        arch: Architecture,
-        multiprocessors: int,
-        num_splits: int | None,
-        workspace: Workspace,
-    ) -> None:
+    def __init__(self, setup: KernelSetup, num_splits: int | None) -> None:
+        spec, layer = setup.spec, setup.layer
         self._spec = spec
         self._layer = layer
-        self._block_size = block_size
-        self._arch = arch
-        self.multiprocessors = multiprocessors
+        self._block_size = setup.block_size
+        self._arch = setup.arch
+        self.multiprocessors = setup.multiprocessors
         self._num_splits = 1 if spec.batch_invariant and num_splits is None else num_splits
-        self.workspace = workspace
+        self.workspace = setup.workspace
         self._merge_rows = max(1, min(MERGE_ELEMENTS // layer.block_dv, 8))
         self._scalars = tuple(layer.scalars.values())
         self._own = id(layer)

@@ -1,4 +1,4 @@
-"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows, as `prefill_schedule` lists.
+"""Varlen prefill and extend: each program folds a run of keys into a tile of query rows, as splits.py lists.
 
 FlashAttention's forward pass (Dao et al. 2022, 2023) with FlashInfer's head packing. The keys come from this step's k and v (no
 context) or through the block table. With TMA they are read by tensor descriptors over the same memory, one box a tile. Where
@@ -174,7 +174,7 @@ def varlen_attention(
     sums_ptr,  # HAS_LSE: float32 [num_heads, num_tokens], the log-sum-exp of each row
     key_scale_ptr,  # SCALED: float32, addressed by strides of [block, slot, head]
     value_scale_ptr,
-    schedule_ptr,  # int32 [programs, 8], columns of prefill_schedule.TileColumn
+    schedule_ptr,  # int32 [programs, 8], columns of splits.TileColumn
     partial_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M, BLOCK_DV]
     lse_ptr,  # SPLIT: float32 [slots, NUM_KV_HEADS, BLOCK_M]
     table_ptr,  # int32 [num_seqs, max_blocks]

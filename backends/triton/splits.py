@@ -1,4 +1,4 @@
-"""Into how many programs a decode is cut: the rule, from a model of the launch."""
+"""How many programs share the keys of a decode or of a query tile: the rules, and the list of what each prefill program does."""
 
 from __future__ import annotations
 

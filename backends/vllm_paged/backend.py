@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from headway.backends.options import count_of
 from headway.backends.vllm_paged.decode import MAX_WARPS, PagedDecode, PagedDecodePlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
-from headway.core.contract.errors import ConfigError
 from headway.core.contract.layout import VLLM_5D, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -50,7 +50,7 @@ class VllmPagedAttention(AttentionBackend):
         self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(spec, layout, block_size, options)
-        cut = _number(options, "num_warps", MAX_WARPS), _number(options, "num_partitions", None)
+        cut = count_of(self.name, options, "num_warps", MAX_WARPS), count_of(self.name, options, "num_partitions", None)
         self._decode = PagedDecode(spec, block_size, cut)
 
     @classmethod
@@ -98,13 +98,3 @@ class VllmPagedAttention(AttentionBackend):
         """Attention of the newest tokens over the cache."""
         assert lse is None, "not declared"
         self._decode.run(q, cache, plan, out)
-
-
-def _number(options: Mapping[str, str] | None, key: str, most: int | None) -> int | None:
-    text = (options or {}).get(key)
-    if text is None:
-        return None
-    if not text.isdigit() or int(text) < 1 or (most is not None and int(text) > most):
-        need = "a number of at least 1" if most is None else f"a number from 1 to {most}"
-        raise ConfigError(f"--attn-opt {VllmPagedAttention.name}.{key}", need, repr(text))
-    return int(text)

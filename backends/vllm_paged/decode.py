@@ -1,4 +1,4 @@
-"""Plan and launch of the paged attention kernels."""
+"""Plan and launches of the paged attention kernels, of the cache writer, and of the copies of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts of several tokens over quantised weights by wgmma (compute capability 9.0): the launches of csrc/expert_lots.cu.
+"""Experts of several tokens over quantised weights by wgmma (compute capability 9.0): variants and launches of expert_lots.cu.
 
 Warps lie side by side along the rows of a weight and share the rows of x, of which they can take more than those of cuda_rows.py.
 """

@@ -1,4 +1,4 @@
-"""Experts of few tokens over quantised weights by CUDA C++ of our own: which layers it computes, and its launches.
+"""Experts of few tokens over quantised weights in our CUDA C++: what is compiled for a layer, and its launches.
 
 A decode step's time is that of reading the weights of the experts touched, once each where an expert's tokens fill one lot.
 """
@@ -179,21 +179,21 @@ def expert_variant(
     gated, rows = first and config.gated, len(weight.codes) // config.num_all
     out_features = rows // 2 if gated else rows
     each = CudaVariant(
-        dtype,
-        weight.described,
-        weight.scales.dtype,
-        weight.wide,
-        rule(ExpertProduct(weight.described, out_features, first, gated, lot), multiprocessors),
-        lot,
-        weight.described.row * (2 if weight.described.half else 1),
-        out_features,
-        None,
-        gated,
-        "relu2" if first and not gated else None,
-        False,
-        bias,
-        None,
-        None,
+        dtype=dtype,
+        weight=weight.described,
+        scale_dtype=weight.scales.dtype,
+        wide=weight.wide,
+        cut=rule(ExpertProduct(weight.described, out_features, first, gated, lot), multiprocessors),
+        most_rows=lot,
+        in_features=weight.described.row * (2 if weight.described.half else 1),
+        out_features=out_features,
+        norm=None,
+        gated=gated,
+        activation="relu2" if first and not gated else None,
+        add=False,
+        bias=bias,
+        heads=None,
+        head_norm=None,
     )
     return ExpertVariant(each, config.num_all, config.num_slots, first, config.swiglu_alpha, config.swiglu_limit)
 

@@ -1,4 +1,4 @@
-"""Layers of experts of one kind on a GPU: all ways of computing them, and the one that serves each number of tokens."""
+"""Layers of experts of one kind on a GPU: all methods of computing them, and the one for each number of tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.kernels.experts import cuda_lots
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, rules
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.cuda_lots import CudaLots, computes_lots
 from headway.kernels.experts.cuda_rows import LOTS, CudaRows, computes_experts
@@ -18,13 +19,10 @@ from headway.kernels.experts.methods import (
     QUANTIZED_ROW_CUTS,
     QUANTIZED_TILINGS,
     TILINGS,
-    TOKEN_COUNTS,
-    ExpertTimes,
     GroupedMM,
     Method,
     RowMethod,
     TileMethod,
-    rules,
 )
 from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights

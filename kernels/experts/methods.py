@@ -1,9 +1,8 @@
-"""Ways of computing a layer of experts on a GPU. All run inside CUDA graphs: grids follow from the number of tokens alone."""
+"""Methods of computing a layer of experts on a GPU. All run inside CUDA graphs: grids follow only from the number of tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import triton
 from torch import Tensor
 
 from headway.core.contract.compiled import AHEAD
+from headway.kernels.experts.choice import nearest
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import ExpertOrder
 from headway.kernels.experts.route_kernels import Routed, Router, dot_type
@@ -20,63 +20,8 @@ from headway.kernels.experts.row_kernels import down_quantized_rows, down_rows, 
 from headway.kernels.experts.tile_kernels import activate_rows, add_slots, gather_rows, grouped_product, grouped_quantized_product
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, tensors_of, weight_bytes
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, shared_memory
+from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher, Launchers, shared_memory
 from headway.kernels.step.operations import Norm
-
-TOKEN_COUNTS = tuple(2**n for n in range(14))
-"""Numbers of tokens that are measured; any other takes the nearest one's choice, by ratio."""
-
-
-@dataclass(frozen=True)
-class ExpertTimes:
-    """Measured times of one kind of layer on one device."""
-
-    us: Mapping[str, Sequence[float | None]]
-    """Method -> microseconds for each of TOKEN_COUNTS; None: it does not take so many, or failed."""
-    source: str
-    """Where they come from, in words."""
-
-    def fastest(self, num_tokens: int, able: Collection[str]) -> str | None:
-        """Return the fastest of the methods that take this many tokens; None where nothing was measured."""
-        cell = nearest(num_tokens)
-        known = [(self.us[name][cell], name) for name in able if cell < len(self.us.get(name, ()))]
-        times = [(us, name) for us, name in known if us is not None]
-        return min(times)[1] if times else None
-
-
-def nearest(num_tokens: int) -> int:
-    """Index of the nearest of TOKEN_COUNTS, by ratio."""
-    return min(max(round(math.log2(max(num_tokens, 1))), 0), len(TOKEN_COUNTS) - 1)
-
-
-def rules(num_tokens: int, config: ExpertsConfig) -> list[str]:
-    """What the name of the method begins with that is taken without a measurement, by how many pairs an expert has on average.
-
-    The first of which there is a method that takes so many tokens.
-    """
-    num_tokens = TOKEN_COUNTS[nearest(num_tokens)]
-    pairs = num_tokens * config.num_slots / config.num_all
-    lots = "cuda.rows8" if pairs <= 4 else "cuda.rows16"
-    if num_tokens <= 2:
-        return [lots, "triton.rows"]
-    tiles = "triton.tiles16" if pairs <= 8 else "triton.tiles64" if pairs <= 64 else "triton.tiles128"
-    return [lots, tiles] if pairs <= 16 else [tiles]
-
-
-class Launchers:
-    """Kernels by the constants that they are compiled with."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: dict[Hashable, FixedLauncher] = {}
-
-    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
-        """Return the launcher of a kernel with these constants."""
-        key = kernel, num_warps, *constants.values()
-        launcher = self._known.get(key)
-        if launcher is None:
-            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
-        return launcher
 
 
 def activation(config: ExpertsConfig) -> dict[str, float]:
@@ -123,54 +68,6 @@ def form_constants(weight: WeightBytes, dtype: torch.dtype) -> dict[str, Any]:
         "DOT": dot_type(dtype),
         "ASSEMBLY": not INTERPRETED,
     }
-
-
-def launch_gate_up_rows(
-    launchers: Launchers,
-    config: ExpertsConfig,
-    cut: QuantizedRowCut,
-    routed: Routed,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    y: Tensor,
-) -> None:
-    """Compute the gated product of each pair. y: [num_tokens * num_slots, intermediate_size], written."""
-    x, form = routed.x, described(weight)
-    block_g = slices_of_a_chunk(form.row)
-    block_n = cut.gate_rows * (32 // block_g)
-    sizes = {"HIDDEN": x.shape[1], "INNER": config.intermediate_size, "SLOTS": config.num_slots}
-    how: dict[str, Any] = {
-        "BLOCK_N": block_n,
-        "BLOCK_G": block_g,
-        "SPAN": _SPAN,
-        "DEPTH": min(cut.gate_depth, _chunks(form.row, block_g)),
-    }
-    how |= {**activation(config), "BIAS": bias is not None}
-    launch = launchers.get(gate_up_quantized_rows, cut.warps, **sizes, **how, **form_constants(form, x.dtype))
-    grid = len(y), triton.cdiv(config.intermediate_size, block_n), 1
-    launch(grid, x, *tensors_of(weight), x if bias is None else bias, routed.experts, y)
-
-
-def launch_down_rows(
-    launchers: Launchers,
-    config: ExpertsConfig,
-    cut: QuantizedRowCut,
-    x: Tensor,
-    routed: Routed,
-    weight: QuantizedWeight,
-    bias: Tensor | None,
-    residual: Tensor,
-) -> None:
-    """Add what the experts of each token give. x: of the product before; residual: [num_tokens, hidden_size]."""
-    (num_tokens, hidden), form = residual.shape, described(weight)
-    block_g = slices_of_a_chunk(form.row)
-    block_n = cut.down_rows * (32 // block_g)
-    sizes = {"HIDDEN": hidden, "INNER": config.intermediate_size, "SLOTS": config.num_slots}
-    depth = min(cut.down_depth, config.num_slots * _chunks(form.row, block_g))
-    how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth, "BIAS": bias is not None}
-    launch = launchers.get(down_quantized_rows, cut.warps, **sizes, **how, **form_constants(form, x.dtype))
-    given = x if bias is None else bias, routed.experts, routed.weights
-    launch((num_tokens, triton.cdiv(hidden, block_n), 1), x, *tensors_of(weight), *given, residual)
 
 
 def span_of_a_tile(form: WeightBytes, columns: int) -> int:
@@ -270,15 +167,11 @@ class RowMethod:
         if isinstance(weights.gate_up, Tensor):
             self._gate_up(routed, weights.gate_up, weights.gate_up_bias, between)
         else:
-            launch_gate_up_rows(
-                self._launchers, config, self._quantized_cut, routed, weights.gate_up, weights.gate_up_bias, between
-            )
+            self._gate_up_quantized(routed, weights.gate_up, weights.gate_up_bias, between)
         if isinstance(weights.down, Tensor):
             self._down(between, routed, weights.down, weights.down_bias, residual)
         else:
-            launch_down_rows(
-                self._launchers, config, self._quantized_cut, between, routed, weights.down, weights.down_bias, residual
-            )
+            self._down_quantized(between, routed, weights.down, weights.down_bias, residual)
 
     def _gate_up(self, routed: Routed, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
         config, cut, hidden = self._config, self._cut, routed.x.shape[1]
@@ -297,6 +190,28 @@ class RowMethod:
         launch = self._launchers.get(down_rows, cut.down_warps, **self._sizes(hidden), **how)
         grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
         launch(grid, x, weight, x if bias is None else bias, routed.experts, routed.weights, residual)
+
+    def _gate_up_quantized(self, routed: Routed, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> None:
+        config, cut, x, form = self._config, self._quantized_cut, routed.x, described(weight)
+        block_g = slices_of_a_chunk(form.row)
+        block_n = cut.gate_rows * (32 // block_g)
+        depth = min(cut.gate_depth, _chunks(form.row, block_g))
+        how: dict[str, Any] = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth}
+        how |= {**activation(config), "BIAS": bias is not None, **form_constants(form, x.dtype)}
+        launch = self._launchers.get(gate_up_quantized_rows, cut.warps, **self._sizes(x.shape[1]), **how)
+        grid = len(y), triton.cdiv(config.intermediate_size, block_n), 1
+        launch(grid, x, *tensors_of(weight), x if bias is None else bias, routed.experts, y)
+
+    def _down_quantized(self, x: Tensor, routed: Routed, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor) -> None:
+        (num_tokens, hidden), cut, form = residual.shape, self._quantized_cut, described(weight)
+        block_g = slices_of_a_chunk(form.row)
+        block_n = cut.down_rows * (32 // block_g)
+        depth = min(cut.down_depth, self._config.num_slots * _chunks(form.row, block_g))
+        how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth, "BIAS": bias is not None}
+        how |= form_constants(form, x.dtype)
+        launch = self._launchers.get(down_quantized_rows, cut.warps, **self._sizes(hidden), **how)
+        given = x if bias is None else bias, routed.experts, routed.weights
+        launch((num_tokens, triton.cdiv(hidden, block_n), 1), x, *tensors_of(weight), *given, residual)
 
     def _sizes(self, hidden: int) -> dict[str, int]:
         return {"HIDDEN": hidden, "INNER": self._config.intermediate_size, "SLOTS": self._config.num_slots}

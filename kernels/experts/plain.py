@@ -1,4 +1,4 @@
-"""A layer of experts by torch's operations, one expert after the other: what a CPU runs, and the reference of the kernels."""
+"""Routing and experts by torch's operations, one expert after the other: for a CPU, and as the reference of the kernels."""
 
 from __future__ import annotations
 

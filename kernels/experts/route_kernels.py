@@ -25,7 +25,7 @@ _LEAST = tl.constexpr(-1.0e30)
 """Stands for what cannot be ranked (NaN): below every score, above an expert that is not to be chosen."""
 _TAKEN = tl.constexpr(-(2**63))
 """Below every key: an expert that is chosen already."""
-_TINY = tl.constexpr(1e-20)  # as in routing.py
+_TINY = tl.constexpr(1e-20)  # TINY of plain.py
 
 
 @triton.jit

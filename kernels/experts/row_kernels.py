@@ -3,6 +3,9 @@
 A decode step's time is that of reading the weights of the experts touched. Nothing is sorted: two tokens that chose the same
 expert read it twice, the second time mostly out of the L2 cache. No split of a sum crosses a program, so every run gives the
 same bits.
+
+Of quantised weights, bytes are read in slices of 16, which a thread loads at once, and which lie under one scale. A slice's codes
+are multiplied and added up in the thread that has them, in float32, and its sum is multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -159,7 +162,7 @@ def gate_up_quantized_rows(
     INNER: tl.constexpr,
     SLOTS: tl.constexpr,
     ROW: tl.constexpr,  # bytes of a row
-    WEIGHT: tl.constexpr,  # kind of the weight (quantization/forms.py)
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
     HALF: tl.constexpr,  # bytes of a group of two codes a byte; 0: a byte is a code
     SCALES: tl.constexpr,  # scales of a row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale

@@ -2,7 +2,8 @@
 
 A program computes a tile of one expert's rows. How many rows an expert has is known on the device alone, so the grid holds as
 many programs as there could be tiles; each finds its tile from where the experts' rows end, and those past the last have nothing
-to do.
+to do. Codes of quantised weights are unpacked in registers and multiplied as the left side, W x^T, so that scales of weights are
+those of the sums' rows.
 """
 
 import triton
@@ -281,7 +282,7 @@ def grouped_quantized_product(
     N: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,  # bytes of a row
-    WEIGHT: tl.constexpr,  # kind of the weight (quantization/forms.py)
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
     HALF: tl.constexpr,  # bytes of a group of two codes a byte; 0: a byte is a code
     SCALES: tl.constexpr,  # scales of a row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale: a multiple of SPAN, or a divisor

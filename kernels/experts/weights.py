@@ -1,4 +1,4 @@
-"""The tensors of a layer of experts, and where checkpoints keep them."""
+"""The tensors of a layer of experts: their forms, and the part that one rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of few rows over quantised weights by CUDA C++ of our own.
+"""Products of few rows over quantised weights in our CUDA C++: weights in the order that kernels read, and their launches.
 
 Triton cannot say that a thread multiplies the very bytes that it has copied, which is most of what csrc/product.cuh is about.
 """
@@ -39,6 +39,7 @@ from headway.kernels.linear.forms import (
     weight_bytes,
 )
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.product_kernels import RotationArguments, output_of
 from headway.kernels.linear.quantized import InOrder
 from headway.kernels.runtime.nvrtc.compiler import architecture
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
@@ -291,8 +292,7 @@ class CudaProducts:
         self._cut = cache(cut_of)  # a launch asks for it
         self._launchers: dict[CudaVariant, Callable[[ProductOperands], None]] = {}
         self._in_order = InOrder()
-        self._arrivals: dict[int, Tensor] = {}
-        """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
+        self._rotation = RotationArguments(device)
 
     def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
         """Whether the kernel rotates the heads of a product that it reads, too."""
@@ -314,27 +314,25 @@ class CudaProducts:
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
         weight = self._arranged(linear.weight)
-        y = add_to if add_to is not None else out
-        if y is None:
-            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        y = output_of(x, out_features, add_to, out)
         heads = None if rotated is None else rotated[0]
         cut = self._cut(weight.described, rows, out_features, gated)
         variant = self.variant(
-            x.dtype,
-            weight.described,
-            weight.scales.dtype,
-            weight.wide,
-            cut,
-            max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
-            in_features,
-            out_features,
-            None if norm is None else norm.weight.dtype,
-            gated,
-            activation,
-            add_to is not None,
-            linear.bias is not None,
-            None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
-            None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
+            dtype=x.dtype,
+            weight=weight.described,
+            scale_dtype=weight.scales.dtype,
+            wide=weight.wide,
+            cut=cut,
+            most_rows=max(most_rows_of(rows), 8) if cut.splits else most_rows_of(rows),
+            in_features=in_features,
+            out_features=out_features,
+            norm=None if norm is None else norm.weight.dtype,
+            gated=gated,
+            activation=activation,
+            add=add_to is not None,
+            bias=linear.bias is not None,
+            heads=None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
+            head_norm=None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
         )
         launch = self._launchers.get(variant)
         if launch is None:
@@ -343,26 +341,14 @@ class CudaProducts:
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()
         eps = 0.0 if norm is None else norm.eps
-        head_eps = 0.0 if heads is None or heads.q_norm is None else heads.q_norm.eps
-        launch(ProductOperands(x, weight, norm_weight, eps, linear.bias, y, self._rotation(rotated), head_eps))
+        *rotation, head_eps = self._rotation(rotated, None)
+        launch(ProductOperands(x, weight, norm_weight, eps, linear.bias, y, tuple(rotation), head_eps))
         return y
 
     def _launcher(self, variant: CudaVariant) -> Callable[[ProductOperands], None]:
         if variant.cut.splits:
             return SharedRowsLauncher(variant, self._device)
         return FewRowsLauncher(variant, self._device, self._multiprocessors)
-
-    def _rotation(self, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | None, ...]:
-        """cos, sin, the weights of q's and k's norm, and counters."""
-        if rotated is None:
-            return (None,) * 5
-        heads, rope = rotated
-        count = heads.num_heads + heads.num_kv_heads
-        arrivals = self._arrivals.get(count)
-        if arrivals is None:
-            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
-        q_norm, k_norm = heads.q_norm, heads.k_norm
-        return (*rope, None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, arrivals)
 
 
 class Float8Products(CudaProducts):

@@ -1,4 +1,4 @@
-"""What products in CUDA C++ are compiled for."""
+"""Products in CUDA C++ over quantised weights: how each is cut among warps and thread blocks, and what it is compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer that keeps its weight in whatever form the device multiplies fastest."""
+"""A linear layer that keeps its weight in the form that the device multiplies fastest, and torch's packed products on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Products over weights of 4 and 8 bits by Marlin, out of vLLM's library."""
+"""Products over weights of 4 and 8 bits by vLLM's library: Marlin, and CUTLASS for FP8.
+
+Marlin (Frantar et al. 2024, arXiv 2408.11743), as vLLM extends it, wants a weight in an order of its own. The codes go to
+`gptq_marlin_repack` in GPTQ's form, whose words hold neighbouring columns of one row of the weight. Scales and zeros are put into
+the order in which the threads of a warp meet them: rows of the weight that lie eight apart where scales change along a row; pairs
+of neighbours, eight apart, where one scale serves a row, because that is applied to what is stored at the end.
+"""
 
 from __future__ import annotations
 

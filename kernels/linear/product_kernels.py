@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import triton
@@ -299,6 +300,7 @@ read as fast by cuBLAS, or faster. With 16 rows cuBLAS takes an H100 16 us for 5
 in a step of gpt-oss-20b, what comes before and after them included."""
 HEAD_MULTIPLE = 16
 """A head that a product rotates is made of so many rows of the weight, times a whole number."""
+T = TypeVar("T")
 _BLOCK_K = 1024
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -321,6 +323,36 @@ class _Variant:
     """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
 
 
+def output_of(x: Tensor, out_features: int, add_to: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return what a product of x [rows, in_features] is written or added to: a new tensor where neither is given."""
+    y = add_to if add_to is not None else out
+    return x.new_empty(x.shape[0], out_features) if y is None else y
+
+
+class RotationArguments:
+    """What kernels that rotate the heads of a product take, and their counters."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrivals: dict[int, Tensor] = {}
+        """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
+
+    def __call__(
+        self, rotated: tuple[Heads, Rope] | None, unused: T
+    ) -> tuple[Tensor | T, Tensor | T, Tensor | T, Tensor | T, Tensor | T, float]:
+        """Return cos, sin, the weights of q's and k's norm, counters, and epsilon. unused: in place of those that are missing."""
+        if rotated is None:
+            return unused, unused, unused, unused, unused, 0.0
+        heads, (cos, sin) = rotated
+        count = heads.num_heads + heads.num_kv_heads
+        arrivals = self._arrivals.get(count)
+        if arrivals is None:
+            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        if heads.q_norm is None or heads.k_norm is None:
+            return cos, sin, unused, unused, arrivals, 0.0
+        return cos, sin, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps
+
+
 class FewRows:
     """Products of up to MAX_ROWS rows in half precision, with what comes before and after them, a launch each.
 
@@ -330,8 +362,7 @@ class FewRows:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._launchers: dict[_Variant, tuple[FixedLauncher, int]] = {}
-        self._arrivals: dict[int, Tensor] = {}
-        """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
+        self._rotation = RotationArguments(device)
 
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
         """Whether the kernels serve the product of x [rows, in_features], with its heads rotated where they are given."""
@@ -360,9 +391,7 @@ class FewRows:
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
-        y = add_to if add_to is not None else out
-        if y is None:
-            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        y = output_of(x, out_features, add_to, out)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
         shape = None if rotated is None else _shape(rotated[0])
         switches = norm is not None, gated, activation, add_to is not None, linear.bias is not None
@@ -374,21 +403,8 @@ class FewRows:
         assert isinstance(linear.weight, Tensor)
         first = [x, linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias, y]
         last = [rows] if rows > 1 else []
-        launch((programs, 1, 1), *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), *last)
+        launch((programs, 1, 1), *first, 0.0 if norm is None else norm.eps, *self._rotation(rotated, x), *last)
         return y
-
-    def _rotation(self, unused: Tensor, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | float, ...]:
-        """cos, sin, the weights of q's and k's norm, counters, and epsilon."""
-        if rotated is None:
-            return (*[unused] * 5, 0.0)
-        heads, rope = rotated
-        count = heads.num_heads + heads.num_kv_heads
-        arrivals = self._arrivals.get(count)
-        if arrivals is None:
-            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
-        if heads.q_norm is None or heads.k_norm is None:
-            return (*rope, unused, unused, arrivals, 0.0)
-        return (*rope, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps)
 
 
 def _shape(heads: Heads) -> tuple[int, int, int, bool]:

@@ -1,10 +1,9 @@
-"""The seam between products over quantised weights and what computes them: kernels of ours, torch's functions, libraries."""
+"""Kernels for products over quantised weights: their common interface, `torch._scaled_mm`, and dequantising before a GEMM."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import triton
@@ -15,7 +14,7 @@ from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeig
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.quantized_choice import DEQUANTIZED, SCALED, MeasuredWay
 from headway.kernels.linear.unpack_kernels import dequantize_rows, quantize_rows
-from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.operations import Norm
 
 if TYPE_CHECKING:
@@ -67,27 +66,12 @@ BLOCK = 128
 """Rows and columns of the blocks that products of floats of 8 bits take."""
 
 
-class _Launchers:
-    """Launchers by what their kernels are compiled for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._made: dict[Hashable, FixedLauncher] = {}
-
-    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
-        key = tuple(constants.values())
-        launcher = self._made.get(key)
-        if launcher is None:
-            launcher = self._made[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
-        return launcher
-
-
 class RowRounding:
     """Rounds rows to floats of 8 bits, normed first, in one launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers = _Launchers(device)
+        self._launchers = Launchers(device)
 
     def __call__(self, x: Tensor, group: int, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """x in floats of 8 bits, a multiple of four rows, and its scales, which multiply: [rows, columns / group]."""
@@ -172,7 +156,7 @@ class Dequantize(ProductWay):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers = _Launchers(device)
+        self._launchers = Launchers(device)
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         """A launch that expands the weight, and one for the product."""

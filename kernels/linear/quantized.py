@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headway.kernels.linear.forms import Int4Weight, QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.product_kernels import RotationArguments, output_of
 from headway.kernels.linear.quantized_kernels import quantized_product
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
@@ -117,8 +118,9 @@ class QuantizedProducts:
         self._in_order = InOrder()
         self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
         self._launchers: dict[_Variant, FixedLauncher] = {}
-        self._arrivals: dict[tuple[str, int], Tensor] = {}
-        """Counters by what they count and their number, zero between launches; never freed: captured graphs keep addresses."""
+        self._rotation = RotationArguments(device)
+        self._arrivals: dict[int, Tensor] = {}
+        """Counters of arrivals by their number, zero between launches; never freed: captured graphs keep addresses."""
         self._sums: dict[int, Tensor] = {}
         """Room for the sums of programs that share one; likewise."""
 
@@ -148,9 +150,7 @@ class QuantizedProducts:
         rows, in_features = x.shape
         described, tensors = self._read(linear)
         out_features = linear.out_features // 2 if gated else linear.out_features
-        y = add_to if add_to is not None else out
-        if y is None:
-            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        y = output_of(x, out_features, add_to, out)
         cut = self._cut(described, rows, out_features, gated, self._multiprocessors)
         heads = None if rotated is None else rotated[0]
         shape = None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None)
@@ -169,7 +169,7 @@ class QuantizedProducts:
             y,
             *self._workspace(grid, cut, gated),
         ]
-        launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(x, rotated), rows)
+        launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(rotated, x), rows)
         return y
 
     def _read(self, linear: Linear) -> tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]:
@@ -189,23 +189,10 @@ class QuantizedProducts:
         sums = self._sums.get(count)
         if sums is None:
             sums = self._sums[count] = torch.empty(count, device=self._device)
-        return sums, self._counters("programs of a sum", tiles)
-
-    def _counters(self, what: str, count: int) -> Tensor:
-        counters = self._arrivals.get((what, count))
+        counters = self._arrivals.get(tiles)
         if counters is None:
-            counters = self._arrivals[what, count] = torch.zeros(count, dtype=torch.int32, device=self._device)
-        return counters
-
-    def _rotation(self, unused: Tensor, rotated: tuple[Heads, Rope] | None) -> tuple[Tensor | float, ...]:
-        """cos, sin, the weights of q's and k's norm, counters, and epsilon."""
-        if rotated is None:
-            return (*[unused] * 5, 0.0)
-        heads, rope = rotated
-        arrivals = self._counters("programs of a head", heads.num_heads + heads.num_kv_heads)
-        if heads.q_norm is None or heads.k_norm is None:
-            return (*rope, unused, unused, arrivals, 0.0)
-        return (*rope, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps)
+            counters = self._arrivals[tiles] = torch.zeros(tiles, dtype=torch.int32, device=self._device)
+        return sums, counters
 
     def _launcher(self, variant: _Variant) -> FixedLauncher:
         """The kernel for a variant."""

@@ -44,7 +44,7 @@ def quantized_product(
     N: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,  # bytes of a row, a multiple of SPAN
-    WEIGHT: tl.constexpr,  # kind of the weight (quantization/forms.py)
+    WEIGHT: tl.constexpr,  # kind of the weight (kernels/linear/forms.py)
     HALF: tl.constexpr,  # bytes of a group of two codes a byte, a multiple of SPAN; 0: a byte is a code
     SCALES: tl.constexpr,  # scales of a row
     SCALE_SPAN: tl.constexpr,  # bytes of a row under one scale, a multiple of SPAN

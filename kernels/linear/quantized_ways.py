@@ -29,7 +29,7 @@ from headway.kernels.linear.cuda_variant import (
 from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass, Marlin
-from headway.kernels.linear.product_way import Dequantize, ProductWay, RowRounding, ScaledMM, float8_scales
+from headway.kernels.linear.product_way import Dequantize, FusedProducts, ProductWay, RowRounding, ScaledMM, float8_scales
 from headway.kernels.linear.quantized import CutRule, QuantizedCut, QuantizedProducts, quantized_cut
 from headway.kernels.linear.quantized_choice import FEW, FLOAT8, KERNEL, SHARED, ProductKind
 from headway.kernels.runtime.nvrtc.compiler import find_compiler
@@ -55,42 +55,45 @@ def _changed(change: Change, weight: WeightBytes, rows: int, features: int, gate
     return change(quantized_cut(weight, rows, features, gated, multiprocessors))
 
 
-class KernelWay(ProductWay):
-    """Our kernel under one rule of cuts."""
+class FusedWay(ProductWay):
+    """A kernel of ours that norms x, too."""
 
     norms = True
 
-    def __init__(self, name: str, kernel: QuantizedProducts, most_rows: int | None) -> None:
+    def __init__(self, name: str, kernel: FusedProducts, most_rows: int | None) -> None:
         self.name = name
-        self.kernel = kernel
+        self.kernel = self._kernel = kernel
         self.most_rows = most_rows
-        self._kernel = kernel
-
-    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
-        """Half precision, and groups of at least 16 columns that fill a row."""
-        if self._kernel.reads(dtype, weight):
-            return YES
-        return Support.no(form_name(weight), "a form that the kernel reads with this dtype", dtype)
 
     def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """One launch."""
+        """One launch; of kernels whose thread blocks share a sum, one before it for x."""
         return self._kernel(x, linear, norm, out=out)
 
 
-class CudaWay(ProductWay):
-    """Kernels of ours in CUDA C++, which NVRTC compiles."""
+class KernelWay(FusedWay):
+    """Our kernel in Triton under one rule of cuts."""
 
-    norms = True
+    def __init__(self, name: str, kernel: QuantizedProducts, most_rows: int | None) -> None:
+        super().__init__(name, kernel, most_rows)
+        self._reads = kernel.reads
+
+    def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
+        """Half precision, and groups of at least 16 columns that fill a row."""
+        if self._reads(dtype, weight):
+            return YES
+        return Support.no(form_name(weight), "a form that the kernel reads with this dtype", dtype)
+
+
+class CudaWay(FusedWay):
+    """Kernels of ours in CUDA C++, which NVRTC compiles."""
 
     def __init__(
         self, name: str, device: torch.device, cut: CudaCutRule, most_rows: int, arranged: Arrangements, hopper: bool = False
     ) -> None:
         """hopper: whether it multiplies by the matrix units of compute capability 9.0."""
+        super().__init__(name, CudaProducts(device, cut, arranged), most_rows)
         self._hopper = hopper
-        self.name = name
-        self.most_rows = most_rows
         self._arranged = arranged
-        self.kernel = self._kernel = CudaProducts(device, cut, arranged)
         self._capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
@@ -105,22 +108,16 @@ class CudaWay(ProductWay):
         """See ProductWay: scales once more, some percent of the weight; `few_rows` and `shared_rows` have one arrangement."""
         return self._arranged.num_bytes(linear.weight)
 
-    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """One launch; with `shared_rows` one before it for a norm."""
-        return self._kernel(x, linear, norm, out=out)
 
-
-class Float8Way(ProductWay):
+class Float8Way(FusedWay):
     """A kernel of ours in CUDA C++ that multiplies rows of x, rounded to floats of 8 bits, by weights of such floats."""
 
-    norms = rounds = True
-    most_rows = MOST_FLOAT8_ROWS
+    rounds = True
 
     def __init__(self, name: str, device: torch.device, cut: CudaCutRule, arranged: Arrangements) -> None:
-        self.name = name
+        super().__init__(name, Float8Products(device, cut, arranged), MOST_FLOAT8_ROWS)
         self._device = device
         self._arranged = arranged
-        self.kernel = self._kernel = Float8Products(device, cut, arranged)
 
     def takes(self, dtype: torch.dtype, weight: QuantizedWeight) -> Support:
         """Floats of 8 bits, by rows or by blocks of 128 x 128, where a GPU multiplies them so."""
@@ -138,10 +135,6 @@ class Float8Way(ProductWay):
     def prepare(self, linear: Linear) -> int:
         """See ProductWay: scales of rows once more."""
         return self._arranged.num_bytes(linear.weight)
-
-    def __call__(self, x: Tensor, linear: Linear, out: Tensor | None = None, norm: Norm | None = None) -> Tensor:
-        """Two launches: x is normed and rounded, and multiplied."""
-        return self._kernel(x, linear, norm, out=out)
 
 
 class QuantizedWays:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.product_kernels import output_of
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
 from headway.kernels.step.step_kernels import activate
@@ -251,9 +252,7 @@ class TiledProducts:
         """
         rows, in_features = x.shape
         out_features = linear.out_features // 2 if gated else linear.out_features
-        y = add_to if add_to is not None else out
-        if y is None:
-            y = torch.empty(rows, out_features, dtype=x.dtype, device=self._device)
+        y = output_of(x, out_features, add_to, out)
         cut = self._tiling(rows, out_features, linear.out_features, in_features)
         assert cut is not None
         assert isinstance(linear.weight, Tensor)

@@ -1,4 +1,4 @@
-"""From codes of 8 and 4 bits to numbers in half precision, two in a register, by as few instructions as there are."""
+"""Triton kernels between codes and numbers: codes of 8 and 4 bits unpacked, weights dequantised, rows rounded to FP8."""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,11 @@
-"""The second half of what adapters add to a product on a GPU, the sums of x A^T times B^T, of rows of all adapters (expand).
+"""What adapters add to a product on a GPU: x A^T of rows of all adapters at once (shrink), and these sums times B^T (expand).
 
-A program serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in those of the
-others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
+The rows of a step belong to adapters in any order. A program of `shrink_rows` serves one slot: the tensor cores multiply a tile
+of rows by the slot's A, and only the rows of that slot are loaded and kept, which costs nothing where the memory's rate decides
+(the scheme of Chen et al. 2023, Punica, arXiv 2310.18547, with tensor cores in place of a vector product for each row).
+
+A program that expands serves several slots by one product: the sums of a row stand in the columns of its own slot, and zeros in
+those of the others. Zeros change no bit of a sum, so a row's result depends neither on the other rows nor on its slot's number.
 
 PDL: see kernels/step/step_kernels.py. Slots and weights are no kernel's results, and are asked for before the wait. So does
 `expand_rows` for the product where `shrink_rows` came between the two and has waited for it; where `norm_and_shrink` came before

@@ -1,24 +1,26 @@
-"""Compiled libraries of other packages: found without an import, tried in a process of their own, and the verdicts kept."""
+"""Compiled libraries of other packages: found without an import and tried in a process of their own; their operators by name."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from headway.core.contract.errors import BackendError
+from headway.core.contract.support import YES, Support
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.files import cache_folder, read_text, write_whole
 from headway.core.system.json_text import parse_json
 
 log = logging.getLogger("headway")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,24 @@ class LibrarySearch:
             others = {other: name for other, name in known.items() if not other.startswith(place)}
             self._write({**others, key: found["namespace"]})
         return found
+
+    def first(self, what: str, need: str, load: Callable[[LibraryCandidate, str], T]) -> tuple[T | None, Support]:
+        """Return what `load` makes of the first library that works; (None, why not), with a reason for each that was found.
+
+        what, need: the library and what is looked for, for texts. load: called with the namespace that the child has told; it
+        may raise OSError or BackendError where this process holds another build of the same name.
+        """
+        refused = YES
+        for candidate in self.candidates():
+            found, it = self.verdict(candidate), f"{what} of {candidate.home}"
+            if "error" in found:
+                refused &= Support.no(it, "to work here", f"{found['error']} ({candidate.path})", self.hint)
+                continue
+            try:
+                return load(candidate, found["namespace"]), YES
+            except (OSError, BackendError) as error:
+                refused &= Support.no(it, "to load", f"{error} ({candidate.path})", self.hint)
+        return None, refused if not refused else Support.no(what, need, "none", self.hint)
 
     @property
     def _answers(self) -> Path:

@@ -128,6 +128,22 @@ class FixedLauncher:
         self._launch(key, grid, arguments, self._constants, num_warps=self._num_warps)
 
 
+class Launchers:
+    """Kernels by the constants that they are compiled with."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[Hashable, FixedLauncher] = {}
+
+    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
+        """Return the launcher of a kernel with these constants."""
+        key = kernel, num_warps, *constants.values()
+        launcher = self._known.get(key)
+        if launcher is None:
+            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
+        return launcher
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block of threads may have."""
     if device.type != "cuda":

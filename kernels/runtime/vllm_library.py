@@ -1,6 +1,8 @@
 """vLLM's library of kernels, `_C_stable_libtorch`: found, tried in a process of its own, loaded, and its operators bound.
 
-It is built on torch's stable interface, so that it loads without vLLM and into other releases of torch than its own.
+It is built on torch's stable interface, so that it loads without vLLM and into other releases of torch than its own. One built
+for another torch may crash the process that loads it: `python -m headway.kernels.runtime.vllm_library PATH` loads a
+library, calls it once, and prints a line of JSON. The trial is a product whose answer no layout changes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from headway.core.contract.errors import BackendError
 from headway.core.contract.support import YES, Support
 from headway.core.system.child import open_replies, reply
-from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibrarySearch
+from headway.kernels.runtime.compiled_library import BoundOperator, Home, LibraryCandidate, LibrarySearch
 from headway.kernels.runtime.probe import has_gpu
 
 
@@ -82,20 +84,11 @@ def find_library() -> Support:
     here = has_gpu()
     if not here:
         return here
-    refused = YES
-    for candidate in SEARCH.candidates():
-        what = f"vLLM's library of {candidate.home}"
-        found = SEARCH.verdict(candidate)
-        if "error" in found:
-            refused &= Support.no(what, "to work here", f"{found['error']} ({candidate.path})", SEARCH.hint)
-            continue
-        try:
-            torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
-        except OSError as error:  # worked in the child: this process holds another build of the same name
-            refused &= Support.no(what, "to load", f"{error} ({candidate.path})", SEARCH.hint)
-            continue
-        return YES
-    return refused if not refused else Support.no("vLLM's library", "a compiled library that holds it", "none", SEARCH.hint)
+
+    def load(candidate: LibraryCandidate, namespace: str) -> None:
+        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+
+    return SEARCH.first("vLLM's library", "a compiled library that holds it", load)[1]
 
 
 def registered() -> list[str]:

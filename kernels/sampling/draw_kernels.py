@@ -1,4 +1,4 @@
-"""Triton kernels that choose one token per row in one pass over the logits, and compare drafts with tokens."""
+"""Choosing one token per row in one pass over the logits, or over a rank's part of them, and comparing drafts with tokens."""
 
 from __future__ import annotations
 
@@ -144,28 +144,31 @@ def argmax_of_chunks(
     The score is the logit or, with NOISE, (logit * scale - log(e)) / log(2) with e ~ Exp(1): a draw by Gumbel-max
     (core.sampling.sampler.draw). A row of scale 0 takes the logit alone, at half the cost.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    counter = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    row = tl.program_id(0).to(tl.int64)
+    counter = tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     first = counter // LANES * (4 * LANES) + counter % LANES
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    _store_argmax(logits + row * stride, scales, keys, scores, tokens, row, counter, first, 0, vocab_size, LANES, NOISE, False)
+
+
+@triton.jit
+def _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin, end, LANES: tl.constexpr,
+                  NOISE: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """Store the best score of a program's chunk, and its token. own: the row's logits, from token 0 on."""
     if NOISE:
         scale = tl.load(scales + row) * 1.4426950408889634
         key = tl.load(keys + row).to(tl.uint64, bitcast=True)
         if scale > 0:
-            best, at, has_nan = gumbel_argmax(
-                logits + row * stride, counter, first, 0, vocab_size, scale, key, LANES, True, False
-            )
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, True, PART)
         else:
-            best, at, has_nan = gumbel_argmax(
-                logits + row * stride, counter, first, 0, vocab_size, scale, key, LANES, False, False
-            )
+            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, False, PART)
     else:
-        best, at, has_nan = gumbel_argmax(logits + row * stride, counter, first, 0, vocab_size, 1.0, 0, LANES, False, False)
+        best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, 1.0, 0, LANES, False, PART)
     most = tl.max(best, axis=0)
     token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
-    out = row * tl.num_programs(1) + chunk
+    out = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(scores + out, most)
     tl.store(tokens + out, tl.where(tl.max(has_nan.to(tl.int32), axis=0) > 0, -1, token.to(tl.int64)))
 
@@ -319,20 +322,7 @@ def argmax_of_part_chunks(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if NOISE:
-        scale = tl.load(scales + row) * 1.4426950408889634
-        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-        if scale > 0:
-            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, True, True)
-        else:
-            best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, scale, key, LANES, False, True)
-    else:
-        best, at, has_nan = gumbel_argmax(own, counter, first, begin, end, 1.0, 0, LANES, False, True)
-    most = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == most, at, 0x7FFFFFFF), axis=0)
-    out = row * tl.num_programs(1) + chunk
-    tl.store(scores + out, most)
-    tl.store(tokens + out, tl.where(tl.max(has_nan.to(tl.int32), axis=0) > 0, -1, token.to(tl.int64)))
+    _store_argmax(own, scales, keys, scores, tokens, row, counter, first, begin, end, LANES, NOISE, True)
 
 
 @triton.jit(do_not_specialize=["chunks"])

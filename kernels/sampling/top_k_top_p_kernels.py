@@ -1,4 +1,4 @@
-"""Triton kernel that finds a row's last kept token, and draws right there where all kept tokens are in the candidate list."""
+"""Top-k, top-p and min-p without a sort: list the candidates in a row's bracket, find the last kept one, and draw a token."""
 
 from __future__ import annotations
 

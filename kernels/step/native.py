@@ -1,4 +1,4 @@
-"""A decoder's steps on a CPU by our C: each is one call, and one parallel region, where torch takes some ten operations."""
+"""A decoder's steps on a CPU by our C: each is one call and one parallel region; small steps are recorded and run as one call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headway.kernels.step.operations import ACTIVATE, Rope, TorchOperations
 if TYPE_CHECKING:
     from headway.kernels.linear.linear import Linear
     from headway.kernels.linear.packed_blocks import Panels
-    from headway.kernels.step.operations import Heads, Norm, Rope
+    from headway.kernels.step.operations import Heads, Norm
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
 """All layers of a decoder: x [num_tokens, hidden_size], used up, and cos and sin of each rotary embedding."""
@@ -220,7 +220,7 @@ class NativeOperations(TorchOperations):
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
         """x normed, and no norm, where the norm is of a kind that our C does not compute."""
-        return (x, norm) if _normed(norm) else (self.norm(x, norm), None)  # type: ignore[arg-type]
+        return (x, norm) if norm is None or norm.by_length is not None else (self.norm(x, norm), None)
 
     def _store(
         self, x: Tensor, panels: Panels, norm: Norm | None = None, activation: Activation | None = None, out: Tensor | None = None

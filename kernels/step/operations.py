@@ -1,4 +1,4 @@
-"""What a decoder computes between its attentions, as steps that a device may fuse; and the plain way, torch's operations."""
+"""What a decoder computes between its attentions, as steps that a device may fuse; and torch's operations for all of them."""
 
 from __future__ import annotations
 

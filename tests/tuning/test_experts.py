@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from expert_layers import CONFIGS, Layer
-from headway.kernels.experts.methods import TOKEN_COUNTS
+from headway.kernels.experts.choice import TOKEN_COUNTS
 from headway.kernels.experts.plain import PlainExperts, route
 from headway.kernels.experts.route_kernels import Routed
 from headway.kernels.experts.weights import ExpertWeights

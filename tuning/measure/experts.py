@@ -19,7 +19,7 @@ from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.files import cache_folder
 from headway.core.system.provenance import Origin
-from headway.kernels.experts.methods import TOKEN_COUNTS, ExpertTimes
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device

@@ -1,7 +1,6 @@
 // What follows an item's last tile: the sums are divided and stored, or, where programs share the rows, left for the last of them to merge.
 #pragma once
 
-#include "exchange.cuh"
 #include "softmax.cuh"
 
 namespace hopper {

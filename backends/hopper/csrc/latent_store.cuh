@@ -1,7 +1,6 @@
 // What follows the last tile: sums are divided and stored, as the answer or as a part of it.
 #pragma once
 
-#include "exchange.cuh"
 #include "latent.cuh"
 
 namespace hopper {

@@ -1,4 +1,4 @@
-"""What the kernels take of a layer with a state: compile-time constants of its spec and of where its states lie."""
+"""What the Triton kernels take of a layer with a state: constants of its spec and of where its states lie, and their tuning."""
 
 from __future__ import annotations
 

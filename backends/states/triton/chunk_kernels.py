@@ -1,4 +1,4 @@
-"""The kernel within a chunk: gates summed up, products of its queries and keys, and the inverse of the delta rule's triangle."""
+"""Kernels over prompts in chunks: the convolution of inputs; and gates, products and the delta rule's inverse within a chunk."""
 
 from __future__ import annotations
 

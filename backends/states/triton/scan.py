@@ -1,4 +1,4 @@
-"""`scan` of the Triton state backend: convolution, products within chunks, and a walk from chunk to chunk."""
+"""`scan` of the Triton state backend: its plan, convolution, products within chunks, and a walk from chunk to chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.backends.states.triton.arguments import (
     weights,
 )
 from headway.backends.states.triton.chunk_kernels import convolve_chunks, cut_chunks, leave_inputs
-from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens, walk_turned
+from headway.backends.states.triton.scan_kernels import walk_chunks, walk_tokens
 from headway.core.contract.compiled import Packed
 from headway.core.contract.state import (
     CHECKPOINT_TOKENS,
@@ -141,8 +141,8 @@ class StateScan:
         self._spec = spec
         self._multiprocessors = multiprocessors
         self._shared = shared_memory(spec.device)
-        kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens, walk_turned
-        self._convolve, self._leave, self._cut, self._walk, self._walk_tokens, self._walk_turned = map(Launcher, kernels)
+        kernels = convolve_chunks, leave_inputs, cut_chunks, walk_chunks, walk_tokens
+        self._convolve, self._leave, self._cut, self._walk, self._walk_tokens = map(Launcher, kernels)
         whole = spec.dtype == torch.float32  # products without matrix units keep both operands in registers: they take 8 warps
         exact = whole or INTERPRETED
         self._dots = {"DOT": tl.float32 if exact else _TYPES[spec.dtype], "PRECISION": "ieee" if whole else "tf32"}
@@ -240,12 +240,12 @@ class StateScan:
         cut = self._walk_cut(plan, block_k, tuning)
         recurrent, _ = states(cache, x)
         strides = {name: value for name, value in head_constants(spec, cache).items() if name.startswith("STATE_")}
-        constants = {**shared, "BLOCK_V": cut.block_v, **strides, "HAS_D": parameters.D is not None, **self._dots}
+        constants = {**shared, "BLOCK_V": cut.block_v, **strides, "TURNED": cut.turned}
+        constants |= {"HAS_D": parameters.D is not None, **self._dots}
         tensors = x, out, recurrent, d, plan.seqs, plan.parts, sums, put, inverse, inner, rows
         numbers = x.stride(0), out.stride(0), plan.num_chunks
         grid = triton.cdiv(spec.value_dim, cut.block_v), spec.num_heads, plan.num_seqs
-        walk = self._walk_turned if cut.turned else self._walk
-        launch(walk, grid, tensors, numbers, constants, cut.warps, cut.stages)
+        launch(self._walk, grid, tensors, numbers, constants, cut.warps, cut.stages)
 
     def _walk_cut(self, plan: ChunkedPlan, block_k: int, tuning: StateTuning) -> _WalkCut:
         spec = self._spec

@@ -42,6 +42,7 @@ def walk_chunks(
     STATE_HEAD: tl.constexpr,
     STATE_KEY: tl.constexpr,
     STATE_VALUE: tl.constexpr,
+    TURNED: tl.constexpr,  # values are the rows of the state in registers, so that products take it from there
     HAS_D: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -69,11 +70,19 @@ def walk_chunks(
     j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_key = i < KEY_DIM
     in_value = j < VALUE_DIM
-    inside = in_key[:, None] & in_value[None, :]
-    within = head * STATE_HEAD + i[:, None] * STATE_KEY + j[None, :] * STATE_VALUE
+    if TURNED:
+        inside = in_value[:, None] & in_key[None, :]
+        within = head * STATE_HEAD + i[None, :] * STATE_KEY + j[:, None] * STATE_VALUE
+    else:
+        inside = in_key[:, None] & in_value[None, :]
+        within = head * STATE_HEAD + i[:, None] * STATE_KEY + j[None, :] * STATE_VALUE
     there = state_ptr + tl.maximum(slot, 0).to(tl.int64) * STATE_SLOT + within
     known = tl.where(slot >= 0, KEY_DIM, 0)
-    state = tl.load(there, mask=(i < known)[:, None] & in_value[None, :], other=0.0).to(tl.float32)
+    if TURNED:
+        held = in_value[:, None] & (i < known)[None, :]
+    else:
+        held = (i < known)[:, None] & in_value[None, :]
+    state = tl.load(there, mask=held, other=0.0).to(tl.float32)
     if KIND == "mamba2":
         v_at = head * VALUE_DIM
         k_at = HEADS * VALUE_DIM + key_head * KEY_DIM
@@ -101,7 +110,10 @@ def walk_chunks(
             start = first + n * 64
             chunk_ptr = x_ptr + start * stride_x
             place = ((first_chunk + n) * HEADS + head).to(tl.int64)
-            v = tl.load(chunk_ptr + of_values, mask=live[:, None] & in_value[None, :], other=0.0).to(DOT)
+            v = tl.load(chunk_ptr + of_values, mask=live[:, None] & in_value[None, :], other=0.0)
+            if TURNED:
+                v = tl.trans(v)
+            v = v.to(DOT)
             inner = tl.load(inner_ptr + place * 4096 + of_square).to(DOT)
             if KIND == "kda":
                 size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
@@ -109,7 +121,8 @@ def walk_chunks(
                 k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
                 k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
-                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32))[:, None]
+                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32))
+                whole = whole[None, :] if TURNED else whole[:, None]
             else:
                 k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
                 q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
@@ -117,164 +130,51 @@ def walk_chunks(
                 sums = tl.load(sums_ptr + place * 64 + row)
                 last = tl.load(sums_ptr + place * 64 + 63)
                 whole = tl.exp(last.to(tl.float32))
-                from_start = tl.exp(sums.to(tl.float32))[:, None]
-                to_end = tl.exp((last - sums).to(tl.float32))[:, None]
+                from_start = tl.exp(sums.to(tl.float32))
+                from_start = from_start[None, :] if TURNED else from_start[:, None]
+                to_end = tl.exp((last - sums).to(tl.float32))
+                to_end = to_end[None, :] if TURNED else to_end[:, None]
             state_dot = state.to(DOT)
-            y = tl.dot(q, state_dot, input_precision=PRECISION)
+            if not TURNED:
+                y = tl.dot(q, state_dot, input_precision=PRECISION)
             if KIND == "gated_delta" or KIND == "kda":
                 inverse = tl.load(inverse_ptr + place * 4096 + of_square).to(DOT)
-                seen = tl.dot(k_in, state_dot, input_precision=PRECISION)
+                if TURNED:
+                    seen = tl.dot(state_dot, tl.trans(k_in), input_precision=PRECISION)
+                else:
+                    seen = tl.dot(k_in, state_dot, input_precision=PRECISION)
                 if KIND == "gated_delta":
                     seen *= from_start
-                written = tl.dot(inverse, (v.to(tl.float32) - seen).to(DOT), input_precision=PRECISION)
+                unseen = (v.to(tl.float32) - seen).to(DOT)
+                if TURNED:
+                    written = tl.dot(unseen, tl.trans(inverse), input_precision=PRECISION)
+                else:
+                    written = tl.dot(inverse, unseen, input_precision=PRECISION)
             elif KIND == "mamba2":
-                written = v.to(tl.float32) * tl.load(put_ptr + place * 64 + row)[:, None]
+                written = v.to(tl.float32)
+                put = tl.load(put_ptr + place * 64 + row)
+                written = written * (put[None, :] if TURNED else put[:, None])
             else:
                 written = v.to(tl.float32)
+            if TURNED:
+                y = tl.dot(state_dot, tl.trans(q), input_precision=PRECISION)
             if KIND == "kda":
                 kept = written.to(DOT)
             else:
                 kept = (written * to_end).to(DOT)
                 y *= from_start
-            state = state * whole + tl.dot(tl.trans(k_out), kept, input_precision=PRECISION)
-            y += tl.dot(inner, written.to(DOT), input_precision=PRECISION)
+            if TURNED:
+                state = tl.dot(kept, k_out, acc=state * whole, input_precision=PRECISION)
+                y = tl.dot(written.to(DOT), tl.trans(inner), acc=y, input_precision=PRECISION)
+            else:
+                state = state * whole + tl.dot(tl.trans(k_out), kept, input_precision=PRECISION)
+                y += tl.dot(inner, written.to(DOT), input_precision=PRECISION)
             if HAS_D:
                 y += direct * v.to(tl.float32)
             y_ptrs = out_ptr + start * stride_out + of_out
-            tl.store(y_ptrs, y.to(out_ptr.dtype.element_ty), mask=live[:, None] & in_value[None, :])
-        target = tl.load(parts_ptr + part * PART_FIELDS + 1)
-        if target >= 0:
-            ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within
-            tl.store(ptrs, state.to(state_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def walk_turned(
-    x_ptr,  # [num_tokens, channels], convolved, normed and scaled
-    out_ptr,  # [num_tokens, HEADS * VALUE_DIM]
-    state_ptr,
-    d_ptr,
-    seqs_ptr,  # see SEQ_FIELDS
-    parts_ptr,  # see PART_FIELDS
-    sums_ptr,  # what `cut_chunks` made
-    put_ptr,
-    inverse_ptr,
-    inner_ptr,
-    rows_ptr,
-    stride_x,
-    stride_out,
-    num_chunks,
-    KIND: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STATE_SLOT: tl.constexpr,
-    STATE_HEAD: tl.constexpr,
-    STATE_KEY: tl.constexpr,
-    STATE_VALUE: tl.constexpr,
-    HAS_D: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Grid (cdiv(VALUE_DIM, BLOCK_V), HEADS, num_seqs).
-
-    With S the state at a chunk's start and G the decays' sums up to each token: the values that the delta rule writes are
-    v' = T (v - exp(G) K S), where T is (I + A)^-1 diag(beta); other rules write dt v, or v. The output is exp(G) Q S + P v', with
-    P the decayed products of q and k, and the next state exp(G_64) S + K^T (exp(G_64 - G) v'). No chunk's state goes to memory.
-    """
-    head = tl.program_id(1)
-    seq = tl.program_id(2)
-    key_head = head // (HEADS // KEY_HEADS)
-    first_chunk = tl.load(seqs_ptr + seq * SEQ_FIELDS)
-    chunks = tl.load(seqs_ptr + seq * SEQ_FIELDS + 1)
-    first = tl.load(seqs_ptr + seq * SEQ_FIELDS + 2).to(tl.int64)
-    tokens = tl.load(seqs_ptr + seq * SEQ_FIELDS + 3)
-    slot = tl.load(seqs_ptr + seq * SEQ_FIELDS + 4)
-    first_part = tl.load(seqs_ptr + seq * SEQ_FIELDS + 5)
-    parts = tl.load(seqs_ptr + seq * SEQ_FIELDS + 6)
-    if chunks == 0:
-        return
-    row = tl.arange(0, 64)
-    i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_key = i < KEY_DIM
-    in_value = j < VALUE_DIM
-    inside = in_value[:, None] & in_key[None, :]
-    within = head * STATE_HEAD + i[None, :] * STATE_KEY + j[:, None] * STATE_VALUE
-    there = state_ptr + tl.maximum(slot, 0).to(tl.int64) * STATE_SLOT + within
-    known = tl.where(slot >= 0, KEY_DIM, 0)
-    state = tl.load(there, mask=in_value[:, None] & (i < known)[None, :], other=0.0).to(tl.float32)
-    if KIND == "mamba2":
-        v_at = head * VALUE_DIM
-        k_at = HEADS * VALUE_DIM + key_head * KEY_DIM
-        q_at = k_at + KEY_HEADS * KEY_DIM
-    else:
-        q_at = key_head * KEY_DIM
-        k_at = q_at + KEY_HEADS * KEY_DIM
-        v_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-    direct = 0.0
-    if HAS_D:
-        direct = tl.load(d_ptr + head)
-
-    # Offsets within a chunk are 32 bits wide and the same for all chunks: one instruction makes an address of one.
-    of_keys = row[:, None] * stride_x + i[None, :]
-    of_values = row[:, None] * stride_x + (v_at + j)[None, :]
-    of_square = row[:, None] * 64 + row[None, :]
-    of_rows = row[:, None] * KEY_DIM + i[None, :]
-    of_out = row[:, None] * stride_out + (head * VALUE_DIM + j)[None, :]
-    for part in range(first_part, first_part + parts):
-        # Not carried from part to part: Triton 3.6 begins the inner loop at 0 again where a number goes into its range so.
-        begin = tl.load(parts_ptr + (part - 1) * PART_FIELDS, mask=part > first_part, other=0)
-        end = tl.load(parts_ptr + part * PART_FIELDS)
-        for n in range(begin, end):
-            live = row < tokens - n * 64
-            start = first + n * 64
-            chunk_ptr = x_ptr + start * stride_x
-            place = ((first_chunk + n) * HEADS + head).to(tl.int64)
-            v = tl.trans(tl.load(chunk_ptr + of_values, mask=live[:, None] & in_value[None, :], other=0.0)).to(DOT)
-            inner = tl.load(inner_ptr + place * 4096 + of_square).to(DOT)
-            if KIND == "kda":
-                size = num_chunks.to(tl.int64) * HEADS * 64 * KEY_DIM
-                lines = rows_ptr + place * 64 * KEY_DIM + of_rows
-                k_in = tl.load(lines, mask=in_key[None, :], other=0.0).to(DOT)
-                k_out = tl.load(lines + size, mask=in_key[None, :], other=0.0).to(DOT)
-                q = tl.load(lines + 2 * size, mask=in_key[None, :], other=0.0).to(DOT)
-                whole = tl.exp(tl.load(sums_ptr + place * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32))[None, :]
-            else:
-                k_in = tl.load(chunk_ptr + k_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-                q = tl.load(chunk_ptr + q_at + of_keys, mask=live[:, None] & in_key[None, :], other=0.0).to(DOT)
-                k_out = k_in
-                sums = tl.load(sums_ptr + place * 64 + row)
-                last = tl.load(sums_ptr + place * 64 + 63)
-                whole = tl.exp(last.to(tl.float32))
-                from_start = tl.exp(sums.to(tl.float32))[None, :]
-                to_end = tl.exp((last - sums).to(tl.float32))[None, :]
-            state_dot = state.to(DOT)
-            if KIND == "gated_delta" or KIND == "kda":
-                inverse = tl.load(inverse_ptr + place * 4096 + of_square).to(DOT)
-                seen = tl.dot(state_dot, tl.trans(k_in), input_precision=PRECISION)
-                if KIND == "gated_delta":
-                    seen *= from_start
-                written = tl.dot((v.to(tl.float32) - seen).to(DOT), tl.trans(inverse), input_precision=PRECISION)
-            elif KIND == "mamba2":
-                written = v.to(tl.float32) * tl.load(put_ptr + place * 64 + row)[None, :]
-            else:
-                written = v.to(tl.float32)
-            y = tl.dot(state_dot, tl.trans(q), input_precision=PRECISION)
-            if KIND == "kda":
-                kept = written.to(DOT)
-            else:
-                kept = (written * to_end).to(DOT)
-                y *= from_start
-            state = tl.dot(kept, k_out, acc=state * whole, input_precision=PRECISION)
-            y = tl.dot(written.to(DOT), tl.trans(inner), acc=y, input_precision=PRECISION)
-            if HAS_D:
-                y += direct * v.to(tl.float32)
-            y_ptrs = out_ptr + start * stride_out + of_out
-            tl.store(y_ptrs, tl.trans(y.to(out_ptr.dtype.element_ty)), mask=live[:, None] & in_value[None, :])
+            inside_chunk = live[:, None] & in_value[None, :]
+            y = y.to(out_ptr.dtype.element_ty)
+            tl.store(y_ptrs, tl.trans(y) if TURNED else y, mask=inside_chunk)
         target = tl.load(parts_ptr + part * PART_FIELDS + 1)
         if target >= 0:
             ptrs = state_ptr + target.to(tl.int64) * STATE_SLOT + within

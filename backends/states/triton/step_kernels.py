@@ -1,4 +1,4 @@
-"""The kernels of a decode: convolution, gates and recurrence of the newest tokens in one launch, states in place."""
+"""Decode of the Triton state backend: convolution, gates and recurrence of the newest tokens in one launch, states in place."""
 
 from __future__ import annotations
 

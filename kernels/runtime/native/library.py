@@ -1,4 +1,4 @@
-"""The functions of our C library, with the types of their arguments, and the structures that they read."""
+"""Our C library: its build by the compiler that is here, its functions with their types, and the structures that they read."""
 
 from __future__ import annotations
 

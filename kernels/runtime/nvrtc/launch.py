@@ -1,4 +1,4 @@
-"""Loading a cubin and launching its kernels: in torch's context, on torch's streams."""
+"""Loading a cubin and launching its kernels in torch's context, on torch's streams: arguments, tensor maps, launches."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from triton.runtime import jit
 from headway.backends.triton import decode as module
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode
-from headway.backends.triton.layer import Layer
+from headway.backends.triton.layer import KernelSetup, Layer
 from headway.core.contract.layout import NHD, LayerCache
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
@@ -41,7 +41,18 @@ def test_a_decode_over_keys_that_grow_is_compiled_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(Compiled, "__init__", lambda *_: None)
     monkeypatch.setattr(Compiled, "__call__", lambda _, grid, *arguments: launched.append(arguments))
     monkeypatch.setattr(module, "launches_early", lambda _: True)
-    decode = Decode(SPEC, Layer.of(SPEC), NHD, 16, architecture((9, 0)), 132, None, Workspace(SPEC.device))
+    decode = Decode(
+        KernelSetup(
+            spec=SPEC,
+            layer=Layer.of(SPEC),
+            layout=NHD,
+            block_size=16,
+            arch=architecture((9, 0)),
+            multiprocessors=132,
+            workspace=Workspace(SPEC.device),
+        ),
+        None,
+    )
     kernel, cut = Kernel(), Kernel()
     decode.launch, decode.launch_cut = Launcher(kernel), Launcher(cut)
     q = torch.empty(1, 4, 64, dtype=SPEC.dtype)

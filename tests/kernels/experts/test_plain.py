@@ -11,8 +11,8 @@ from torch.nn.functional import linear, silu
 
 from expert_layers import CONFIGS, HIDDEN, SMALL, Layer
 from headway.core.contract.errors import ModelError
+from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes, nearest, rules
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.methods import TOKEN_COUNTS, ExpertTimes, nearest, rules
 from headway.kernels.experts.plain import PlainExperts, route, sort_by_expert
 
 

@@ -1,0 +1,21 @@
+"""Options of backends that are numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headway.core.contract.errors import ConfigError
+
+
+def count_of(backend: str, options: Mapping[str, str] | None, name: str, most: int | None = None) -> int | None:
+    """Return the number that `--attn-opt BACKEND.NAME` asks for; None if it is not given, and the built-in rule chooses.
+
+    :raises ConfigError: if it is not a number from 1 to `most`.
+    """
+    text = (options or {}).get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1 or (most is not None and int(text) > most):
+        need = "a number of at least 1" if most is None else f"a number from 1 to {most}"
+        raise ConfigError(f"--attn-opt {backend}.{name}", need, repr(text))
+    return int(text)
