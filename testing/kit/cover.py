@@ -61,8 +61,8 @@ OTHERS: dict[str, tuple[int, ...]] = {
 """Further values, those that models have among them: each is refused in words, or tried in every phase in a layer of few."""
 _SEARCHED: dict[str, tuple[Value, ...]] = {
     "feature": ("none", *CACHE_TYPES, "latent", "v_head_dim", "longer_v", *BIDIRECTIONAL),
-    "block_size": (16, 1, 4, 32, 64, 256, 512),
-    "kv_heads": KV_HEADS,
+    "block_size": (16, 1, 4, *range(8, 136, 8), 256, 512),
+    "kv_heads": tuple(dict.fromkeys((*KV_HEADS, *range(1, 17), 20, 24, 32))),
     "scale": ("odd", USUAL_SCALE),
     "group": tuple(range(1, 17)),
     "head_dim": tuple(range(8, 264, 8)),
@@ -160,9 +160,11 @@ class Claimed:
         if not (layout and dtype and phase):
             return None
         plain = CheckCell("answer", layout=layout, dtype=str(dtype))
-        features = [name for name in _SEARCHED["feature"] if name in self.usual["feature"]]
-        for picked in product(*(_SEARCHED | {"feature": features}).values()):
-            cell = plain.plain("answer", "-", **dict(zip(_SEARCHED, picked, strict=True)))
+        ranges = _SEARCHED | {"feature": tuple(name for name in _SEARCHED["feature"] if name in self.usual["feature"])}
+        if claims.head_dims:
+            ranges["head_dim"] = tuple(claims.head_dims)
+        for picked in product(*ranges.values()):
+            cell = plain.plain("answer", "-", **dict(zip(ranges, picked, strict=True)))
             if self.support(cell, phase):
                 return cell
         return None

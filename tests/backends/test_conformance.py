@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
-from headway.backends.vllm_paged.decode import write_rows
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.layout import NHD, CacheGeometry, CacheLayout, write_rows
 from headway.core.contract.metadata import Phase

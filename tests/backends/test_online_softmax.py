@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from backend_cases import SPECS, spec
-from headway.backends.vllm_paged.decode import write_rows
 from headway.core.contract.layout import NHD, write_rows
 from headway.core.oracle.cases import make_case, parse_case, reference
 from online_softmax import merge, walk
