@@ -144,19 +144,12 @@ class Decoder:
         self.lm_head = _head(config, weights, tensors, vocabulary, table)
         self._missing = vocabulary.missing
         weights.finish(names.ignored, names.ignored_modules)
-        ropes = rope_tables(config.ropes, weights.device)
-        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
-        self.operations = operations_for(*ropes)
-        if batch_invariant:
-            self.operations = invariant_operations(self.operations, linears, weights.device)
-        own = self.operations if isinstance(self.operations, NativeOperations) and ranks.size == 1 else None
-        self.recorded = None if own is None else RecordedLayers(own.functions)
-        """What runs the layers where our C computes them; None: they are run one after the other."""
+        rows = TILE_ROWS[weights.device.type] if batch_invariant else None
+        self.operations = self._operations(ranks)
         self.adapters: AdapterBank | None = None
         """Slots of adapters; None: rows have none."""
         if slots is not None:
-            rows = TILE_ROWS[weights.device.type] if batch_invariant else None
-            self.operations, self.adapters = adapted_operations(self.operations, linears, slots, weights.dtype, rows)
+            self.operations, self.adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
         self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)
@@ -166,6 +159,20 @@ class Decoder:
         }
         self.kv_scales = [layer.kv_scales for layer in self.layers if layer.attention is not None]
         """k_scale and v_scale of each attention layer's cache where it is fp8, from the checkpoint or 1."""
+
+    @property
+    def _linears(self) -> list[Linear]:
+        return [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
+
+    def _operations(self, ranks: Ranks) -> Operations:
+        """Return the operations of this device, and let our C run whole layers if they are its own."""
+        operations = operations_for(*rope_tables(self.config.ropes, self.device))
+        if self._invariant:
+            operations = invariant_operations(operations, self._linears, self.device)
+        own = operations if isinstance(operations, NativeOperations) and ranks.size == 1 else None
+        self.recorded = None if own is None else RecordedLayers(own.functions)
+        """Runs the layers that our C computes; None: they run one after the other."""
+        return operations
 
     def part(self, index: int | None) -> object:
         """A layer, or (None) what stands around the layers."""
