@@ -14,7 +14,7 @@ from headway.core.chat.template import token_after_answer
 from headway.core.sampling.params import SamplingParams
 from headway.requests.chats import ChatFormat
 from headway.requests.request_state import TokenBytes
-from headway.requests.rules import default_params
+from headway.requests.validation import default_params
 from headway.server.errors import ApiError, Fields, IgnoredFields
 from headway.server.middleware import Admission
 from headway.server.openai.params import ParamsMaker

@@ -40,7 +40,7 @@ from headway.kernels.runtime.compile_ahead import compile_ahead
 from headway.machine.memory import bound_kernel_caches, freeze_heap, set_threads
 from headway.models.loader import LoadedModel
 from headway.registry import Registry
-from headway.requests.rules import RequestRules, processor_classes
+from headway.requests.validation import RequestRules, processor_classes
 from headway.tuning.autotune import TableRequest, costs_for
 from headway.tuning.autotune_states import state_costs_for
 from headway.tuning.measure.all_reduce import choose_all_reduce

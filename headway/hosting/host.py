@@ -12,8 +12,7 @@ from headway.core.contract.adapters import LoRARequest
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
 from headway.core.engine.loop import EngineLoop
 from headway.hosting.driver import EngineDriver, Listener
-from headway.requests.rules import RequestRules
-from headway.requests.validation import RequestNames, RequestValidator, TextModel
+from headway.requests.validation import RequestNames, RequestRules, RequestValidator, TextModel
 
 T = TypeVar("T")
 Task = Callable[[EngineDriver], T]

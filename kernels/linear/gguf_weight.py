@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from headway.kernels.linear.packed_blocks import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, Coded
+from headway.kernels.runtime.native.library import SCALE_D, SCALE_DM, SCALE_SUPER, SCALE_SUPER_DM, Coded
 
 _GROUP = 32
 _SUPER = 256

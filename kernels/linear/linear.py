@@ -14,8 +14,7 @@ from torch.nn.functional import linear
 from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.forms import Int4Weight, QuantizedWeight, device_of, num_bytes, packed, unpacked
 from headway.kernels.linear.gguf_weight import GgufWeight
-from headway.kernels.linear.packed_blocks import Panels, coded_panels, dense_panels, multiply
-from headway.kernels.runtime.native.library import functions
+from headway.kernels.runtime.native.library import Panels, coded_panels, dense_panels, functions, multiply
 
 Product = Callable[[Tensor], Tensor]
 """From x [rows, K] to [rows, N]."""

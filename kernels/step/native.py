@@ -18,7 +18,7 @@ from headway.kernels.step.operations import ACTIVATE, Rope, TorchOperations
 
 if TYPE_CHECKING:
     from headway.kernels.linear.linear import Linear
-    from headway.kernels.linear.packed_blocks import Panels
+    from headway.kernels.runtime.native.library import Panels
     from headway.kernels.step.operations import Heads, Norm
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]

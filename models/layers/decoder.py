@@ -27,9 +27,8 @@ from headway.models.config import DecoderConfig
 from headway.models.cut import ModelCut, VocabularyCut
 from headway.models.families.rope import rope_tables
 from headway.models.layers.latent_attention import LatentAttention
-from headway.models.layers.mlp import MLP, ExpertsMLP
 from headway.models.layers.ranked import SumsInOrder, over_ranks
-from headway.models.layers.self_attention import SelfAttention
+from headway.models.layers.self_attention import MLP, ExpertsMLP, SelfAttention
 from headway.models.layers.state_parts import GatedDelta, KimiDelta, Lightning, Mamba1, Mamba2, ShortConvolution, StatePart
 from headway.models.layers.tensors import LayerTensors, read_kv_scales
 

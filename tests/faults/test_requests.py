@@ -15,7 +15,7 @@ import torch
 from headway import LLM, AsyncLLM, SamplingParams
 from headway.core.contract.errors import ConfigError, HeadwayError, PromptError
 from headway.core.sampling.logits_shaper import LogitsShaper
-from headway.requests.rules import default_params
+from headway.requests.validation import default_params
 from sandbox import save_tiny_model
 
 GOOD = SamplingParams(max_tokens=3, temperature=0)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gguf_block_models import blocks_of
 from headway.kernels.linear import linear as linear_module
-from headway.kernels.linear import packed_blocks as panels_module
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES, GgufWeight
 from headway.kernels.linear.linear import Linear, reads_as_it_is
-from headway.kernels.linear.packed_blocks import coded_panels, dense_panels, multiply
 from headway.kernels.runtime.native import library
-from headway.kernels.runtime.native.library import functions
+from headway.kernels.runtime.native import library as panels_module
+from headway.kernels.runtime.native.library import coded_panels, dense_panels, functions, multiply
 from headway.kernels.step.native import NativeOperations
 from headway.kernels.step.operations import Heads, Norm, TorchOperations
 from operation_inputs import ropes
