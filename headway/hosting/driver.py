@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Lock, get_ident
+from threading import Lock, current_thread, get_ident, main_thread
+from types import FrameType
 from typing import Any
 
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.step import OutputDelta
 from headway.engine_args import EngineArgs
 from headway.hosting.assembly import Assembly, assemble
-from headway.machine.interrupts import HeldInterrupts
 from headway.machine.memory import GIVE_BACK_INTERVAL, give_back
 from headway.requests.validation import RequestNames, RequestValidator
+
+
+class HeldInterrupts:
+    """Holds SIGINT back in the main thread, the only one that Python interrupts, while an engine's step runs.
+
+    An exception between any two instructions of a step would leave pages without an owner, or a step that the device has run and
+    the scheduler knows nothing of. A second Ctrl-C comes through at once, for the step may hang.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        """The handler in whose place this one stands; None: SIGINT is not held back."""
+        self._pending = False
+
+    def hold(self) -> None:
+        """Hold a first SIGINT back from now on."""
+        found = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
+        if callable(found):
+            self._handler = found
+            self._pending = False
+            try:
+                signal.signal(signal.SIGINT, self._note)
+            except ValueError:  # an interpreter within this one
+                self._handler = None
+
+    def release(self) -> None:
+        """Hold back no more, and handle the SIGINT that has come meanwhile."""
+        if current_thread() is not main_thread() or self._handler is None:
+            return
+        handler = self._handler
+        self._handler = None
+        signal.signal(signal.SIGINT, handler)
+        if self._pending:
+            handler(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending:
+            self._handler(number, frame)
+        self._pending = True
 
 
 class FairLock:
