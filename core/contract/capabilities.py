@@ -6,19 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
-from typing import Final
 
 import torch
 
-from headway.core.contract.layer import OPTIONAL
+from headway.core.contract.layer import BLOCK_MULTIPLE, OPTIONAL
 from headway.core.contract.layout import CacheLayout
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Reason, Support
-
-BLOCK_MULTIPLE: Final = 8
-"""Every block size of an engine is a multiple of this: no kernel reads smaller steps."""
-
 
 ALL_PHASES = frozenset(Phase)
 FEATURES = frozenset(OPTIONAL)

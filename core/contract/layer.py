@@ -6,8 +6,10 @@ Nothing here imports torch, so that a table is shown in a fraction of a second.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+BLOCK_MULTIPLE: Final = 8
+"""Every block size of an engine is a multiple of this: no kernel reads smaller steps."""
 OPTIONAL = ("sliding_window", "softcap", "alibi_slopes", "sinks")
 """Optional features of a layer: the fields that are None in plain causal attention."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from headway.core.contract.errors import BackendError, HeadwayError
-from headway.core.contract.metadata import Phase
 from headway.core.system.text import harmless
+
+if TYPE_CHECKING:
+    from headway.core.contract.metadata import Phase
 
 log = logging.getLogger("headway")
 

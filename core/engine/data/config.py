@@ -11,8 +11,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_type_hints
 
 from headway.core.contract.adapters import AdapterSlots
-from headway.core.contract.capabilities import BLOCK_MULTIPLE
 from headway.core.contract.errors import ConfigError
+from headway.core.contract.layer import BLOCK_MULTIPLE
 from headway.core.sampling.params import SEED_RANGE, is_seed
 from headway.core.system.text import shown
 

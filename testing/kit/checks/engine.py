@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from headway.core.contract.capabilities import BLOCK_MULTIPLE
+from headway.core.contract.layer import BLOCK_MULTIPLE
 from headway.core.contract.layout import CacheGeometry
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.contract.spec import AttentionSpec
