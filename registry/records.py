@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from headway.core.contract.errors import ConfigError, PluginError
-from headway.registry.plugin_sources import PluginSource
 
 if TYPE_CHECKING:
     from headway.registry.plugin_sources import PluginSource

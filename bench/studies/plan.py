@@ -42,9 +42,7 @@ from headway.llm import LLM
 from headway.plan.devices import GPU_KINDS, H200, Utilisation
 
 if TYPE_CHECKING:
-    from headway.bench.studies.plan_points import MeasuredPoint
     from headway.outputs import RequestOutput
-    from headway.plan.devices import Utilisation
 
 _WIDTH = 100
 
