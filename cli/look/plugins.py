@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.registry import Registry
     from headway.registry.records import PluginRecord
 
-TEMPLATE: Final = Path(__file__).parents[1] / "template"
+TEMPLATE: Final = Path(__file__).parents[2] / "template"
 """Folder of the package's template, in copier's form."""
 
 

@@ -13,9 +13,8 @@ import torch
 
 from headway import create_registry
 from headway.core.contract.errors import ConfigError
-from headway.registry import Registry
+from headway.registry import Registry, isolation
 from headway.registry import create_registry as untried_registry
-from headway.registry import isolation
 from headway.registry.isolation import Verdict, verdicts
 from headway.registry.plugin_sources import PluginSource, installed_plugins
 from headway.registry.records import PluginPolicy
