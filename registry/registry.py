@@ -353,7 +353,7 @@ class Registry:
 
     def able(self, device: torch.device) -> list[str]:
         """The attention backends that serve a type of device and can run on this machine; see `BackendShelf.all_able`."""
-        return self._attention.all_able(device.type)
+        return [name for name in self._attention.all_able(device.type) if name in self.backends]
 
     def state_backend(self, name: str) -> type[StateBackend]:
         """Load the class of a backend for layers with a state; see `BackendShelf.backend`."""

@@ -155,15 +155,11 @@ class LocalExecutor:
         layers = parts.layers
         config = parts.config
         ranks = parts.ranks
-        self._config = config
-        self._compile_ahead = parts.compile_ahead
-        self._max_decode_len = parts.max_decode_len
-        self._model = model
+        self._parts = parts
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
         """What sleeps."""
         self._device = layers.device
-        self._ranks = ranks
         self.selector = _select(layers, parts.source, config, parts.costs, parts.compile_ahead)
         self.selection = self.selector.selection
         """Which backend serves which phase, over which layout and block size."""
@@ -213,10 +209,10 @@ class LocalExecutor:
 
         Then the engine is ready. recorder: records in place of CUDA's, on any device.
         """
-        config, watch = self._config, CompilationWatch()
-        if self._compile_ahead is not None:
+        config, watch = self._parts.config, CompilationWatch()
+        if self._parts.compile_ahead is not None:
             began = time.perf_counter()
-            with self._compile_ahead():
+            with self._parts.compile_ahead():
                 self.warmup.run()
             log.info("warm-up: %d kernels compiled or loaded in %.1f s", len(watch.take()), time.perf_counter() - began)
         if self.attention.debug:
@@ -226,13 +222,13 @@ class LocalExecutor:
             self._capture_graphs(self._recorder)
             if compiled := watch.take():
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
-        if self._compile_ahead is not None:
+        if self._parts.compile_ahead is not None:
             self._settle(watch)
         self._runner.watch_compilations(watch)
 
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
-        sizes = self._config.cudagraph_capture_sizes or capture_sizes(self._config.max_num_seqs)
-        self._runner.capture(sizes, piecewise_sizes(self._config.step_tokens), recorder, self._max_decode_len)
+        sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)
+        self._runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
         """See `Executor`. Graphs hold addresses of weights and cache, and are captured anew when both are there again."""
@@ -243,7 +239,7 @@ class LocalExecutor:
         caches = held_tensors(self.caches, None if states is None else states.memory).values()
         self._released = {
             CACHE: ReleasedMemory(lost=caches),
-            WEIGHTS: ReleasedMemory(kept=held_tensors(self._model).values(), lost=lost),
+            WEIGHTS: ReleasedMemory(kept=held_tensors(self._parts.model).values(), lost=lost),
         }
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -251,7 +247,7 @@ class LocalExecutor:
     def wake(self, part: str) -> None:
         """See `Executor`."""
         self._released.pop(part).restore()
-        if part == WEIGHTS and (adapters := adapters_of(self._model)) is not None:
+        if part == WEIGHTS and (adapters := adapters_of(self._parts.model)) is not None:
             adapters.arrange()
         if not self._released and self._recorder is not None:
             self._capture_graphs(self._recorder)
@@ -264,7 +260,7 @@ class LocalExecutor:
             self.warmup.run()
             compiled = watch.take()
             log.info("warm-up: every kind of step ran in %.1f s, %d kernels compiled", time.perf_counter() - began, len(compiled))
-            if not max(gathered(self._ranks, [len(compiled)], self._device)[0]):
+            if not max(gathered(self._parts.ranks, [len(compiled)], self._device)[0]):
                 return
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
