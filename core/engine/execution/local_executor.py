@@ -154,7 +154,6 @@ class LocalExecutor:
         model = parts.model
         layers = parts.layers
         config = parts.config
-        ranks = parts.ranks
         self._parts = parts
         self._recorder: GraphRecorder | None = None
         self._released: dict[str, ReleasedMemory] = {}
@@ -167,7 +166,7 @@ class LocalExecutor:
             self.selection = replace(self.selection, why="deterministic: pinned")
         layouts = [self.selector.layout_of(spec) for spec in layers.cached]
         states = StatePlan.of(model, parts.source, config, parts.state_costs, parts.max_decode_len)
-        size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, ranks)
+        size, max_model_len, slots = plan_pool(model, layers, layouts, self.selector, states, config, parts.ranks)
         self.capacity = Capacity(size, config.max_num_seqs, max_model_len, slots)
         self.caches = pool.allocate(layers.cached, layouts, size)
         """One cache for each layer."""
@@ -186,9 +185,8 @@ class LocalExecutor:
             states=kept,
         )
         """What the model calls; outside of steps only its shapes may be asked for."""
-        hosts = parts.hosts or HostRows(None, {})
-        self._hosts = hosts
-        self.adapters = AdapterStore.of(model, config.kept_adapters, follows=ranks.rank > 0)
+        self._hosts = parts.hosts or HostRows(None, {})
+        self.adapters = AdapterStore.of(model, config.kept_adapters, follows=parts.ranks.rank > 0)
         """Adapters in the host's memory; None: the model has no slots for any."""
         limits = StepLimits(config.step_tokens, config.max_num_seqs, max_model_len, parts.max_decode_len)
         self._runner = ModelRunner(
@@ -198,10 +196,10 @@ class LocalExecutor:
             sampling=parts.sampling,
             limits=limits,
             groups=size.page_format.groups,
-            hosts=hosts,
-            ranks=ranks,
+            hosts=self._hosts,
+            ranks=parts.ranks,
         )
-        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, ranks)
+        self.warmup = WarmUp(self._runner, model, self.attention, self.selector, limits, size, parts.ranks)
         _log_setup(self.selector, self.selection, layers, layouts, self.capacity)
 
     def capture(self, recorder: GraphRecorder | None = None) -> None:
