@@ -83,7 +83,11 @@ class FlashAttention3(AttentionBackend):
         self.operators = library.operators
         self._call = library.operators.forward.call
         place = library.operators.forward.place
-        self._q, self._k, self._v, self._out = (place[name] for name in ("q", "k", "v", "out"))
+        q, k, v, out = (place[name] for name in ("q", "k", "v", "out"))
+        self._q = q
+        self._k = k
+        self._v = v
+        self._out = out
         self._q_v = place.get("q_v", -1)
         self._metadata = place["scheduler_metadata"]
         self._latent = spec.v_head_dim if spec.value_in_key else 0

@@ -123,7 +123,7 @@ def examine(path: str) -> dict[str, str]:
     """{"namespace": ...} of a library that loads and computes right, else {"error": why not}."""
     before = frozenset(registered())
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
     except OSError as error:
         return {"error": f"does not load: {' '.join(str(error.__cause__ or error).split())}"}
     spaces = registered(before)
@@ -221,5 +221,5 @@ def load(candidate: LibraryCandidate, namespace: str) -> Library:
     :raises OSError or BackendError: it does not load into this process, or not with the operators it should have.
     """
     if namespace not in registered():
-        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(candidate.path))
     return Library(candidate.home, candidate.path, Operators.of(namespace))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import graphlib
 import re
 from collections.abc import Iterable, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from source_trees import FOLDERS, ROOT, SOURCES, all_imports, imported, is_kernel, module_of, nodes_of, tree_of
+
 pytestmark = pytest.mark.xdist_group("structure")  # the trees of all files are parsed once
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "kernels", "registry", "backends", "models", "testing", "tuning", "plan", "headway", "server", "cli", "bench")
 ROOMS = (
     "core.contract",
     "core.system",
@@ -48,59 +47,11 @@ PLUGIN = ROOT / "integrations" / "headway-vllm" / "headway_vllm"
 """A package of its own, which takes the contract, the selector and the tables, and never the engine."""
 
 
-def module_of(path: Path) -> str:
-    """The dotted name, without the leading `headway`."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts[1:] if parts[0] == "headway" else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once for all tests."""
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """Every node of a file's tree, walked once likewise."""
-    return tuple(ast.walk(tree_of(path)))
-
-
-SOURCES = {module_of(path): path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))}
-
-
 def room_of(module: str) -> str:
     """The room of ROOMS that holds a module; what lies in headway/ itself is the face."""
     if module in ("", "__main__"):
         return "entry"
     return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len, default="headway")
-
-
-def imported(path: Path) -> set[str]:
-    """The files of Headway that a file imports, wherever in it the import stands."""
-    found = set()
-    for node in nodes_of(path):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] != "headway":
-                continue
-            parts = name.split(".")[1:]
-            while parts and ".".join(parts) not in SOURCES:
-                parts.pop()  # a name in a file
-            found.add(".".join(parts))
-    return found - {module_of(path)}
-
-
-@functools.cache
-def all_imports() -> dict[str, set[str]]:
-    """Module -> the files that it imports. Read by the first test that asks, so that collecting the tests parses nothing."""
-    return {module: imported(path) for module, path in SOURCES.items()}
 
 
 def above(module: str, others: Iterable[str]) -> list[str]:
@@ -185,11 +136,6 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function's body, without its docstring."""
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-
-
-def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether Triton compiles a function: a kernel is one piece of work, which calls make no shorter."""
-    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def test_functions_that_are_no_kernels_stay_short() -> None:

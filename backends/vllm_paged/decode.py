@@ -80,7 +80,9 @@ class PagedDecode:
 
     def __init__(self, spec: AttentionSpec, block_size: int, cut: tuple[int | None, int | None] = (None, None)) -> None:
         self._spec = spec
-        self._warps, self._partitions = cut
+        warps, partitions = cut
+        self._warps = warps
+        self._partitions = partitions
         arch = architecture(spec.device)
         properties = torch.cuda.get_device_properties(spec.device)
         self._overlaps = properties.major >= 9

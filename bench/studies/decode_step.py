@@ -48,7 +48,7 @@ class CapturedDecode:
         self._attention = attention
         self._ids = torch.randint(0, model.vocab_size, (batch_size,), device="cuda", dtype=torch.int32)
         self._positions = torch.full_like(self._ids, context)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # compile, and let libraries set themselves up

@@ -168,11 +168,13 @@ def advance(
     x: float64 [..., input_channels]; gates: float64, one row each.
     """
     if state.conv is not None:
-        x, state.conv = rules.convolve(spec, parameters, x, state.conv)
+        x, conv = rules.convolve(spec, parameters, x, state.conv)
+        state.conv = conv
     if not spec.recurrent:
         return x
     assert state.recurrent is not None
-    out, state.recurrent = rules.update(rules.read(spec, parameters, x, gates), state.recurrent)
+    out, recurrent = rules.update(rules.read(spec, parameters, x, gates), state.recurrent)
+    state.recurrent = recurrent
     return out.flatten(-2)
 
 

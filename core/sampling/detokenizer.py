@@ -89,7 +89,8 @@ class Detokenizer:
         places = [(self.text.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stop]
         found = min((place for place in places if place[0] >= 0), default=None)
         if found is not None:
-            at, self.stopped_by = found
+            at, stopped_by = found
+            self.stopped_by = stopped_by
             self.text = self.text[: at + len(self.stopped_by)] if self._include_stop else self.text[:at]
         return found is not None
 

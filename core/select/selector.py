@@ -223,7 +223,9 @@ class Selector:
         for name, chosen in self._options.items():
             source.backend(name).check_options(chosen)
         self._startup = StartupChoice(source, layers, request, costs, workload)
-        self.selection, self._chooser = self._startup.select(kv_layout, block_size)
+        selection, chooser = self._startup.select(kv_layout, block_size)
+        self.selection = selection
+        self._chooser = chooser
         names = dict.fromkeys(name for phase in self.selection.names for name in self.selection.all_for(phase))
         self._instances = {name: self._make(name) for name in names}
         self.gathering = self._gathering()

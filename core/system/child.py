@@ -163,7 +163,8 @@ class Child:
                 if not chunk:
                     raise EOFError
                 self._rest += chunk
-        line, _, self._rest = self._rest.partition(b"\n")
+        line, _, rest = self._rest.partition(b"\n")
+        self._rest = rest
         return line
 
 

@@ -73,7 +73,9 @@ class EngineProcess:
         :raises HeadwayError: anything the caller can put right.
         :raises EngineDeadError: the process has ended.
         """
-        self._process, self._wire = spawned or spawn_engine()
+        process, wire = spawned or spawn_engine()
+        self._process = process
+        self._wire = wire
         self._guard = Lock()
         """Protects `_error` and `_waiting`."""
         self._error: EngineDeadError | None = None

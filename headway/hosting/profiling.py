@@ -148,7 +148,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         if self._request.nvtx:
             if cuda:
-                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+                torch.cuda.profiler.start()
         else:
             self._profiler = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True
@@ -168,7 +168,7 @@ class StepProfiler:
             self._found = self._profiler
             self._profiler = None
         elif cuda:
-            torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+            torch.cuda.profiler.stop()
         self._traced = self._driver.engine.stats.snapshot() - self._before_trace
         self._traced_seconds = time.perf_counter() - self._traced_from
 
@@ -178,7 +178,7 @@ class StepProfiler:
             return {}
         cuda, times = self._device.type == "cuda", Counter[str]()
         if cuda:
-            for event in self._found.events() or []:  # type: ignore[no-untyped-call]
+            for event in self._found.events() or []:
                 if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
                     times[event.name] += event.time_range.elapsed_us()
         else:

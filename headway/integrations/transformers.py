@@ -318,7 +318,7 @@ def _attend(
     return call(query, key, value), None
 
 
-_attend_untraced = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
+_attend_untraced = torch.compiler.disable(_attend)
 
 
 def _check(module: Any, query: Tensor, options: dict[str, Any]) -> None:

@@ -113,13 +113,15 @@ class PlainExperts:
         gate_up_bias, down_bias = weights.gate_up_bias, weights.down_bias
         dtype, count = weights.router.dtype, config.num_held + config.num_shared
         held = [*(config.held or range(config.num_experts)), *range(config.num_experts, config.num_all)]
-        self.gate_up, self.down = (
+        gate_up, down = (
             {
                 number: Linear(weight, None if biases is None else biases[place], dtype=dtype, kept=True)
                 for place, (number, weight) in enumerate(zip(held, each_expert(stacked, count), strict=True))
             }
             for stacked, biases in ((weights.gate_up, gate_up_bias), (weights.down, down_bias))
         )
+        self.gate_up = gate_up
+        self.down = down
         """The products of each expert that is held, by its number."""
 
     def __call__(self, x: Tensor, product: Product, gate: Callable[[Tensor], Tensor] = silu) -> Tensor:

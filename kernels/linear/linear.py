@@ -120,7 +120,9 @@ class Linear:
         """
         self.summed = summed
         self.origin = origin
-        self.out_features, self.in_features = weight.shape
+        out_features, in_features = weight.shape
+        self.out_features = out_features
+        self.in_features = in_features
         self.bias = bias
         self.expanded_bytes = 0
         """Bytes that a quantised weight takes because it was expanded; 0: it was not."""
@@ -192,7 +194,8 @@ class Linear:
             expanded = weight.dequantized(self.dtype)
             self.expanded_bytes = self.held_bytes = expanded.nbytes
             return expanded
-        read, self._product = packed
+        read, product = packed
+        self._product = product
         return read
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -164,7 +164,8 @@ class Cutlass(ProductWay):
             support &= Support.no("dtype", "bfloat16 or float16", dtype)
         if not support:
             return support
-        self._operators, support = bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)
+        operators, support = bind(_SCALED_PRODUCT, _ROWS, _BLOCKS)
+        self._operators = operators
         if not support:
             return support
         assert isinstance(weight, Float8Weight)
@@ -224,7 +225,8 @@ class Marlin(ProductWay):
             support &= Support.no("compute capability", "{}.{} or newer".format(*_CAPABILITY), got)
         if not support:
             return support
-        self._operators, support = bind(_PRODUCT, _REPACK)
+        operators, support = bind(_PRODUCT, _REPACK)
+        self._operators = operators
         return support
 
     def prepare(self, linear: Linear) -> int:

@@ -86,7 +86,7 @@ def find_library() -> Support:
         return here
 
     def load(candidate: LibraryCandidate, namespace: str) -> None:
-        torch.ops.load_library(str(candidate.path))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(str(candidate.path))
 
     return SEARCH.first("vLLM's library", "a compiled library that holds it", load)[1]
 
@@ -121,7 +121,7 @@ def bind(*names: str) -> tuple[dict[str, BoundOperator], Support]:
 def examine(path: str) -> dict[str, str]:
     """{"namespace": ...} of a library that loads and holds products, else {"error": why not}."""
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
     except OSError as error:
         return {"error": f"does not load: {' '.join(str(error.__cause__ or error).split())}"}
     names = registered()

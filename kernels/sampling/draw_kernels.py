@@ -22,9 +22,9 @@ class FusedPart:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         sizes = {"BLOCK": BLOCK, "LANES": LANES}
-        self._plain, self._noisy = (
-            FixedLauncher(argmax_of_part_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True)
-        )
+        plain, noisy = (FixedLauncher(argmax_of_part_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
+        self._plain = plain
+        self._noisy = noisy
         self._reduce: dict[tuple[Callable[..., object], int], FixedLauncher] = {}
 
     def best_of_part(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
@@ -245,7 +245,9 @@ class FusedSampling:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         sizes = {"BLOCK": BLOCK, "LANES": LANES}
-        self._plain, self._noisy = (FixedLauncher(argmax_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
+        plain, noisy = (FixedLauncher(argmax_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
+        self._plain = plain
+        self._noisy = noisy
         self._last: dict[int, FixedLauncher] = {}
         self._hold: dict[int, FixedLauncher] = {}
 

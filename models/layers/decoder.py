@@ -148,7 +148,9 @@ class Decoder:
         self.adapters: AdapterBank | None = None
         """Slots of adapters; None: rows have none."""
         if slots is not None:
-            self.operations, self.adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
+            operations, adapters = adapted_operations(self.operations, self._linears, slots, weights.dtype, rows)
+            self.operations = operations
+            self.adapters = adapters
         self.operations = over_ranks(self.operations, ranks)
         for layer in self.layers:
             layer.absorb_norms(self.operations)

@@ -53,7 +53,9 @@ class MLP:
     def absorb_norms(self, ops: Operations) -> None:
         """Let the operations prepare the layer's norm and the product after the norm."""
         if self.norm is not None and self._gated:
-            self.norm, self.up_proj = ops.absorb(self.norm, self.up_proj)
+            norm, up_proj = ops.absorb(self.norm, self.up_proj)
+            self.norm = norm
+            self.up_proj = up_proj
 
     def __call__(self, x: Tensor, ops: Operations) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up."""
@@ -152,7 +154,9 @@ class SelfAttention:
     def absorb_norms(self, ops: Operations) -> None:
         """Let the operations prepare the layer's norm and the product after the norm."""
         if self.norm is not None and self._can_absorb:
-            self.norm, self.qkv_proj = ops.absorb(self.norm, self.qkv_proj)
+            norm, qkv_proj = ops.absorb(self.norm, self.qkv_proj)
+            self.norm = norm
+            self.qkv_proj = qkv_proj
 
     def __call__(self, x: Tensor, rope: Rope | None, ops: Operations, attention: Attention) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream, used up; rope: of `Operations.embed`."""

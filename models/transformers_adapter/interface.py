@@ -141,8 +141,8 @@ def _by_token(tensor: Tensor) -> Tensor:
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, Current] = WeakValueDictionary()
 
-_library = torch.library.Library("headway", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("adapted_attention(Tensor q, Tensor k, Tensor v, Tensor place) -> Tensor")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("headway", "FRAGMENT")
+_library.define("adapted_attention(Tensor q, Tensor k, Tensor v, Tensor place) -> Tensor")
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:2], v.shape[2]))
 
 
-_library.impl("adapted_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("adapted_attention", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("headway::adapted_attention", _attend_fake, lib=_library)
 
 AttentionInterface.register(NAME, attend)

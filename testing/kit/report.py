@@ -162,7 +162,9 @@ class ReportComparison:
     def __init__(self, first: CheckReport, second: CheckReport) -> None:
         self.first = first
         self.second = second
-        self._old, self._new = ({cell.cell: cell for cell in report.cells} for report in (first, second))
+        old, new = ({cell.cell: cell for cell in report.cells} for report in (first, second))
+        self._old = old
+        self._new = new
 
     @property
     def _sides(self) -> list[tuple[dict[str, CellResult], dict[str, CellResult]]]:

@@ -69,7 +69,9 @@ class TrialSteps:
         self._pipe = pipe
         self._out = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
         os.dup2(self._out.fileno(), 1)
-        sys.stdout, sys.stderr = (open(handle, "w", closefd=False, buffering=1) for handle in (1, 2))  # noqa: SIM115
+        stdout, stderr = (open(handle, "w", closefd=False, buffering=1) for handle in (1, 2))  # noqa: SIM115
+        sys.stdout = stdout
+        sys.stderr = stderr
         self._before = ProcessSnapshot()
         self.remarks: list[str] = []
         self.details: list[str] = []

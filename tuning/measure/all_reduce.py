@@ -120,7 +120,7 @@ def _one_shot(ranks: TorchRanks) -> AllReduce | None:
     if _all(ranks, not reason):
         try:
             memory = PeerMemory(ranks.store, ranks.rank, ranks.size, ranks.device, shared_bytes(ranks.size), NOTHING)
-            side = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
+            side = torch.cuda.Stream(ranks.device)
             made = OneShotAllReduce(ranks.rank, ranks.device, memory.addresses, memory, side)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
@@ -163,7 +163,7 @@ def _wrong(ranks: TorchRanks, way: AllReduce) -> str:
 
 def _is_done(device: torch.device) -> bool:
     """Wait, for so long as a check may take, until a device has done what it was given."""
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     until = time.monotonic() + _CHECK_SECONDS
     while not (done := bool(event.query())) and time.monotonic() < until:
@@ -192,7 +192,7 @@ def time_all_reduce(
     capture: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> float:
     """Microseconds of a call in a CUDA graph, on this rank; every rank calls. capture: what a library wants around a capture."""
-    stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)  # type: ignore[no-untyped-call]
+    stream: torch.cuda.Stream = torch.cuda.Stream(ranks.device)
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream(ranks.device))
     with torch.cuda.stream(stream):
@@ -204,7 +204,7 @@ def time_all_reduce(
         times: list[float] = []
         for _ in range(_REPLAYS):
             _all(ranks, True)  # which the ranks leave together
-            begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             begin.record()
             graph.replay()
             end.record()

@@ -63,7 +63,7 @@ def graph_contender(
 
 def captured(layer: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Capture one call in a CUDA graph, after two that warm it up."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):

@@ -155,7 +155,9 @@ class StatePointStep:
             point.lens, spec, layouts[0], seed=seed, spare_slots=0, checkpoints=False, in_place=False, draw_on=spec.device
         )
         self.cases = {layout.name: case if not number else relaid(case, layout) for number, layout in enumerate(layouts)}
-        self._rows, self._expected = _expected(case) if checked else ([], torch.empty(0))
+        rows, expected = _expected(case) if checked else ([], torch.empty(0))
+        self._rows = rows
+        self._expected = expected
 
     def timed(self, contender: StateContender) -> TimedState:
         """Make a contender's call: on a GPU a step is a graph's replay where the backend can be captured."""

@@ -196,7 +196,7 @@ class EventClock:
 
     def times(self, call: Callable[[], object], runs: int) -> list[float]:
         """Microseconds of the device's work in each of `runs` runs."""
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]  # type: ignore[no-untyped-call]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         host = 0.0  # known after the first run, which alone may be timed too long
         for start, end in events:
             for _ in range(_flushes(host, self._flush_us)):

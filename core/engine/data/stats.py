@@ -221,12 +221,12 @@ class ProfilerRanges:
             self._open.__exit__(None, None, None)
             self._open = None
             if self._nvtx:
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+                torch.cuda.nvtx.range_pop()
         if part:
             self._open = record_function(f"headway.{part}")
-            self._open.__enter__()  # type: ignore[no-untyped-call]
+            self._open.__enter__()
             if self._nvtx:
-                torch.cuda.nvtx.range_push(f"headway.{part}")  # type: ignore[no-untyped-call]
+                torch.cuda.nvtx.range_push(f"headway.{part}")
 
 
 class StepClock:

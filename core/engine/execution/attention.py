@@ -364,10 +364,8 @@ class PagedAttention:
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, PagedAttention] = WeakValueDictionary()
 
-_library = torch.library.Library("headway", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int handle, int layer) -> ()"
-)
+_library = torch.library.Library("headway", "FRAGMENT")
+_library.define("attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, int handle, int layer) -> ()")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int) -> None:
@@ -378,5 +376,5 @@ def _attention_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, l
     return None
 
 
-_library.impl("attention", _attention, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("attention", _attention_fake, "Meta")  # type: ignore[no-untyped-call]
+_library.impl("attention", _attention, "CompositeExplicitAutograd")
+_library.impl("attention", _attention_fake, "Meta")

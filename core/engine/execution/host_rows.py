@@ -54,7 +54,7 @@ class HostResults:
         if self._free:
             return self._free.pop()
         memory = torch.empty(self._num_longs, dtype=torch.int64, pin_memory=self._gpu)
-        return memory, torch.cuda.Event() if self._gpu else None  # type: ignore[no-untyped-call]
+        return memory, torch.cuda.Event() if self._gpu else None
 
     def give_back(self, memory: Tensor, done: torch.cuda.Event | None) -> None:
         """Take pinned memory back that nobody reads any more. Memory of a step that nobody waits for is never reused."""

@@ -174,10 +174,8 @@ class LayersWithState:
 _HANDLES = count()
 _LIVE: WeakValueDictionary[int, LayersWithState] = WeakValueDictionary()
 
-_library = torch.library.Library("headway", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "state(Tensor x, Tensor[] gates, Tensor(a!) out, int handle, int layer) -> ()"
-)
+_library = torch.library.Library("headway", "FRAGMENT")
+_library.define("state(Tensor x, Tensor[] gates, Tensor(a!) out, int handle, int layer) -> ()")
 
 
 def _state(x: Tensor, gates: Sequence[Tensor], out: Tensor, handle: int, layer: int) -> None:
@@ -188,5 +186,5 @@ def _state_fake(x: Tensor, gates: Sequence[Tensor], out: Tensor, handle: int, la
     return None
 
 
-_library.impl("state", _state, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("state", _state_fake, "Meta")  # type: ignore[no-untyped-call]
+_library.impl("state", _state, "CompositeExplicitAutograd")
+_library.impl("state", _state_fake, "Meta")

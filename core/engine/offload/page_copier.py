@@ -34,7 +34,7 @@ class _State(Enum):
 
 def _state_of(event: torch.cuda.Event) -> _State:
     try:
-        return _State.MADE if event.query() else _State.UNDER_WAY  # type: ignore[no-untyped-call]
+        return _State.MADE if event.query() else _State.UNDER_WAY
     except RuntimeError:  # raised where the event is waited for
         return _State.FAILED
 
@@ -131,7 +131,9 @@ class Transfers:
         self._page_bytes = sum(view[:, 0].nbytes for view in words)
         self._chunk = max(min(STAGING_BYTES // self._page_bytes, slots.num_slots, len(self._pages[0])), 1)
         gpu = self._device.type == "cuda"
-        self._out, self._back = (_Lane(self._pages, self._chunk, gpu) for _ in range(2))
+        out, back = (_Lane(self._pages, self._chunk, gpu) for _ in range(2))
+        self._out = out
+        self._back = back
         self._events = CopyEvents()
         self.wait_for_slot = self._events.wait_for_slot
 
@@ -156,7 +158,7 @@ class Transfers:
         launched: list[torch.cuda.Event] = []
         event = None
         if lane.stream is not None:
-            launched.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            launched.append(torch.cuda.Event())
             launched[0].record()
         for first in range(0, len(moves), self._chunk):
             pages, slots = zip(*moves[first : first + self._chunk], strict=True)
@@ -172,7 +174,7 @@ class Transfers:
                     self._slots.read(slots, lane.staging)
                     lane.scatter(self._pages, index)
             if lane.stream is not None:
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event = torch.cuda.Event()
                 event.record(lane.stream)
                 self._events.add(event, pages, slots)
         return event
@@ -195,7 +197,7 @@ class _Lane:
     """The stream of one direction (None on a CPU), and its staging memory."""
 
     def __init__(self, pages: Sequence[Tensor], chunk: int, gpu: bool) -> None:
-        self.stream = torch.cuda.Stream(pages[0].device) if gpu else None  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(pages[0].device) if gpu else None
         self.staging = [torch.empty((chunk, *view.shape[1:]), dtype=view.dtype, device=view.device) for view in pages]
 
     def gather(self, pages: Sequence[Tensor], index: Tensor) -> None:
@@ -236,7 +238,8 @@ class PageCopier:
         if states is not None and config.kv_offload_dir is not None:
             need = "a model whose layers keep no state: states are not written to disk, and blocks are not found without them"
             raise ConfigError("kv_offload_dir", need, "one that keeps them", "leave it out: kv_offload_size serves states too")
-        num_pages, self.num_state_slots = _shares(num_bytes, size, None if states is None else states.slots)
+        num_pages, num_state_slots = _shares(num_bytes, size, None if states is None else states.slots)
+        self.num_state_slots = num_state_slots
         memory = page_memory(caches, size)
         slots = HostSlots(memory, num_pages)
         self._transfers = Transfers(memory, slots)

@@ -82,7 +82,7 @@ def library() -> tuple[ctypes.CDLL | None, Support]:
 @cache
 def build_library() -> tuple[ctypes.CDLL | None, Support]:
     """Compile and load our C library, without a lock; `library` is for callers in several threads."""
-    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.openmp.is_available():
         return None, Support.no("OpenMP", "a torch with OpenMP", "one without")
     compiler, support = find_compiler()
     runtime = _openmp()

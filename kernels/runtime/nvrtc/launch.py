@@ -192,8 +192,14 @@ class Launch:
         self.cluster = cluster
         self.config = driver.CUlaunchConfig()
         """The driver's form; its stream is set by each launch."""
-        self.config.gridDimX, self.config.gridDimY, self.config.gridDimZ = grid
-        self.config.blockDimX, self.config.blockDimY, self.config.blockDimZ = self.block
+        gridDimX, gridDimY, gridDimZ = grid
+        self.config.gridDimX = gridDimX
+        self.config.gridDimY = gridDimY
+        self.config.gridDimZ = gridDimZ
+        blockDimX, blockDimY, blockDimZ = self.block
+        self.config.blockDimX = blockDimX
+        self.config.blockDimY = blockDimY
+        self.config.blockDimZ = blockDimZ
         self.config.sharedMemBytes = shared_bytes
         attributes = []
         if overlaps:
@@ -205,7 +211,10 @@ class Launch:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dims = attribute.value.clusterDim
-            dims.x, dims.y, dims.z = cluster
+            x, y, z = cluster
+            dims.x = x
+            dims.y = y
+            dims.z = z
             attributes.append(attribute)
         self.config.attrs = attributes
         self.config.numAttrs = len(attributes)

@@ -161,7 +161,8 @@ def _read_once(path: Path) -> Iterator[None]:
 
 def _mapped(path: Path, mode: str) -> numpy.ndarray[Any, Any]:
     """Map a file as a plain array: taking parts of a `memmap`, a hundred thousand strings, takes several times as long."""
-    return _MEMMAP(path, mode=mode).view(numpy.ndarray)
+    mapped: numpy.ndarray[Any, Any] = _MEMMAP(path, mode=mode).view(numpy.ndarray)
+    return mapped
 
 
 @contextmanager

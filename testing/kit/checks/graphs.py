@@ -217,7 +217,7 @@ def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
     :raises Finding: it cannot be captured.
     """
     torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin()
         try:
