@@ -177,6 +177,8 @@ class Session:
         positions = torch.cat([*ranges, torch.zeros(padding_rows, dtype=torch.int64)])
         inputs = [self._inputs(buffers, positions) for buffers in self.buffers]
         step = StepTensors(metadata, inputs, [], [], slice(count - padding_rows, count))
+        for given in inputs:
+            given.out[step.padding] = _LEFT_ALONE
         start = 0
         for turn in work:
             step.tokens.append(slice(start, start + turn.query_len))
@@ -332,11 +334,15 @@ def _guards(step: StepTensors, layer: int) -> None:
         )
 
 
+_LEFT_ALONE = 192.0
+"""Stands in padding rows of `out` before a step; every element type holds it."""
+
+
 def _padding(step: StepTensors, layer: int) -> None:
     padding = step.inputs[layer].out[step.padding]
-    if bool((padding.isfinite() & (padding != 0)).any()):
+    if bool(((padding != _LEFT_ALONE) & (padding != 0)).any()):
         raise Finding(
-            f"layer {layer}: the output of padding rows (length 0) must be left alone or zero; it holds numbers",
+            f"layer {layer}: the output of padding rows (length 0) must be left alone or zero; it holds other values",
             guess="writes padding rows",
         )
 

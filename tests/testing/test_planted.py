@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel
-from headway.core.contract.metadata import AttentionMetadata
+from headway.core.contract.layout import CacheLayout, LayerCache
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.contract.support import YES, Support
 from headway.core.oracle.cells import CheckCell
-from headway.testing.broken.attention import PLANTED
+from headway.testing.broken.attention import PLANTED, PlainBackend
 from headway.testing.kit.cover import MANY_HEADS
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.report import CellResult
@@ -117,3 +123,39 @@ def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool,
         CheckCell("prompt", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("prompt", phase="prefill")
     )
     assert result.status == ("failed" if stale else "passed"), result
+
+
+class FillsPaddingRows(PlainBackend):
+    """A right backend but for padding rows, which it fills with NaN."""
+
+    def decode(self, q: Tensor, cache: LayerCache, plan: Any, out: Tensor, lse: Tensor | None = None) -> None:
+        super().decode(q, cache, plan, out, lse)
+        starts = plan.metadata.query_start_loc_cpu.tolist()
+        for number, length in enumerate(plan.metadata.seq_lens.tolist()):
+            if not length:
+                out[starts[number] : starts[number + 1]] = math.nan
+
+
+def test_nan_in_padding_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANTED, "made", FillsPaddingRows)
+    cell = CheckCell("answer", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("answer", phase="ragged")
+    result = Kit(load_subject("broken:made", torch.device("cpu"))).run(cell)
+    assert result.status == "failed"
+    assert "left alone or zero" in result.reason
+
+
+class ServesOneShape(PlainBackend):
+    """A right backend for seven query heads per kv head and blocks of 48 alone."""
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        fits = YES if (spec.group_size, block_size) == (7, 48) else Support.no("layer", "groups of 7, blocks of 48", "another")
+        return super().supports(spec, layout, block_size, phase) & fits
+
+
+def test_a_layer_is_found_for_a_backend_that_serves_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PLANTED, "made", ServesOneShape)
+    made = Kit(load_subject("broken:made", torch.device("cpu")))
+    cell = next(each for each in made.cells(quick=True) if (each.check, each.phase) == ("answer", "decode"))
+    assert (cell.group, cell.block_size) == (7, 48)
+    assert made.run(cell).status == "passed"
