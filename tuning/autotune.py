@@ -99,10 +99,8 @@ def check_prior(
 DEFAULT_BUDGET = {"cpu": 5.0, "cuda": 20.0}
 """Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
-_NEEDED_LEVEL = {"cpu": 0, "cuda": 1}
-"""Level of the grid up to which points are needed, by device type: a table that lacks one is completed at the next start.
-
-A first start's budget on a CPU reaches the corners, level 0, and no later start measures again."""
+_NEEDED_LEVEL = 1
+"""Level of the grid up to which points are needed: a table that lacks one of them is completed at the next start."""
 
 
 @dataclass(frozen=True)
@@ -419,9 +417,14 @@ def _read(path: Path) -> CrossoverTable | None:
 
 
 def _suffices(table: CrossoverTable, wanted: Sequence[Point], device_type: str) -> bool:
-    """Whether a table holds the points that the choice cannot do without: the corners and middles of the grid."""
+    """Return whether later starts measure nothing more: what the choice needs is there, or, on a CPU, some of each phase.
+
+    A CPU's first start measures for its budget and no later one does, however few points a busy machine reached.
+    """
     measured = {cell.point for cell in table.cells}
-    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL.get(device_type, 1)]
+    if device_type == "cpu":
+        return table.complete or {phase for phase, _ in measured} >= {point.phase for point in wanted}
+    needed = [point for point in wanted if point.level <= _NEEDED_LEVEL]
     return table.complete or all((point.phase, point.case) in measured for point in needed)
 
 
