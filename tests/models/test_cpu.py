@@ -188,7 +188,7 @@ def test_other_instructions_of_the_cpu_are_right_too(without: str, rounds: str, 
     script = tmp_path / "cc"
     script.write_text(f'#!/bin/sh\nexec {found.path} "$@"{without and f" -mno-{without}"}\n')
     script.chmod(0o755)
-    models = Path(__file__).parent / "quantization" / "test_gguf_blocks.py"  # what a start says is rounded, and float32 is not
+    models = Path(__file__).parent / "formats" / "test_gguf_blocks.py"  # what a start says is rounded, and float32 is not
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__, str(models), "-k"]
     chosen = "products or blocks or types or steps or float32"
     environment = {**os.environ, library.VARIABLE: str(script), library.ROUNDS: rounds}
