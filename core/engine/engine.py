@@ -21,8 +21,9 @@ from headway.core.engine.loop import EngineLoop
 from headway.core.engine.offload.page_copier import PageCopier
 from headway.core.engine.ranks.rank_processes import RankProcesses
 from headway.core.engine.ranks.ranked_executor import RankedExecutor
+from headway.core.engine.scheduling.deterministic import IndependentScheduler, prepare_deterministic
 from headway.core.engine.scheduling.drafting import Drafting
-from headway.core.engine.scheduling.scheduler import IndependentScheduler, Scheduler, prepare_deterministic
+from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs

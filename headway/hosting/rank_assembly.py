@@ -19,7 +19,7 @@ from headway.core.engine.execution.local_executor import DeviceParts, LocalExecu
 from headway.core.engine.execution.memory import run_trial
 from headway.core.engine.ranks.rank_messages import RankStart
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.engine.scheduling.scheduler import prepare_deterministic
+from headway.core.engine.scheduling.deterministic import prepare_deterministic
 from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs

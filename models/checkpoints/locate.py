@@ -78,7 +78,6 @@ RECOMMENDED_SAMPLING: Mapping[str, Mapping[str, float]] = {"smollm2": {"temperat
 SmolLM2-135M is too small to be sampled at temperature 1: it then misses facts that it knows.
 """
 
-DEFAULT_MODEL = "smollm2"
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 """Folders with a config.json and no weights, for `load_format="dummy"`; their names are names of models."""

@@ -16,8 +16,9 @@ from headway.core.engine.data.page_mover import PageName
 from headway.core.engine.data.pool import PoolSize
 from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.loop import EngineLoop
+from headway.core.engine.scheduling.deterministic import IndependentScheduler
 from headway.core.engine.scheduling.drafting import Drafting
-from headway.core.engine.scheduling.scheduler import IndependentScheduler, Scheduler
+from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import seed_of
 from page_copier_stub import Moving

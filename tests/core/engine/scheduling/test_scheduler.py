@@ -11,7 +11,8 @@ from headway.core.contract.metadata import Phase
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.step import ScheduledSequence, ScheduledStep
-from headway.core.engine.scheduling.scheduler import IndependentScheduler, Scheduler
+from headway.core.engine.scheduling.deterministic import IndependentScheduler
+from headway.core.engine.scheduling.scheduler import Scheduler
 from random_schedules import ARRIVALS, GROUPS, MAX_MODEL_LEN, Arrival, Cache, Traffic, finish, room, sequence, step_through
 
 

@@ -1,0 +1,88 @@
+"""Deterministic mode: the bits of a request's logits depend on the request only, not on what else is in its batch.
+
+What else depends on the batch is fixed here: the backend (one, pinned, and asked to be batch invariant), where a prompt is split
+into steps, preemption, and prefix hits. A model does its share if its layers' specs ask to be batch invariant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+from headway.core.contract.errors import ConfigError, UnsupportedError
+from headway.core.contract.metadata import Phase
+from headway.core.contract.model import StateLayer
+from headway.core.engine.data.config import EngineConfig
+from headway.core.engine.data.sequence import Sequence
+from headway.core.engine.scheduling.scheduler import Scheduler
+from headway.core.select.backend_request import AUTO, BackendRequest
+from headway.core.select.layer_specs import LayerSpecs
+from headway.core.select.selector import BackendSource, Selector
+
+log = logging.getLogger("headway")
+
+
+def prepare_deterministic(
+    source: BackendSource, layers: LayerSpecs, states: Items[StateLayer], config: EngineConfig
+) -> EngineConfig:
+    """The options with one backend pinned and the prefix cache off. states: the model's layers with a state.
+
+    :raises ConfigError: the model's layers do not ask to be batch invariant, or keep states.
+    """
+    if states:
+        need = "layers with keys and values alone: no state backend keeps a sequence's bits in any batch"
+        raise ConfigError("deterministic", need, states[0].spec, "leave deterministic out")
+    if not all(spec.batch_invariant for spec in layers.cached):
+        need = "a model that keeps its rows' bits, and whose attention layers ask for the same"
+        raise ConfigError("deterministic", need, layers.cached[0], "make it with batch_invariant=True, as LLM does")
+    pinned = pin(source, layers, config)
+    log.info("deterministic: attention pinned to %s; no prefix cache, no preemption, prompts cut at fixed places", pinned)
+    return replace(config, attn_backend=pinned, enable_prefix_caching=False)
+
+
+def pin(source: BackendSource, layers: LayerSpecs, config: EngineConfig) -> BackendRequest:
+    """--attn-backend with each auto replaced by one backend, the first by rank in decode that declares to be batch invariant.
+
+    PREFILL and EXTEND always get the same one: whether a step of prompts counts as the one or the other depends on what else is
+    in the step. Where no backend will do, the request stays as it is: the selector's refusal has the reasons.
+    """
+    asked = config.backend_request
+    if not asked.auto_phases or not layers.cached:
+        return asked
+    for name in source.rank(layers.cached[0], Phase.DECODE, list(source.backends)):
+        prefill, decode = (name if each == AUTO else each for each in (asked.prefill, asked.decode))
+        pinned = BackendRequest(prefill, decode)
+        try:
+            Selector(
+                source,
+                layers,
+                pinned,
+                kv_layout=config.kv_layout,
+                block_size=config.block_size,
+                options=config.attn_options,
+            )
+        except UnsupportedError:
+            continue
+        return pinned
+    return asked
+
+
+class IndependentScheduler(Scheduler):
+    """Takes every sequence through the same steps, whatever other sequences run.
+
+    A prompt's chunks have a fixed size, half the budget, so that decodes have room beside one; a chunk that does not fit waits
+    whole. A sequence is admitted once the pool has room for all of it: nothing is preempted, because a preempted sequence would
+    recompute as a prompt what it decoded before, with other bits.
+    """
+
+    def _num_tokens(self, seq: Sequence, budget: int) -> int:
+        count = min(seq.num_to_compute, self._chunk) if self.enable_chunked_prefill else seq.num_to_compute
+        return count if count <= budget else 0
+
+    def _tokens_to_hold(self, seq: Sequence, count: int) -> int:
+        return max(count, seq.max_len - seq.num_computed)
+
+    @property
+    def _chunk(self) -> int:
+        return max(self.max_num_batched_tokens // 2, 1)
