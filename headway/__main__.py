@@ -19,6 +19,7 @@ from headway.core.system.system_errors import (
     system_error_text,
 )
 from headway.machine.interrupts import handle_sigint, interrupt_command
+from headway.machine.memory import collect_seldom
 
 _NARROWEST: Final = 20
 """Columns of the narrowest terminal that is believed."""
@@ -77,6 +78,7 @@ def _stop_handling_sigint(process: int) -> None:
 
 def run_command_line() -> None:
     """Import the commands, and run the one that sys.argv names."""
+    collect_seldom()
     try:
         os.getcwd()
     except FileNotFoundError:  # libraries end the process without a word about it

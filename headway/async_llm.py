@@ -35,6 +35,7 @@ from headway.hosting.host import (
 )
 from headway.hosting.process_host import EngineProcess
 from headway.hosting.thread_host import EngineThread
+from headway.models.checkpoints.tokenizer import transformers_tokenizer
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Message, Prompt, list_of_one
 from headway.requests.streams import Mailbox, Mailboxes, RequestStream
@@ -264,8 +265,8 @@ class AsyncLLM:
         self.shutdown()
 
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer of the model; None where it was loaded without one."""
-        return self.model.tokenizer
+        """Return transformers' tokenizer of the model; None if the model was loaded without one."""
+        return transformers_tokenizer(self.model.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model recommends; `generate` and `chat` use them if none are given."""

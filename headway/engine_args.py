@@ -77,7 +77,7 @@ class EngineArgs(EngineConfig):
         "File of measured times that auto obeys, or several, each for the layer it was measured on. Default: this machine's own.",
     ] = None
     autotune_budget: Annotated[
-        float | None, "Seconds that a first start may measure, in all; 0: none. Default: 20 on a GPU, 5 on a CPU."
+        float | None, "Seconds that a first start may measure, in all; 0: none. Default: 20 on a GPU, 3 on a CPU."
     ] = None
     log_stats_interval: Annotated[float | None, "Seconds between two lines of statistics in the log. Default: none."] = None
     plugins: Annotated[

@@ -23,6 +23,7 @@ from headway.hosting import live_model
 from headway.hosting.driver import EngineDriver, driver_of
 from headway.hosting.live_model import worker_of
 from headway.hosting.profiling import MOST_STEPS, ProfileRequest, StepsProfile, start_profile, stop_profile, write_trace
+from headway.models.checkpoints.tokenizer import transformers_tokenizer
 from headway.models.loader import LoadedModel
 from headway.outputs import RequestOutput
 from headway.requests.prompts import Prompt, list_of_one
@@ -37,7 +38,7 @@ class EngineAccess(ABC):
     """The engine behind a client, under vLLM's names where it has them."""
 
     tokenizer: Any
-    """transformers' tokenizer of the model; None where it was loaded without one."""
+    """The model's tokenizer, with the attributes of transformers'; None if the model was loaded without one."""
 
     @property
     @abstractmethod
@@ -159,8 +160,8 @@ class EngineAccess(ABC):
         raise missing_attribute(name, type(self).__name__)
 
     def get_tokenizer(self, *_: object) -> Any:
-        """The tokenizer; see `tokenizer`."""
-        return self.tokenizer
+        """Return transformers' tokenizer of the model; None if the model was loaded without one."""
+        return transformers_tokenizer(self.tokenizer)
 
 
 class LLMEngine(EngineAccess):

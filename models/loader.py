@@ -16,10 +16,6 @@ from headway.core.contract.errors import ConfigError, HeadwayError, ModelError
 from headway.core.contract.ranks import ONE_RANK, Ranks
 from headway.core.contract.spec import DTYPES
 from headway.core.select.layer_specs import LayerSpecs
-from headway.core.system.files import read_text
-from headway.core.system.json_text import parse_json
-from headway.core.system.system_errors import is_rust_panic
-from headway.core.system.text import shown
 from headway.kernels.experts.weights import reads_experts
 from headway.kernels.linear.forms import QuantizedWeight
 from headway.kernels.linear.linear import reads_as_it_is
@@ -32,6 +28,7 @@ from headway.models.checkpoints.gguf.blocks import kept_blocks
 from headway.models.checkpoints.live_weights import LiveWeights
 from headway.models.checkpoints.locate import AS_IT_IS, ModelOrigin, locate
 from headway.models.checkpoints.rounded_weights import DummyInFormat, QuantizeOnLoading
+from headway.models.checkpoints.tokenizer import first_line, read_tokenizer
 from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
 from headway.models.config import BeyondDecoderError, DecoderConfig, cached_spec, expanded_spec, state_spec
 from headway.models.families.families import TEXT_PARTS, read_decoder_config
@@ -60,7 +57,7 @@ class LoadedModel:
     implementation: str
     """What computes it, in words: Headway's decoder or transformers' code."""
     tokenizer: Any
-    """transformers' tokenizer; None where there is none or it was not wanted: token ids in, token ids out."""
+    """Of `read_tokenizer`; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
     """Tokens that end an answer unless ignore_eos: see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
@@ -261,7 +258,7 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
         log.info("model: transformers computes it, because Headway's decoder does not (%s)", error)
         return None
     except Exception as error:  # a number of an impossible kind where nobody looked for it
-        raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
+        raise ModelError(f"model: config.json cannot be used ({first_line(error)})") from error
 
 
 def read_config(folder: Path, plain: bool = True, generates: bool = True) -> Any:
@@ -289,7 +286,7 @@ def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> An
     try:  # without the model's own code: where auto_map names some, transformers would ask on the terminal and wait
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"model {folder}: config.json cannot be used ({_first_line(error)})") from error
+        raise ModelError(f"model {folder}: config.json cannot be used ({first_line(error)})") from error
     return _text_part(config) if config.model_type in TEXT_PARTS else config
 
 
@@ -302,82 +299,11 @@ def _text_part(config: Any) -> Any:
     return text
 
 
-def read_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a model folder.
-
-    :raises ModelError: it cannot be read, or needs code of the model's own.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, config=_naming_config(folder), trust_remote_code=False)
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_rust_panic(error):
-            raise
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
-                "never runs; skip_tokenizer_init=True takes token ids instead of texts"
-            ) from error
-        _check_templates(folder)  # transformers does not say which file it was
-        raise ModelError(f"model {folder}: the tokenizer cannot be read ({_first_line(error)})") from error
-    longest = tokenizer.model_max_length
-    if not isinstance(longest, int | float) or not longest > 0:
-        raise ModelError(
-            f"model {folder}: the tokenizer cannot be read: model_max_length in tokenizer_config.json needs a number above 0, "
-            f"got {shown(longest)}"
-        )
-    return tokenizer
-
-
-def _naming_config(folder: Path) -> Any:
-    """All that AutoTokenizer asks of a model's configuration, where tokenizer_config.json names the tokenizer's class.
-
-    None for any other folder: transformers then imports the model's own class of configurations, and with it torch's distributed
-    tensors, which takes the better part of a second.
-    """
-    from transformers import PreTrainedConfig
-
-    try:
-        names = ("config.json", "tokenizer_config.json")
-        stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
-    except (OSError, ValueError):
-        return None  # whatever is wrong is said by transformers
-    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
-        return None
-    if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
-        return None
-    kind: Any = PreTrainedConfig  # whose constructor takes any name, which types do not say
-    config = kind(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
-    config.model_type = stated["model_type"]
-    if "model_name" in stated:
-        config.model_name = stated["model_name"]
-    return config
-
-
-def _check_templates(folder: Path) -> None:
-    """:raises ModelError: a chat template cannot be read, or is no UTF-8."""
-    for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
-        try:
-            read_text(path)
-        except FileNotFoundError:
-            continue
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"model {folder}: the chat template {path.name} cannot be read ({_first_line(error)})") from error
-
-
 def chosen_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     """The element type that an option names; auto is float32 on a CPU, else the checkpoint's."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else config.dtype or torch.bfloat16
     return DTYPES[name]
-
-
-def _first_line(error: BaseException) -> str:
-    """The error's class and message in one line: the message's first line, and the next where the first only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return f"{type(error).__name__}: {text}"
 
 
 def read_layer_specs(model: str, device: torch.device, dtype: torch.dtype | None = None) -> LayerSpecs:

@@ -141,13 +141,13 @@ class BackendShelf(Generic[I, B]):
             return Support.no("device", " or ".join(devices), device_type)
         return probed
 
-    def all_able(self, device_type: str) -> list[str]:
-        """Return the names of those that serve a type of device and can run on this machine.
+    def meant_for(self, device_type: str) -> list[str]:
+        """Return the names of those whose registration does not name other types of device; none of them is imported."""
+        return [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
 
-        One whose registration names other types of device is not imported for that.
-        """
-        asked = [name for name, entry in self.entries.items() if device_type in (entry.info.devices or (device_type,))]
-        return [name for name in asked if self.able(name, device_type)]
+    def all_able(self, device_type: str) -> list[str]:
+        """Return the names of those that serve a type of device and can run on this machine."""
+        return [name for name in self.meant_for(device_type) if self.able(name, device_type)]
 
     def supports(self, name: str, device_type: str, ask: Callable[[type[B]], Support]) -> Support:
         """Return whether a backend can run on a type of device, and if so what it answers when it is asked about a layer."""
@@ -407,6 +407,10 @@ class Registry:
         if option != "--kv-layout" or layout in self.layouts:
             return reason
         return reason._replace(hint=f"nobody has registered layout {layout}; headway plugins lists the plugins")
+
+    def meant_for(self, device_type: str) -> list[str]:
+        """Return the attention backends that may serve a type of device, by their registrations: none is imported."""
+        return self._attention.meant_for(device_type)
 
     def state_supports(self, name: str, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:
         """Whether a backend can run here and can serve this layer with a state in this phase."""

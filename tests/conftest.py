@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    memory.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None)  # type: ignore[assignment]
+    memory.gc = SimpleNamespace(collect=gc.collect, freeze=gc.freeze, unfreeze=lambda: None, get_freeze_count=lambda: 1)  # type: ignore[assignment]
     atexit.register(gc.unfreeze)
 
 

@@ -96,7 +96,7 @@ def check_prior(
     return measure(missing, left, table) if missing else table
 
 
-DEFAULT_BUDGET = {"cpu": 5.0, "cuda": 20.0}
+DEFAULT_BUDGET = {"cpu": 3.0, "cuda": 20.0}
 """Seconds of measuring in a start, by device type."""
 TIMER = InterleavedTimer(rounds=2, round_ms=2.0, host_seconds=0.005, long_ms=5.0)
 _NEEDED_LEVEL = 1

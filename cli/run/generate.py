@@ -64,7 +64,7 @@ def generate(
     loaded = time.perf_counter() - started
     request = llm.chat_prompt(prompt) if chat else prompt
     params = replace(llm.get_default_sampling_params() if chat else SamplingParams(temperature=0.0), **sampling)
-    if not chat and not as_json and getattr(llm.get_tokenizer(), "chat_template", None):
+    if not chat and not as_json and getattr(llm.tokenizer, "chat_template", None):
         err.print("PROMPT is continued as plain text; --chat answers it", style="dim", highlight=False, soft_wrap=True)
     usages: list[CacheUsage] = []
 

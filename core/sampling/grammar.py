@@ -117,7 +117,7 @@ class GrammarCompiler:
     """Compiles forms for one tokenizer. Several threads may call it."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer: transformers' fast tokenizer. vocab_size: of the model; tokens that the tokenizer lacks never come."""
+        """tokenizer: one of the tokenizers library. vocab_size: of the model; tokens that the tokenizer lacks never come."""
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -189,10 +189,7 @@ class GrammarCompiler:
     def tokenizer_arguments(self) -> dict[str, Any]:
         """The arguments of llguidance's tokenizer, as another process needs them."""
         with self._loading:
-            backend = copy(self.tokenizer.backend_tokenizer)
-            backend.no_padding()
-            backend.no_truncation()
-            return {"tokenizer": backend.to_str(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
+            return {"tokenizer": self._serialized(), "vocab_size": self._size, "eos_token_ids": sorted(self._eos)}
 
     def masks(self, grammars: Sequence[Grammar], endless: Sequence[int] = ()) -> NDArray[numpy.int32]:
         """Masks of the tokens that may come next in each: int32 [len(grammars), words], token t being bit t % 32 of word t / 32.
@@ -219,10 +216,17 @@ class GrammarCompiler:
     def _load(self) -> LLTokenizer:
         with self._loading:
             if self._loaded is None:
-                from llguidance.hf import from_tokenizer
+                from llguidance import LLTokenizer
 
-                self._loaded = from_tokenizer(self.tokenizer, n_vocab=self._size, eos_token=sorted(self._eos))
+                self._loaded = LLTokenizer(self._serialized(), n_vocab=self._size, eos_token=sorted(self._eos))
             return self._loaded
+
+    def _serialized(self) -> str:
+        """Return the tokenizer as the JSON of the tokenizers library, without padding and truncation."""
+        backend = copy(self.tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
 
     @property
     def _size(self) -> int:

@@ -29,6 +29,9 @@ class BackendSource(Protocol):
     def backends(self) -> Mapping[str, object]:
         """Names of all backends, in the order they were registered."""
 
+    def meant_for(self, device_type: str) -> list[str]:
+        """Names of those that may serve a type of device, by their registrations."""
+
     @property
     def layouts(self) -> Mapping[str, LayoutInfo]:
         """All layouts, in the order they were registered."""
@@ -159,8 +162,9 @@ class StartupChoice:
     def _candidates(self, request: BackendRequest, phase: Phase) -> Sequence[str]:
         if (name := request.name_for(phase)) != AUTO:
             return (name,)
-        candidates = [name for name in self._source.backends if name not in self._failed]
-        return self._source.rank(self._layers.distinct[0], phase, candidates)
+        spec = self._layers.distinct[0]
+        meant = self._source.meant_for(spec.device.type) or self._source.backends
+        return self._source.rank(spec, phase, [name for name in meant if name not in self._failed])
 
     def _reasons(self, name: str, phase: Phase, layout: CacheLayout, block_size: int) -> tuple[Reason, ...]:
         support = Support()

@@ -251,9 +251,9 @@ def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
     :raises ModelError: there is none, or it cannot be read.
     """
     from headway.models.checkpoints.locate import locate
-    from headway.models.loader import read_tokenizer
+    from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 
-    return read_tokenizer(locate(tokenizer_name, weights=False))
+    return read_transformers_tokenizer(locate(tokenizer_name, weights=False))
 
 
 def load_chat_template(chat_template: str | Path | None) -> str | None:

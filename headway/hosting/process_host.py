@@ -31,7 +31,7 @@ from headway.hosting.process_messages import (
     spawn_engine,
 )
 from headway.machine.memory import freeze_heap
-from headway.models.loader import read_tokenizer
+from headway.models.checkpoints.tokenizer import read_tokenizer
 from headway.requests.validation import RequestNames, RequestValidator, TextModel
 
 log = logging.getLogger("headway")

@@ -99,6 +99,8 @@ def _variables(tokenizer: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not isinstance(given, Mapping):
         raise ConfigError("chat_template_kwargs", "a mapping from names to values", f"a {type(given).__name__}")
+    if not given:
+        return given
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_RENDERING} - _VARIABLES
     wrong = next((str(name) for name in given if name in taken or not isinstance(name, str)), None)
     if wrong is not None:

@@ -14,6 +14,7 @@ from headway.core.engine.data.step import OutputDelta
 from headway.core.sampling.detokenizer import Detokenizer, NoTokenizer, Tokenizer
 from headway.core.sampling.logprobs import Logprob, TokenLogprobs
 from headway.core.sampling.params import RequestOutputKind, SamplingParams
+from headway.models.checkpoints.tokenizer import PlainTokenizer
 from headway.outputs import CompletionOutput, LogprobsByToken, RequestMetrics, RequestOutput
 
 
@@ -314,6 +315,8 @@ def fastest_decoder(tokenizer: Tokenizer | None) -> Tokenizer:
     """The fastest object that decodes as a tokenizer does. tokenizer: None: every text is empty."""
     if tokenizer is None:
         return NoTokenizer()
+    if isinstance(tokenizer, PlainTokenizer):
+        return DirectTokenizer(tokenizer.backend_tokenizer)
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from headway.models.checkpoints.locate import locate
-from headway.models.loader import read_tokenizer
+from headway.models.checkpoints.tokenizer import read_tokenizer
 
 FOLDER = Path(__file__).resolve().parent
 ENVIRONMENTS = FOLDER.parent.parent / ".venv-clients"

@@ -46,6 +46,8 @@ _ABANDONED = 3600.0
 """Seconds after which nobody goes on with a conversion."""
 _UNWRITABLE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS))
 """Errors of writing: the file that is read is not to blame for them."""
+_TEXTS = ([8], [9, 8])
+"""Types of a key in a .gguf file that is a text, or an array of texts."""
 _FORM = "with blocks, scaled positions and ends"
 """What a converted folder holds: before 2026-11-25 plain weights alone, before 2026-11-27 no scaling of positions, before
 2026-11-28 no ends of turns and messages."""
@@ -149,10 +151,23 @@ def _read_once(path: Path) -> Iterator[None]:
         def tensors(each: Any, desc: str) -> Any:
             return progress.track(each, description=f"converting {path.name}")
 
+        parse_value = vars(reading)["_gguf_parse_value"]
+
+        values: dict[int, Any] = {}
+
+        def value(part: Any, types: Any) -> Any:
+            """Return what transformers makes of a part of the header, which it asks for three times."""
+            if id(part) not in values:  # a text without a Python number for each byte
+                values[id(part)] = part.tobytes().decode() if types in _TEXTS else parse_value(part, types)
+            return values[id(part)]
+
         names = cache(gguf.get_tensor_name_map)
         bars.disable_progress_bar()
         try:
-            with _replaced(gguf, GGUFReader=reader, get_tensor_name_map=names), _replaced(reading, tqdm=tensors):
+            with (
+                _replaced(gguf, GGUFReader=reader, get_tensor_name_map=names),
+                _replaced(reading, tqdm=tensors, _gguf_parse_value=value),
+            ):
                 yield
         finally:
             if shown:

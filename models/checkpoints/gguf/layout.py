@@ -136,8 +136,16 @@ class _Layout:
         if kind != _STRING:
             self._skip(count * _SCALARS[kind], what)
             return
-        for _ in range(count):
-            self._skip(self._number("Q", what), what)
+        length, content, at, size = struct.Struct(f"{self._order}Q"), self._content, self._at, len(self._content)
+        for _ in range(count):  # a vocabulary and its merges are 100,000 texts
+            if at + 8 > size or at + 8 + length.unpack_from(content, at)[0] > size:
+                break
+            at += 8 + length.unpack_from(content, at)[0]
+        else:
+            self._at = at
+            return
+        self._at = at
+        self._skip(self._number("Q", what), what)  # raises
 
     def _tensor(self) -> _Place:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType

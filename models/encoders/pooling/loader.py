@@ -16,6 +16,7 @@ from headway.core.contract.errors import ModelError
 from headway.kernels.step.operations import ACTIVATE
 from headway.models.checkpoints.checkpoint import architectures_of, check_folder
 from headway.models.checkpoints.formats.config import Quantization, read_quantization
+from headway.models.checkpoints.tokenizer import read_transformers_tokenizer
 from headway.models.checkpoints.weights import DummyWeights, Weights, WeightSource
 from headway.models.config import DecoderConfig
 from headway.models.encoders.encoder import Encoder, EncoderConfig, EncoderTensors
@@ -37,7 +38,7 @@ from headway.models.encoders.pooling.heads import (
 )
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers.decoder import Decoder
-from headway.models.loader import check_load_options, chosen_dtype, config_of, read_tokenizer
+from headway.models.loader import check_load_options, chosen_dtype, config_of
 
 log = logging.getLogger("headway")
 
@@ -153,7 +154,7 @@ def load_pooling_model(
     dummy = load_format == "dummy"
     quantization = None if dummy else read_quantization(folder, stated)
     source = _Source(folder, chosen_dtype(dtype, config, device), device, dummy, quantization)
-    tokenizer = None if skip_tokenizer_init else read_tokenizer(folder)
+    tokenizer = None if skip_tokenizer_init else read_transformers_tokenizer(folder)
     read = _read_encoder if config.model_type in ENCODERS else _read_decoder
     with torch.inference_mode():
         network, longest, prompt = read(config, stated, task, modules, source, tokenizer)

@@ -13,7 +13,8 @@ import pytest
 from headway import LLM, SamplingParams, StructuredOutputsParams
 from headway.core.chat.template import token_after_answer
 from headway.core.contract.errors import ModelError
-from headway.models.loader import LoadedModel, load_model, read_tokenizer
+from headway.models.checkpoints.tokenizer import read_tokenizer
+from headway.models.loader import LoadedModel, load_model
 from headway.server.options import ServerOptions
 from sandbox import save_tiny_model
 from server_thread import running

@@ -1,0 +1,320 @@
+"""A model's tokenizer: transformers', or the tokenizers library alone where tokenizer.json says everything."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headway.core.contract.errors import ModelError
+from headway.core.system.files import cache_folder, read_text, write_whole
+from headway.core.system.json_text import parse_json
+from headway.core.system.provenance import installed_versions
+from headway.core.system.system_errors import is_rust_panic
+from headway.core.system.text import shown
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+log = logging.getLogger("headway")
+_NAMED: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+_PLAIN_VARIABLES: Final = frozenset(("messages", "add_generation_prompt", "raise_exception", *_NAMED))
+"""Variables of a chat template that is rendered without transformers."""
+_ANSWERED: Final = (
+    *("__call__", "encode", "_encode_plus", "decode", "_decode", "convert_ids_to_tokens", "get_vocab", "__len__"),
+    *("get_chat_template", "apply_chat_template"),
+)
+"""Methods of transformers' tokenizer that `PlainTokenizer` has, and what those call."""
+_KEPT: Final = ("chat_template", "model_max_length", "special_tokens_map", *_NAMED, *(f"{name}_id" for name in _NAMED))
+_MOST_KEPT: Final = 32
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_LARGEST_FILE: Final = 64 << 20
+"""Bytes of the largest file that may belong to a tokenizer."""
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a model folder: transformers', or once that was read and is plain, a `PlainTokenizer`.
+
+    What transformers made of the folder's files is kept, so that later starts do without the import of transformers.
+
+    :raises ModelError: it cannot be read, or needs code of the model's own.
+    """
+    kept = _kept_file(folder)
+    plain = None if kept is None else _read_kept(kept, folder)
+    if plain is not None:
+        return plain
+    tokenizer = read_transformers_tokenizer(folder)
+    if kept is not None and _is_plain(tokenizer):
+        _keep(tokenizer, kept)
+    return tokenizer
+
+
+def read_transformers_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a model folder.
+
+    :raises ModelError: it cannot be read, or needs code of the model's own.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=_naming_config(folder), trust_remote_code=False)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_rust_panic(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"model {folder}: the tokenizer needs code of the model's own (auto_map in tokenizer_config.json), which Headway "
+                "never runs; skip_tokenizer_init=True takes token ids instead of texts"
+            ) from error
+        _check_templates(folder)  # transformers does not say which file it was
+        raise ModelError(f"model {folder}: the tokenizer cannot be read ({first_line(error)})") from error
+    longest = tokenizer.model_max_length
+    if not isinstance(longest, int | float) or not longest > 0:
+        raise ModelError(
+            f"model {folder}: the tokenizer cannot be read: model_max_length in tokenizer_config.json needs a number above 0, "
+            f"got {shown(longest)}"
+        )
+    return tokenizer
+
+
+def transformers_tokenizer(tokenizer: Any) -> Any:
+    """Return transformers' tokenizer for what `read_tokenizer` returned; None for None."""
+    return tokenizer.transformers_tokenizer if isinstance(tokenizer, PlainTokenizer) else tokenizer
+
+
+class PlainTokenizer:
+    """A tokenizer of the tokenizers library that answers without transformers, whose import takes two seconds of a start.
+
+    It has the attributes of transformers' tokenizer that a generation reads, with the same values. Whatever else is asked of it
+    is answered by transformers' tokenizer of the same folder, which the first such question reads.
+    """
+
+    is_fast = True
+    clean_up_tokenization_spaces = False
+
+    def __init__(self, folder: Path, backend: Tokenizer, attributes: Mapping[str, Any]) -> None:
+        """attributes: `_KEPT` of transformers' tokenizer."""
+        self._folder = folder
+        self.backend_tokenizer = backend
+        self.chat_template: str | None = attributes["chat_template"]
+        self.model_max_length: float = attributes["model_max_length"]
+        self.special_tokens_map: dict[str, Any] = attributes["special_tokens_map"]
+        for name in _NAMED:
+            setattr(self, name, attributes[name])
+            setattr(self, f"{name}_id", attributes[f"{name}_id"])
+
+    @cached_property
+    def transformers_tokenizer(self) -> Any:
+        """transformers' tokenizer of the folder, read at the first use."""
+        return read_transformers_tokenizer(self._folder)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for attributes that are lacking."""
+        if name.startswith("__"):  # what copies and pickles look for
+            raise AttributeError(name)
+        return getattr(self.transformers_tokenizer, name)
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        """Return {"input_ids": ...} of one text, as transformers does for that and for all else."""
+        if not isinstance(text, str) or options.keys() - {"add_special_tokens"}:
+            return self.transformers_tokenizer(text, **options)
+        return {"input_ids": self.encode(text, **options)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        listed = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self.backend_tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """Return the name of one token, or of several; None for an id without a token."""
+        if isinstance(ids, int):
+            return self.backend_tokenizer.id_to_token(ids)
+        return [self.backend_tokenizer.id_to_token(token) for token in ids]
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token's name."""
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The added tokens by id."""
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """Return a chat template: the one given, or the tokenizer's own."""
+        if self.chat_template is None or chat_template is not None:
+            return str(self.transformers_tokenizer.get_chat_template(chat_template, tools))
+        return self.chat_template
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Return the text of a conversation. The tokenizer's own template reads of the options `add_generation_prompt` alone.
+
+        transformers renders conversations with more in a message than texts, and refuses those that the template fails for.
+        """
+        asked = {name: value for name, value in options.items() if value is not None and value is not False}
+        plain = (
+            options.get("tokenize") is False
+            and self.chat_template is not None
+            and not asked.keys() - {"add_generation_prompt", "tools", "documents"}
+            and bool(conversation)
+            and all(type(value) is str for message in conversation for value in message.values())
+            and not any("reasoning" in key or key == "thinking" for message in conversation for key in message)
+        )
+        if plain:
+            try:
+                return _compiled(self.chat_template).render(
+                    messages=conversation,
+                    add_generation_prompt=options.get("add_generation_prompt", False),
+                    **self.special_tokens_map,
+                )
+            except Exception:  # a template is the model's own program; transformers words what is wrong
+                pass
+        return self.transformers_tokenizer.apply_chat_template(conversation, **options)
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Return whether a `PlainTokenizer` answers as this tokenizer of transformers does."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    kind, template = type(tokenizer), tokenizer.chat_template
+    return (
+        isinstance(tokenizer, Fast)
+        and all(getattr(kind, name, None) is getattr(Fast, name, None) for name in _ANSWERED)
+        and not tokenizer.clean_up_tokenization_spaces
+        and not getattr(tokenizer, "split_special_tokens", False)
+        and all(isinstance(getattr(tokenizer, name), str | None) for name in _NAMED)
+        and (template is None or (isinstance(template, str) and _is_plain_template(template)))
+    )
+
+
+def _kept_file(folder: Path) -> Path | None:
+    """Return where a tokenizer is kept: its name has a digest of every file that it may be made of. None: they cannot be read."""
+    digest = hashlib.sha256(os.fsencode(f"{installed_versions(('transformers', 'tokenizers'))} {folder.resolve()}"))
+    try:
+        for path in sorted((*folder.glob("*"), *folder.glob("additional_chat_templates/*"))):
+            if path.suffix not in _WEIGHTS and path.is_file() and path.stat().st_size <= _LARGEST_FILE:
+                content = path.read_bytes()
+                digest.update(os.fsencode(f"{path.name} {len(content)} ") + content)
+    except OSError:
+        return None  # transformers says what is wrong
+    return cache_folder() / "tokenizers" / f"{folder.name}-{digest.hexdigest()[:16]}.json"
+
+
+def _keep(tokenizer: Any, path: Path) -> None:
+    """Write what a `PlainTokenizer` needs of transformers' tokenizer. A cache that cannot be written is logged."""
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    try:
+        content = json.dumps({"tokenizer": backend.to_str(), **{name: getattr(tokenizer, name) for name in _KEPT}})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content.encode())
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+            old.unlink()
+    except (OSError, TypeError, ValueError) as error:
+        log.debug("model: the tokenizer is not kept (%s)", error)
+
+
+def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
+    """Return a kept tokenizer; None if there is none, or the file is damaged."""
+    from tokenizers import Tokenizer
+
+    try:
+        kept = json.loads(path.read_bytes())
+        return PlainTokenizer(folder, Tokenizer.from_str(kept["tokenizer"]), kept)
+    except Exception:  # the library raises nothing more precise; the file is written anew
+        return None
+
+
+def _is_plain_template(template: str) -> bool:
+    """Return whether a chat template reads nothing but messages and special tokens, and has no extension of transformers'."""
+    from jinja2 import TemplateError
+    from jinja2.meta import find_undeclared_variables
+    from jinja2.nodes import Filter
+
+    try:
+        tree = _environment().parse(template)
+    except TemplateError:
+        return False
+    return find_undeclared_variables(tree) <= _PLAIN_VARIABLES and all(each.name != "tojson" for each in tree.find_all(Filter))
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    """Return the sandbox that transformers renders chat templates in, without the names and tags that it adds."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals.clear()  # what is called here fails, and transformers renders the conversation
+    return environment
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
+
+
+def _stated(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the contents of config.json and tokenizer_config.json; None if there is no such pair, or it names code."""
+    try:
+        names = ("config.json", "tokenizer_config.json")
+        stated, tokenizer = (parse_json(read_text(folder / name), name, any_number=True) for name in names)
+    except (OSError, ValueError):
+        return None  # whatever is wrong is said by transformers
+    if not (isinstance(stated, dict) and isinstance(tokenizer, dict)) or "auto_map" in {**stated, **tokenizer}:
+        return None
+    return stated, tokenizer
+
+
+def _naming_config(folder: Path) -> Any:
+    """All that AutoTokenizer asks of a model's configuration, where tokenizer_config.json names the tokenizer's class.
+
+    None for any other folder: transformers then imports the model's own class of configurations, and with it torch's distributed
+    tensors, which takes the better part of a second.
+    """
+    from transformers import PreTrainedConfig
+
+    found = _stated(folder)
+    if found is None:
+        return None
+    stated, tokenizer = found
+    if not all(isinstance(name, str) for name in (stated.get("model_type"), tokenizer.get("tokenizer_class"))):
+        return None
+    kind: Any = PreTrainedConfig  # whose constructor takes any name, which types do not say
+    config = kind(name_or_path=str(folder), tokenizer_class=stated.get("tokenizer_class"))
+    config.model_type = stated["model_type"]
+    if "model_name" in stated:
+        config.model_name = stated["model_name"]
+    return config
+
+
+def _check_templates(folder: Path) -> None:
+    """:raises ModelError: a chat template cannot be read, or is no UTF-8."""
+    for path in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
+        try:
+            read_text(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"model {folder}: the chat template {path.name} cannot be read ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's class and message in one line: the message's first line, and the next if the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"{type(error).__name__}: {text}"
