@@ -2,10 +2,12 @@
 
     python docs/_tools/path_of_a_request.py              # prints the list of docs/design.md
     python docs/_tools/path_of_a_request.py --write      # puts it there
-    python docs/_tools/path_of_a_request.py --walk auto  # or plugin, slot
+    python docs/_tools/path_of_a_request.py --walk gpu   # or auto, plugin, slot
 
 request: functions called between `LLM.generate` and its return, in any thread, on a CPU: one prompt, greedy, a named backend. A
 file *hands on* if one of its functions calls into another file; the others answer a question and are done.
+gpu: the same request where a GPU would replay captured steps, with a recorder whose replays do nothing; and, with launches that
+compile in place of running, the functions within what was captured: the decoder, the `triton` backend and the choice of tokens.
 auto: functions called while a start chooses attention backends by the table that an earlier start has kept.
 plugin: files on the stack of a call into a plugin's backend, from the registration of its class to its first prompt.
 slot: files of which a function that ran names the slot of a sequence's state.
@@ -175,6 +177,61 @@ def trace_slot() -> Calls:
     return calls
 
 
+GRAPH = ("Decoder.__call__", "Decoder.compute_logits", "TritonAttention.plan", "TritonAttention.prefill", "TritonAttention.decode")
+"""Functions that a captured step calls."""
+
+
+def trace_gpu(model: str) -> Calls:
+    """Return the calls of a request in captured steps, and those within a step, on a GPU that is not there."""
+    sys.path[:0] = map(str, (ROOT / "tests" / "support").glob("*/"))
+    from headway.core.contract.backend import GraphLevel
+    from headway.testing.broken.attention import PlainBackend
+
+    class Captured(PlainBackend):
+        """A backend whose steps can be captured."""
+
+        graph_level = GraphLevel.UNIFORM
+
+    llm = LLM(model, device="cpu", attn_backend="plain", backends=[Captured])
+    llm.engine.executor.capture(Idle())  # type: ignore[attr-defined]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    llm.generate("A first request fills the caches of this process.", params, use_tqdm=False)
+    calls = Calls()
+    with profiled(calls):
+        llm.generate("The capital of France is", params, use_tqdm=False)
+    from absent_gpu import absent_gpu
+    from launched_kernels import ATTENTION, BF16, attend, choose_tokens, run_model, shipped
+
+    within = Within(GRAPH)
+    within.callees, within.first = calls.callees, calls.first
+
+    def run_step() -> None:
+        run_model(shipped("qwen3-0.6b"), BF16, (1,))
+        attend(*ATTENTION["head 128"])
+        choose_tokens(151_936, BF16)
+
+    with absent_gpu((9, 0), whole=False):
+        run_step()  # compiles
+        with profiled(within):
+            run_step()
+    return calls
+
+
+class Idle:
+    """A recorder of graphs whose replays do nothing."""
+
+    def record(self, run: Any) -> Any:
+        """Return a replay."""
+        return lambda: None
+
+    def begin(self) -> None:
+        """Begin a piece of a step."""
+
+    def end(self) -> Any:
+        """Return the replay of a piece."""
+        return lambda: None
+
+
 def trace_request(model: str, attn_backend: str, max_tokens: int = 4) -> Calls:
     """The calls of one greedy request on a CPU."""
     llm = LLM(model, attn_backend=attn_backend, device="cpu")
@@ -200,11 +257,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--attn-backend", default="sdpa")
-    parser.add_argument("--walk", choices=("request", "auto", "plugin", "slot"), default="request")
+    parser.add_argument("--walk", choices=("request", "gpu", "auto", "plugin", "slot"), default="request")
     parser.add_argument("--write", action="store_true", help="put the lists into docs/design.md")
     asked = parser.parse_args()
     if asked.walk != "request":
-        calls = {"auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](asked.model)
+        calls = {"gpu": trace_gpu, "auto": trace_auto, "plugin": trace_plugin, "slot": lambda _: trace_slot()}[asked.walk](asked.model)
         print(*(f"{number}. {file} ({first})" for number, (file, first) in enumerate(calls.first.items(), start=1)), sep="\n")
         return
     text = section(trace_request(asked.model, asked.attn_backend))

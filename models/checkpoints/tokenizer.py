@@ -233,7 +233,7 @@ def _read_kept(path: Path, folder: Path) -> PlainTokenizer | None:
     from tokenizers import Tokenizer
 
     try:
-        kept = json.loads(path.read_bytes())
+        kept = parse_json(read_text(path), path.name, dict, any_number=True)
         return PlainTokenizer(folder, Tokenizer.from_str(kept["tokenizer"]), kept)
     except Exception:  # the library raises nothing more precise; the file is written anew
         return None

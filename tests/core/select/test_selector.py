@@ -46,6 +46,9 @@ class Source:
         self.layouts = {layout.name: LayoutInfo(layout, lambda device: None) for layout in LAYOUTS}
         self.unavailable = unavailable
 
+    def meant_for(self, device_type: str) -> list[str]:
+        return list(self.backends)
+
     def layout(self, name: str) -> LayoutInfo:
         if name not in self.layouts:
             raise ConfigError("kv_layout", "another", name)
