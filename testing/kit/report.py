@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import HeadwayError, known_cause
 from headway.core.contract.layout import SCALES
-from headway.core.oracle.cells import Finding, Skipped
+from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.core.oracle.steps import CellErrors
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin, cpu_name, installed_versions, interpreted
+
+if TYPE_CHECKING:
+    from headway.testing.kit.state_subject import StateCell
 
 Status = Literal["passed", "failed", "skipped"]
 _LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers", "numpy")
@@ -262,19 +265,7 @@ def _round(size: int) -> bool:
     return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
-class AnyCell(Protocol):
-    """What a result needs of a cell."""
-
-    @property
-    def check(self) -> str:
-        """The name of its check."""
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """The result's fields for its axes."""
-
-
-def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
+def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
     """Run one cell and return its result; whatever the backend raises is in it.
 
     run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.
@@ -289,7 +280,7 @@ def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None =
     except Finding as finding:
         note, status, found = str(finding), "failed", finding
     except Exception as error:
-        found = finding_of(error)
+        found = Finding(_raised(error), guess=_guess_of(error))
         note, status = str(found), "failed"
     measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
     return CellResult(
@@ -303,11 +294,6 @@ def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None =
         seconds=round(time.perf_counter() - started, 4),
         **cell.axes,
     )
-
-
-def finding_of(error: Exception) -> Finding:
-    """What a backend raised, as a finding."""
-    return Finding(_raised(error), guess=_guess_of(error))
 
 
 def _raised(error: Exception) -> str:

@@ -200,14 +200,23 @@ class Session:
         """
         step = self.lay_out(work, padding_rows)
         before = Before(step)
-        with torch.inference_mode():
-            self.attention.begin(step.metadata, *self.backends)
-            self.run(step)
+        self.run(step)
         self.finish(step, work, before, checked=checked)
         return step
 
     def run(self, step: StepTensors) -> None:
-        """Every layer of a step that has been begun."""
+        """Begin a step and run every layer of it."""
+        with torch.inference_mode():
+            self.begin(step)
+            self.run_layers(step)
+
+    def begin(self, step: StepTensors) -> None:
+        """Plan a step, as the engine does before its first layer."""
+        prefill, decode = self.backends
+        self.attention.begin(step.metadata, prefill, decode)
+
+    def run_layers(self, step: StepTensors) -> None:
+        """Run every layer of a step that has been begun."""
         for layer, given in enumerate(step.inputs):
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 

@@ -5,7 +5,6 @@ And, where a backend says so, a sequence's output with the same bits alone and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,20 +27,10 @@ _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.f
 """How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
 
 
-def answer(stage: Stage, cell: CheckCell) -> str:
+@without_stray_reads
+def answer(stage: Stage, cell: CheckCell, poison: float) -> None:
     """The steps of one kind of work, in one phase."""
-
     steps = cell_steps(cell)
-    without_stray_reads(lambda poison: _run_steps(stage, cell, steps, poison), stage.poison)
-    return ""
-
-
-def cell_steps(cell: CheckCell) -> list[Lens]:
-    """The lengths of each step of an answer's cell."""
-    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
-
-
-def _run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], poison: float) -> None:
     session = stage.session(cell, steps, poison=poison)
     kept: list[Turn] = []
     for number, lens in enumerate(steps):
@@ -51,6 +40,11 @@ def _run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], poison: flo
             kept = work
         else:
             close_all(session, sequences([*kept, *work]))
+
+
+def cell_steps(cell: CheckCell) -> list[Lens]:
+    """The lengths of each step of an answer's cell."""
+    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
 
 
 def siblings(stage: Stage, cell: CheckCell) -> str:
@@ -97,13 +91,9 @@ def shared(stage: Stage, cell: CheckCell) -> str:
     return ""
 
 
-def bounds(stage: Stage, cell: CheckCell) -> str:
+@without_stray_reads
+def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     """Decode where the host knows upper bounds of the lengths alone."""
-    without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
-    return ""
-
-
-def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
     work = open_all(session, lens)
@@ -116,9 +106,7 @@ def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
         exact, seq_lens_cpu=exact.seq_lens_cpu + slack, max_seq_len=exact.max_seq_len + slack, upper_bound_lens=True
     )
     before = Before(step)
-    with torch.inference_mode():
-        session.attention.begin(step.metadata, *session.backends)
-        session.run(step)
+    session.run(step)
     session.previous.append(exact.seq_lens_cpu.add(slack).tolist())
     session.finish(step, work, before)
 

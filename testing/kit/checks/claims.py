@@ -16,7 +16,7 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, check_refusal
 from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
 from headway.testing.kit import model_layers
@@ -136,9 +136,7 @@ def refuse(stage: Stage, cell: CheckCell) -> str:
         raise Finding(
             f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim"
         )
-    for reason in support.reasons:
-        if not (reason.what and reason.need and reason.got):
-            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    check_refusal(support)
     return str(support).removeprefix("no: ")
 
 

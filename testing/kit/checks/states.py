@@ -14,7 +14,7 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateMetadata
 from headway.core.contract.state_backend import StateBackend
-from headway.core.oracle.cells import PHASES, Finding, Skipped
+from headway.core.oracle.cells import PHASES, Finding, Skipped, check_refusal, placed
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.testing.diagnosis.state_verdict import Judge, same_bits
 from headway.testing.kit.checks.graphs import capture
@@ -74,9 +74,8 @@ def refuse(subject: StateSubject, cell: StateCell) -> str:
     if any(answers):
         value = getattr(cell, cell.about)
         raise Finding(f"{cell.about}={value} must be refused: nothing claims it", guess="accepts what it does not claim")
-    for reason in (reason for support in answers for reason in support.reasons):
-        if not (reason.what and reason.need and reason.got):
-            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    for support in answers:
+        check_refusal(support)
     return str(answers[0]).removeprefix("no: ")
 
 
@@ -137,10 +136,8 @@ def repeat(subject: StateSubject, cell: StateCell) -> str:
 
 def memory(subject: StateSubject, cell: StateCell) -> str:
     """Memory does not grow from step to step."""
-    backend, cases = (
-        subject.make(cell),
-        [_case(subject, cell.plain("memory", phase=phase)) for phase in sorted(subject.phases(cell))],
-    )
+    backend = subject.make(cell)
+    cases = [_case(subject, cell.plain("memory", phase=phase)) for phase in sorted(subject.phases(cell))]
     number = 0
 
     def steps(count: int) -> None:
@@ -196,11 +193,8 @@ def graph(subject: StateSubject, cell: StateCell) -> str:
         now = _static_case(subject, cell, [tokens - (row + number) % tokens for row in range(real)], tokens, seed=number + 1)
         judge = recorded.load(now)
         recorded.replay()
-        try:
+        with placed(f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows"):
             judge.judge(recorded.out(), subject.backend.tolerance)
-        except Finding as finding:
-            finding.args = (f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows: {finding}",)
-            raise
     return ""
 
 
