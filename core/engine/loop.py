@@ -21,11 +21,13 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.executor import CACHE, WEIGHTS, Executor, InFlight
+from headway.core.engine.data.executor import CACHE, WEIGHTS
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
 from headway.core.engine.data.step import OutputDelta, ScheduledSequence, ScheduledStep
+from headway.core.engine.execution.host_rows import Launched
+from headway.core.engine.execution.local_executor import LocalExecutor
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.drafting import Drafting
@@ -40,7 +42,7 @@ log = logging.getLogger("headway")
 class _LaunchedStep(NamedTuple):
     """A step that the device has been given and whose tokens have not been read."""
 
-    handle: InFlight
+    handle: Launched
     seqs: list[Sequence]
     sampling: list[Sequence]
     """The sequences that sample a token in it."""
@@ -57,7 +59,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: LocalExecutor,
         config: EngineConfig,
         limits: RequestLimits,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -99,10 +101,10 @@ class EngineLoop:
             adapters=self.adapters,
         )
         self._admission = AdmissionQueue(self.scheduler, config.enable_prefix_caching)
-        self._results = StepResults(self.scheduler, drafting, self.stats)
+        self.scheduler.drafting = drafting
+        self._results = StepResults(self.scheduler)
         self.executor = executor
         self._eos = eos_token_ids
-        self._drafting = drafting
         self._overlaps = bool(config.async_scheduling)
         self._live: dict[str, list[Sequence]] = {}
         """The unfinished sequences of each request."""
@@ -194,7 +196,7 @@ class EngineLoop:
     def sleep(self, lost: Items[Tensor] = ()) -> None:
         """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
 
-        lost: see `Executor.sleep`.
+        lost: see `LocalExecutor.sleep`.
 
         :raises ConfigError: a request is unfinished, or the engine has several ranks.
         """
@@ -208,7 +210,7 @@ class EngineLoop:
             self.asleep = (WEIGHTS, CACHE)
 
     def wake(self, part: str) -> None:
-        """Take the memory of one part back; see `Executor.wake`. A part that is awake is left alone."""
+        """Take the memory of one part back; see `LocalExecutor.wake`. A part that is awake is left alone."""
         if part in self.asleep:
             self.executor.wake(part)
             self.asleep = tuple(each for each in self.asleep if each != part)
@@ -222,7 +224,7 @@ class EngineLoop:
         :raises ExecutorLostError: no step can run any more.
         """
         self.clock.begin_step()
-        drafting = self._drafting  # which guesses from tokens that have been read
+        drafting = self.scheduler.drafting  # which guesses from tokens that have been read
         self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
         self._admit_prepared()
         scheduled = self._schedule()
@@ -253,12 +255,9 @@ class EngineLoop:
             self._remove(seqs)
 
     def _schedule(self) -> ScheduledStep:
-        """Have drafts made where they pay, and choose the sequences of the next step."""
+        """Choose the sequences of the next step."""
         self.clock.enter("schedule")
-        drafting = self._drafting
-        if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
-            self.scheduler.dissolve_batch()
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(all_read=not self._in_flight)
         progress = scheduled or self._in_flight or self._unreported or self._admission.occupied
         assert progress or self.scheduler.restoring, "unfinished, and nothing to schedule"
         self.clock.enter("prepare" if scheduled else "")
@@ -350,8 +349,8 @@ class EngineLoop:
         self.scheduler.remove_finished()
         self._admission.ended(ended)
         for seq in ended:
-            if self._drafting is not None:
-                self._drafting.finish(seq)
+            if self.scheduler.drafting is not None:
+                self.scheduler.drafting.finish(seq)
             if seq.adapter is not None and self.adapters is not None:
                 self.adapters.release(seq.adapter)
             live = self._live[seq.request_id]

@@ -85,7 +85,7 @@ class Offloader:
         self._swapped: dict[Sequence, _Swapped] = {}
         blocks.keeper = self
         if blocks.checkpoints is not None:
-            blocks.checkpoints.keeper = self
+            blocks.checkpoints.evicted = lambda digest, slot: self._put((STATES, digest), slot)
 
     # Calls of the block manager (`PageKeeper`).
 
@@ -114,10 +114,6 @@ class Offloader:
         self._disk.forget_unwritten()
         if everywhere:
             self._disk.empty()
-
-    def evicted(self, digest: bytes, slot: int) -> None:
-        """See StateKeeper."""
-        self._put((STATES, digest), slot)
 
     # Calls of the scheduler.
 

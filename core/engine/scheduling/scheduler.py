@@ -20,6 +20,7 @@ from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
+from headway.core.engine.scheduling.drafting import Drafting
 
 log = logging.getLogger("headway")
 
@@ -93,6 +94,8 @@ class Scheduler:
         self.stats = EngineStats() if stats is None else stats
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.drafting: Drafting | None = None
+        """Has tokens guessed for running sequences; None: nothing does."""
         self._by_priority = by_priority
         self._free_rows = list(range(max_num_seqs))  # a heap: rows that follow one another keep their states side by side
         self._batch = DecodeBatch()
@@ -133,14 +136,17 @@ class Scheduler:
             queue.append(seq)
 
     def dissolve_batch(self) -> None:
-        """Schedule every running sequence by itself in the next step, because some have drafts."""
+        """Schedule every running sequence by itself in the next step, as where some have drafts."""
         self._batch.clear()
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, all_read: bool = True) -> ScheduledStep:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 
-        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages.
+        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages. all_read:
+        whether every launched step has been read, so that tokens may be guessed.
         """
+        if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
+            self.dissolve_batch()
         if self.offloader is not None:
             self.add_first(self.offloader.take_returned())
         step = None

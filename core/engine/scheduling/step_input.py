@@ -17,7 +17,6 @@ from torch import Tensor
 from headway.core.contract.adapters import NO_ADAPTER
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import (
     NEWEST,
     NO_TOKEN_LEFT,
@@ -32,7 +31,6 @@ from headway.core.engine.data.step import (
     StepInput,
 )
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
-from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN, OF_TOKENS, need_of
@@ -46,10 +44,9 @@ _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, Output
 class StepResults:
     """Appends what steps have sampled to their sequences, and makes the deltas that clients get."""
 
-    def __init__(self, scheduler: Scheduler, drafting: Drafting | None, stats: EngineStats) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._drafting = drafting
-        self._stats = stats
+        self._stats = scheduler.stats
 
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
@@ -107,9 +104,9 @@ class StepResults:
                 self._scheduler.append_sampled(seq, [])
                 continue
             fault, known = tokens[-1], len(seq.token_ids)
-            if seq.num_unverified and self._drafting is not None:
+            if seq.num_unverified and self._scheduler.drafting is not None:
                 self._stats.num_accepted_tokens += len(tokens) - 1
-                self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
+                self._scheduler.drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = self._scheduler.append_sampled(seq, tokens[:-1] if fault < 0 else tokens)
             if fault < 0 and not seq.finished:
                 seq.fail(_reason_for(seq, fault, errors.get(index), first_nan))
