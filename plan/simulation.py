@@ -76,8 +76,6 @@ class Latencies:
 
 @dataclass
 class _Times:
-    """When the tokens of one request came."""
-
     request: SimulatedRequest
     arrival: float
     first: float = 0.0
@@ -159,7 +157,6 @@ class Replica:
         return self._latencies(measured, begin, window)
 
     def _arrived(self, request: SimulatedRequest, now: float, concurrency: int | None) -> bool:
-        """Whether the scheduler sees the next request by now."""
         if concurrency is None:
             return request.arrival + self.request_seconds <= now
         return self._num_live < concurrency
@@ -196,7 +193,6 @@ class Replica:
         return parts
 
     def _read(self, flight: _InFlight, now: float) -> None:
-        """Append a step's tokens."""
         ended, append_sampled = [], self.scheduler.append_sampled
         for seq in flight.sampling:
             if len(seq.token_ids) == seq.num_prompt_tokens and not seq.finished:

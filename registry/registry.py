@@ -171,8 +171,6 @@ _RANK, _RANK_STATES = "headway_rank_backends", "headway_rank_state_backends"
 
 
 class _Answers(NamedTuple):
-    """What a plugin's hooks have handed in."""
-
     layouts: list[LayoutInfo]
     backends: list[BackendInfo]
     proposers: list[ProposerInfo]
@@ -248,7 +246,6 @@ class Registry:
         self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found.chat_parsers})
 
     def _answers(self, where: str, owner: str, plugin: object) -> _Answers:
-        """Ask a plugin's hooks, and check all that they hand in."""
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
         found = _Answers(

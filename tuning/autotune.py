@@ -429,7 +429,6 @@ def _suffices(table: CrossoverTable, wanted: Sequence[Point], device_type: str) 
 
 
 def _announce(spec: AttentionSpec, budget: float, old: CrossoverTable | None) -> None:
-    """Log what is measured, why, and how long that takes."""
     lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
     compiling = f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled"

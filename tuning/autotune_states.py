@@ -74,8 +74,6 @@ def _rivals(registry: Registry, specs: Sequence[StateSpec], names: Sequence[str]
 
 @dataclass(frozen=True)
 class _StateTables:
-    """The tables of states that are kept for this machine."""
-
     registry: Registry
     available: Sequence[str]
     """Names of the backends that can run here."""

@@ -246,7 +246,6 @@ class EngineLoop:
         return deltas
 
     def _admit_prepared(self) -> None:
-        """Hand requests that are prepared to the scheduler, and end those that cannot be."""
         idle = not (self.scheduler.has_unfinished or self._in_flight or self._unreported)
         for seqs, reason in self._admission.poll(idle):
             for seq in seqs:
@@ -255,7 +254,6 @@ class EngineLoop:
             self._remove(seqs)
 
     def _schedule(self) -> ScheduledStep:
-        """Choose the sequences of the next step."""
         self.clock.enter("schedule")
         scheduled = self.scheduler.schedule(all_read=not self._in_flight)
         progress = scheduled or self._in_flight or self._unreported or self._admission.occupied
@@ -333,7 +331,6 @@ class EngineLoop:
                 self.blocks.forget_prefixes()  # pages of what the step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
-        """End the sequences of a step that has failed."""
         failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
@@ -343,7 +340,6 @@ class EngineLoop:
         self._unreported += [delta_of(seq, []) for seq in failed]
 
     def _remove(self, ended: Items[Sequence]) -> None:
-        """Free what sequences held that have ended."""
         if not ended:
             return
         self.scheduler.remove_finished()

@@ -237,7 +237,6 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
 
 
 def _kv_width(cell: CheckCell) -> int:
-    """Elements of a token's key."""
     return cell.head_dim * (1 if cell.feature == "latent" else cell.kv_heads)
 
 

@@ -133,7 +133,6 @@ def put_in(regime: str, case: StateCase) -> StateCase:
 
 
 def _some(like: Tensor, one_in: int, seed: int = 1) -> Tensor:
-    """Draw booleans, one in so many True."""
     return (torch.rand(like.shape, generator=torch.Generator().manual_seed(seed)) < 1 / one_in).to(like.device)
 
 

@@ -99,7 +99,6 @@ class StructuredOutputsParams:
         self._check_size(given[0])
 
     def _read(self, field: str) -> None:
-        """Read a field that was given as a text of JSON."""
         given = getattr(self, field)
         if isinstance(given, str):
             object.__setattr__(self, field, parse_json(given, f"structured_outputs.{field}"))

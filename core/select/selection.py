@@ -211,8 +211,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """One layout and block size, with the cost of attention over them."""
-
     layout: CacheLayout
     costs: StepCosts
     names: Mapping[Phase, Sequence[str]]

@@ -124,7 +124,6 @@ class StartupChoice:
 
     @property
     def _failed(self) -> Mapping[str, str]:
-        """Backends that failed their self-test -> what failed."""
         return self._measured.excluded if self._measured is not None else {}
 
     def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
@@ -152,7 +151,6 @@ class StartupChoice:
         return f"auto: {self._measured.parts[0][0].source} has no times for this layout and block size, rank order"
 
     def _first(self, request: BackendRequest, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
-        """The best candidate of a phase that supports every layer, or None."""
         candidates = self._candidates(request, phase)
         return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
 

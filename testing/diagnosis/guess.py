@@ -273,7 +273,6 @@ def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tole
 
 
 def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolerance: float) -> bool:
-    """Whether a mistake would show in a sequence that is right."""
     return any(
         name == other and not distance(answer, fine.right) <= 16 * tolerance for other, answer in _answers_of(concept, fine)
     )
@@ -322,7 +321,6 @@ def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
 
 
 def _without_scales(row: StepSequence) -> tuple[Tensor, Tensor]:
-    """Keys and values as the numbers that the cache keeps of them."""
     cache, own = row.cache, {name: row.cache.tensors[name] for name in SCALES if name in row.cache.tensors}
     layout = CacheLayout("numbers", {name: cache.layout.tensors[name] for name in own}, cache.layout.pack_bytes)
     return replace(row, cache=LayerCache(own, layout, cache.geometry)).kv()

@@ -257,7 +257,6 @@ def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str =
 
 
 def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
-    """One cell a dtype."""
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 
 

@@ -297,7 +297,6 @@ def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellE
 
 
 def _raised(error: Exception) -> str:
-    """What a backend raised and where, in one line."""
     if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
         frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
         where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""

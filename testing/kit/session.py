@@ -146,7 +146,6 @@ class Session:
         return seq
 
     def _write_contexts(self) -> None:
-        """Write the rows of the sequences that have been opened, all at once."""
         if not self._contexts:
             return
         positions = torch.cat([at for _, at in self._contexts])
@@ -263,7 +262,6 @@ class Session:
         return [self._null] * behind + seq.blocks[behind:]
 
     def _inputs(self, buffers: StepInputs, positions: Tensor) -> StepInputs:
-        """Fresh numbers at the old addresses."""
         given = buffers.first(len(positions))
         given.q.copy_(self.numbers.queries(*given.q.shape))
         k, v = self.numbers.rows(positions)
@@ -466,7 +464,6 @@ def _count(bad: Sequence[int], rows: Sequence[object]) -> str:
 
 
 def _numbers(worst: int, rows: Sequence[StepSequence], outs: Sequence[Tensor], right: Sequence[Tensor]) -> str:
-    """Where one sequence differs most, expected and got."""
     out, answer = outs[worst].double(), right[worst]
     apart = (out - answer).abs()
     at = int(torch.where(apart.isnan(), torch.inf, apart).argmax())

@@ -151,7 +151,6 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
 
 
 def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
-    """Try what a plugin brings beside backends."""
     for name in brought.layouts:
         with trial.step(f"load_writer() of layout {name}"):
             registry.layout(name).writer(torch.device("cpu"))

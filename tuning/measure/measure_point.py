@@ -97,8 +97,6 @@ class Bench:
 
 @dataclass
 class _Runner:
-    """One backend made ready on one filled cache."""
-
     name: str
     place: Pair | None
     contender: Contender

@@ -185,7 +185,6 @@ class _Scales:
         return cls(device, _median_ratio(hosts))
 
     def apply(self, cell: Cell) -> Cell:
-        """A cell with scaled times, marked as a prior's."""
         return _slower(cell, self.device[cell.phase], self.host).model_copy(update={"prior": True})
 
 
@@ -200,7 +199,6 @@ def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell])
 
 
 def _slower(cell: Cell, device: float, host: float) -> Cell:
-    """A cell whose times on the device and the host are multiplied by a factor each."""
     by = dict.fromkeys(("median_us", "p20_us", "p80_us"), device) | dict.fromkeys(("host_us", "plan_us"), host)
     known = {field: us for field in by if (us := getattr(cell, field)) is not None}
     return cell.model_copy(update={field: us * by[field] for field, us in known.items()})
@@ -222,8 +220,6 @@ def _key(cell: Cell) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class _Check:
-    """A prior's scaled cells and those measured here, by point."""
-
     there: Mapping[PointKey, Sequence[Cell]]
     here: Mapping[PointKey, Sequence[Cell]]
     shared: Collection[str]
@@ -323,7 +319,6 @@ def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
 
 
 def _is_given_up(cell: Cell) -> bool:
-    """Whether a cell says that a backend is not measured in its phase."""
     return cell.status == "dropped" and cell.median_us is None and cell.layout is None
 
 

@@ -210,7 +210,6 @@ class _Search:
     def __init__(
         self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Mapping[str, str]]
     ) -> None:
-        """given_up: as in `CrossoverOptions`."""
         self._bench = bench
         self._names = names
         self._pairs = pairs

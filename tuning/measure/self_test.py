@@ -173,7 +173,6 @@ def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Seq
 def _tries(
     registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps
 ) -> Iterator[tuple[AttentionBackend, Case, Numbers]]:
-    """One instance, with the inputs of each step."""
     writer = registry.layout(pair[0].name).writer(spec.device)
     lens = parse_case(steps.case, steps.decode_query_len)
     backend = make_backend(registry.backend(name), spec, *pair)

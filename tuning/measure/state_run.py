@@ -325,7 +325,6 @@ def _self_tests(contenders: Sequence[StateContender], tests: Mapping[Any, SelfTe
 
 
 def _told(raised: BaseException) -> str:
-    """An exception in one line."""
     if isinstance(raised, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
     cause = known_cause(str(raised))
@@ -333,7 +332,6 @@ def _told(raised: BaseException) -> str:
 
 
 def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[MeasuredState]:
-    """Check every contender's answer and time those that are right, in turns."""
     tell(",".join(dict.fromkeys(contender.name for contender in rivals)), str(point))
     device, cells, ready = options.spec.device, list[MeasuredState](), list[tuple[StateContender, TimedState, float, float]]()
     if not rivals:
@@ -445,7 +443,6 @@ def _resumed(table: StateTable, options: StateOptions) -> StateTable:
 
 
 def _record_of(registry: Registry, name: str, available: bool, reason: str) -> BackendRecord:
-    """What a table says of a backend: whose it is, and which code of it was measured."""
     owner, digest = registry.state_backends[name].owner, state_plugin_digest(registry, name)
     return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 

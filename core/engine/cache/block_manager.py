@@ -372,7 +372,6 @@ class BlockManager:
         return missing <= self.num_free
 
     def _missing(self, seq: Sequence, num_new_tokens: int, number: int) -> int:
-        """Pages of a group that a sequence lacks for its next tokens."""
         pages = -(-(seq.num_computed + num_new_tokens) // self.groups[number].page_size)
         return max(pages - len(seq.tables[number].pages), 0)
 

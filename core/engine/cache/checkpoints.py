@@ -32,7 +32,6 @@ class Checkpoints:
         """Keeps a state, given by its name and its slot, which the next step may overwrite; None: nothing does."""
 
     def __len__(self) -> int:
-        """Checkpoints that can be found."""
         return len(self._slot_of)
 
     def knows(self, digest: bytes) -> bool:

@@ -119,7 +119,6 @@ def page_format(
 
 
 def _block_bytes(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> dict[str, int]:
-    """Bytes of one block of a layer, by tensor."""
     return dict(layout.tensor_bytes(CacheGeometry.of(spec, 1, block_size)))
 
 

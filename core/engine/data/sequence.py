@@ -23,7 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, for an error."""
     return str(dtype).removeprefix("torch.")
 
 

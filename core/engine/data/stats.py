@@ -190,7 +190,6 @@ class EngineStats:
         return replace(self, **copies)  # type: ignore[arg-type]
 
     def __sub__(self, earlier: Self) -> Self:
-        """The work done since `earlier`."""
         return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
 
 

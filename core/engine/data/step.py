@@ -48,7 +48,6 @@ class DecodeBatch:
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     def context_lens(self) -> NDArray[numpy.int32]:
@@ -166,11 +165,9 @@ class ScheduledStep:
         """Members whose tables have changed since the step before."""
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.individual) + len(self.members)
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
-        """Every sequence, in the step's order."""
         yield from self.individual
         for seq, context_len in zip(self.members, self.context_lens.tolist(), strict=True):
             yield ScheduledSequence(seq, 1, context_len, True)

@@ -240,7 +240,6 @@ class PagedAttention:
         return plans
 
     def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
-        """The plan of the layers whose cache has this spec."""
         gathering = self._gathering.get(spec) if view.phase is Phase.EXTEND else None
         if gathering is not None and latent.gathers(view, spec, self.layers.expanded[spec]):
             return latent.plan_gathered(view, gathering)
@@ -269,7 +268,6 @@ class PagedAttention:
         return self.caches[group.layers[0]].geometry.num_blocks if group.layers else 0
 
     def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
-        """For each distinct spec, the metadata of its group."""
         if isinstance(metadata, AttentionMetadata):
             return [metadata] * len(self._kinds)
         return [metadata[group] for group in self.groups]

@@ -190,7 +190,6 @@ class CapturedStep(ABC):
         """Run the model over the static inputs: hidden states of the rows that are sampled, [rows, hidden_size]."""
 
     def _logits_memory(self) -> Tensor | None:
-        """Memory into which logits are computed; None: there is none yet."""
         logits, rows = self._step.logits, self.num_rows
         # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
         return None if logits is None or len(logits) < rows else logits[:rows]

@@ -68,7 +68,6 @@ class _AttentionCall:
     out: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> None:
-        """Attend for the first `count` tokens."""
         if count == len(self.q):
             attention.run(self.layer, self.q, self.k, self.v, self.out)
         else:
@@ -85,14 +84,11 @@ class _StateCall:
     out: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> None:
-        """Run the first `count` tokens through the layer."""
         assert attention.states is not None
         attention.states.run(self.layer, self.x[:count], [gate[:count] for gate in self.gates], self.out[:count])
 
 
 class _PiecewiseGraph:
-    """The model over `size` tokens, as pieces."""
-
     def __init__(
         self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
     ) -> None:
@@ -204,7 +200,6 @@ class PiecewiseGraphs:
         return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
 
     def _state_out(self, layer: int, x: Tensor) -> Tensor:
-        """Where a layer with a state writes."""
         assert self._attention.states is not None
         return self._room((self._attention.states.out_channels(layer),), x)
 

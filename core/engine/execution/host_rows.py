@@ -255,7 +255,6 @@ class HostRows:
         row.take(started.token_ids[started.num_prompt_tokens :])
 
     def _made(self, name: str, params: SamplingParams) -> Callable[..., Any]:
-        """Make the processor of one completion; raises as `made_by`."""
         return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
 
     def refuse(self, started: StartedRow, why: str) -> None:
@@ -353,7 +352,6 @@ class HostRows:
 
 
 def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
-    """The function as one of (prompt_token_ids, token_ids, logits)."""
     try:
         count = len(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built in

@@ -257,7 +257,6 @@ class LocalExecutor:
             self._capture_graphs(self._recorder)
 
     def _settle(self, watch: CompilationWatch) -> None:
-        """Run every kind of step until none of them compiles anything."""
         for _ in range(_MOST_ROUNDS):
             began = time.perf_counter()
             watch.take()
@@ -348,7 +347,6 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 def _log_setup(
     selector: Selector, selection: Selection, layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
 ) -> None:
-    """Say which backends serve, over which layouts, and how large the pool is."""
     log.info("attention: %s", selection)
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)

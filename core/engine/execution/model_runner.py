@@ -54,7 +54,6 @@ class CompilationWatch:
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """tell: called with each name, too."""
         self._tell = tell
         self._names: list[str] = []
         listen(self._add)
@@ -310,7 +309,6 @@ class ModelRunner:
         return _DeviceResults(chosen, tokens, owners, prompts, piecewise)
 
     def _extras(self, ran: _DeviceResults) -> DeviceExtras | None:
-        """What a step brings beyond tokens, on its way to the host; None: nothing."""
         chosen, prompts = ran.chosen, ran.prompts
         if chosen.scores is None and not prompts and not chosen.errors:
             return None
@@ -394,7 +392,6 @@ class ModelRunner:
         return draws
 
     def _show(self, step: StepInput, rows: NDArray[numpy.int32], logits: Tensor) -> None:
-        """Show the logits of a step to who observes them, on this rank or on rank 0."""
         if self.observe is None and not step.shows_logits:
             return
         whole = self._vocabulary.whole(logits, "shown")

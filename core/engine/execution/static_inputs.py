@@ -136,7 +136,6 @@ def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple
 
 
 def _views(flat: Tensor, shapes: Shapes) -> StepFields[Tensor]:
-    """The fields of a flat buffer of int32."""
     return StepFields(
         *(
             flat[span].view(dtype).view(count, stride)[:, : math.prod(shape) // count].view(shape)
@@ -146,7 +145,6 @@ def _views(flat: Tensor, shapes: Shapes) -> StepFields[Tensor]:
 
 
 def _length(shapes: Shapes) -> int:
-    """Elements of int32 that the fields take."""
     length: int = max(span.stop for span, *_ in _spans(shapes))
     return length
 
@@ -181,7 +179,6 @@ class StaticInputs:
     filled."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
-        """shapes: of the graphs that the buffer serves."""
         device, length = step.newest.device, max(map(_length, shapes))
         self.buffer = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"

@@ -151,7 +151,6 @@ class PendingRestores:
                 self._came(restore)
 
     def _came(self, restore: Restore) -> None:
-        """End a restore whose pages and state are here."""
         seq, kept = restore.seq, self._blocks.checkpoints
         seq.num_computed = restore.length
         self._blocks.advance(seq)
@@ -217,7 +216,6 @@ class PendingRestores:
         self._release(restore)
 
     def _cancel(self, restore: Restore) -> None:
-        """End a restore whose pages are not wanted any more."""
         if restore.moving is not None and restore.moving.done():
             try:
                 restore.moving.result()

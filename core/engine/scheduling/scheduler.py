@@ -31,8 +31,6 @@ _FARTHEST = 1024
 
 @dataclass(slots=True)
 class _StepPlan:
-    """The next step, still being put together."""
-
     budget: int
     """Tokens that may still be added."""
     has_members: bool
@@ -47,11 +45,9 @@ class _StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether no sequence takes part so far."""
         return not (self.prompts or self.decodes or self.joining or self.has_members)
 
     def add(self, scheduled: ScheduledSequence) -> None:
-        """Schedule a sequence by itself."""
         (self.decodes if scheduled.phase is Phase.DECODE else self.prompts).append(scheduled)
         self.budget -= scheduled.num_new_tokens
 
@@ -129,7 +125,6 @@ class Scheduler:
             self.waiting.extendleft(reversed(seqs))
 
     def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
-        """Put a sequence into a queue where its turn is."""
         if self._by_priority:
             insort(queue, seq, key=_turn)
         else:
@@ -290,7 +285,6 @@ class Scheduler:
         return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
 
     def _start(self, seq: Sequence, place: int) -> None:
-        """Give the waiting sequence at this place a row, and its adapter a slot, and move it to the running ones."""
         del self.waiting[place]
         if seq.adapter is not None and self.adapters is not None:
             slot = self.adapters.occupy(seq.adapter)
@@ -303,7 +297,6 @@ class Scheduler:
         seq.row = heappop(self._free_rows)
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
-        """Tokens that a sequence gets of what is left of a step."""
         if seq.num_to_compute > budget and not self.enable_chunked_prefill:
             return 0
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
@@ -328,7 +321,6 @@ class Scheduler:
         return True
 
     def _preempt_last(self) -> Sequence:
-        """Preempt and return the last of the running sequences."""
         seq = self.running[-1]
         self._preempt(seq, RECOMPUTE if self.offloader is None else self.offloader.preempt(seq))
         return seq

@@ -291,7 +291,6 @@ def _joined(own: Iterable[int | bool | None], others: NDArray[Any]) -> NDArray[A
 
 
 def _tell(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
-    """Note what the executor does not know yet of a sequence and its pages."""
     row = seq.row
     assert row is not None, "a scheduled sequence has a row"
     if not seq.started:

@@ -108,12 +108,10 @@ class _Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _record(self) -> None:
-        """Run once, then capture what ran."""
         self._run()
         self._graph = capture(self._run) if self._session.spec.device.type == "cuda" else None
 
     def replay(self) -> None:
-        """Run the layers over the static tensors."""
         if self._graph is not None:
             self._graph.replay()
             torch.cuda.synchronize()

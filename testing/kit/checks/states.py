@@ -255,7 +255,6 @@ class _Recorded:
             static.recomputed.copy_(self._width - torch.tensor(lens))
 
     def replay(self) -> None:
-        """Run the step over the static tensors."""
         if self._graph is None:
             self._run()
             return
@@ -263,7 +262,6 @@ class _Recorded:
         torch.cuda.synchronize()
 
     def out(self) -> Tensor:
-        """The output of the new tokens."""
         return self._out.index_select(0, self._new)
 
     def _run(self) -> None:

@@ -159,7 +159,6 @@ class _Stepper:
         self.number = 0
 
     def steps(self, count: int) -> None:
-        """Run steps."""
         session = self.session
         for _ in range(count):
             self.number += 1
@@ -205,7 +204,6 @@ def _native_bytes() -> int:
 
 
 def _tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors that are alive."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
