@@ -140,6 +140,10 @@ class CheckCell:
         """The same layer and cache in another check."""
         return replace(self, check=check, about=about, **changes)
 
+    def having(self, values: Mapping[str, Any]) -> CheckCell:
+        """The same check at other values of some axes."""
+        return replace(self, **values)
+
     @property
     def axes(self) -> dict[str, Any]:
         """Value of the phase and of each axis, inputs included."""

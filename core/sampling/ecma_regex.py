@@ -281,7 +281,8 @@ def _complement(ranges: Ranges) -> Ranges:
 @lru_cache(1024)
 def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
     """Return the characters outside of each range that differ from one in it by case only."""
-    cased, cases = _cased(), _cases()
+    cases = _cases()
+    cased = sorted(cases)
     return [
         (other, other)
         for first, last in ranges
@@ -289,12 +290,6 @@ def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
         for other in cases[code]
         if not first <= other <= last
     ]
-
-
-@lru_cache(1)
-def _cased() -> list[int]:
-    """Return the characters that have another case, in ascending order."""
-    return sorted(_cases())
 
 
 @lru_cache(1)

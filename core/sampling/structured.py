@@ -16,12 +16,9 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MOST_FORM_BYTES: Final = 2**20
 """Bytes of a form that is written as JSON with ASCII characters alone."""
+_ELSEWHERE: Final = {"json_schema": "it is called json"}
 MOST_SCHEMA_LEVELS: Final = 120
 """Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
-
-_ELSEWHERE: Final = {
-    "json_schema": "it is called json",
-}
 
 
 def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:

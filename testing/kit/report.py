@@ -169,10 +169,6 @@ class ReportComparison:
         self._old = old
         self._new = new
 
-    @property
-    def _sides(self) -> list[tuple[dict[str, CellResult], dict[str, CellResult]]]:
-        return [(self._new, self._old), (self._old, self._new)]
-
     @cached_property
     def _both(self) -> list[tuple[CellResult, CellResult]]:
         return [(self._old[name], cell) for name, cell in self._new.items() if name in self._old]
@@ -180,11 +176,9 @@ class ReportComparison:
     @cached_property
     def _failing(self) -> list[str]:
         """Cells that fail in the second report and do not in the first, which need not have them."""
-        found = [cell for cell in self.second.failed if cell.cell not in self._old or self._old[cell.cell].status != "failed"]
-        return [f"{cell.cell} ({self._was(cell)}): {cell.reason}" for cell in found]
-
-    def _was(self, cell: CellResult) -> str:
-        return self._old[cell.cell].status if cell.cell in self._old else "new"
+        was = {cell.cell: self._old[cell.cell].status if cell.cell in self._old else "new" for cell in self.second.failed}
+        failed = (cell for cell in self.second.failed if was[cell.cell] != "failed")
+        return [f"{cell.cell} ({was[cell.cell]}): {cell.reason}" for cell in failed]
 
     @cached_property
     def _lost(self) -> list[str]:
@@ -226,7 +220,8 @@ class ReportComparison:
             cells = report.unavailable or f"{len(report.cells)} cells, {len(report.failed)} failed{left}"
             yield from _wrapped(f"{name}: {made}; {cells}", "")
         fixed = [f"{new.cell}" for old, new in self._both if (old.status, new.status) == ("failed", "passed")]
-        added, gone = ([name for name in ours if name not in theirs] for ours, theirs in self._sides)
+        added = [name for name in self._new if name not in self._old]
+        gone = [name for name in self._old if name not in self._new]
         shrunk = self._changed(lambda before, after: GROWN * after < before)
         yield from _section("fail in B", self._failing)
         yield from _section("lost in B: passed in A, skipped or missing in B", self._lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -103,6 +104,10 @@ class StateCell:
     def plain(self, check: str, about: str = "-", **changes: Any) -> StateCell:
         """Return the same layer in another check."""
         return replace(self, check=check, about=about, **changes)
+
+    def having(self, values: Mapping[str, Any]) -> StateCell:
+        """Return the same check at other values of some axes."""
+        return replace(self, **values)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -233,7 +238,7 @@ class StateSubject:
         """Every layer of these values that is accepted, and in which phases."""
         found: dict[StateCell, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
-            cell = self.whole(StateCell("answer").plain("answer", "-", **dict(zip(STATE_AXES, chosen, strict=True))))
+            cell = self.whole(StateCell("answer").having(dict(zip(STATE_AXES, chosen, strict=True))))
             if cell is not None and cell not in found:
                 found[cell] = self.phases(cell)
         return [(cell, phases) for cell, phases in found.items() if phases]
@@ -244,15 +249,13 @@ class StateSubject:
         if cell.kind == CONV:
             if cell.conv == "none":
                 return None
-            return cell.plain(
-                cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")}
-            )
-        return cell.plain(cell.check, cell.about, value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
+            return cell.having({axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")})
+        return cell.having({"value_dim": plain["value_dim"]}) if cell.kind == MAMBA1 else cell
 
     def refusal_of(self, kind: str) -> str:
         """Return the reasons why the plainest layer of a kind is refused in every phase."""
         plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
-        cell = self.whole(StateCell("answer").plain("answer", "-", **plain))
+        cell = self.whole(StateCell("answer").having(plain))
         assert cell is not None
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 

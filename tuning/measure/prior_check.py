@@ -9,7 +9,7 @@ the fastest somewhere in the phase, over the smallest blocks that are not clearl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -296,7 +296,8 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
         near = [point for point in asked if point.phase == key[0]]
         if not near:
             continue
-        nearest = min(near, key=_distance_from(place_of(rivals[0])))
+        place = place_of(rivals[0])
+        nearest = min(near, key=lambda point: _far(_place(point), place))
         found = factors.get((nearest.phase, nearest.case))
         if found is None:
             continue
@@ -320,10 +321,6 @@ def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
 
 def _is_given_up(cell: Cell) -> bool:
     return cell.status == "dropped" and cell.median_us is None and cell.layout is None
-
-
-def _distance_from(place: Coordinates) -> Callable[[Point], float]:
-    return lambda point: _far(_place(point), place)
 
 
 def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:

@@ -160,8 +160,9 @@ class CapturedStep(ABC):
         self.num_rows = len(self._scales)
         """Rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
-        replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups if _replans(backends[spec])}
-        self._replanned = list(replanned.values())
+        replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
+        nothing = AttentionBackend.plan_for_replay  # of a backend that has nothing to bring up to date
+        self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
         """Plans that every replay brings up to date; none where lengths are fixed. No dictionary of specs: hashing them takes
         longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
@@ -349,11 +350,6 @@ def _begin_states(
         recomputed=recomputed,
     )
     return states.begin_graph(metadata)
-
-
-def _replans(backend: AttentionBackend) -> bool:
-    """A backend has something to bring up to date before a replay."""
-    return type(backend).plan_for_replay is not AttentionBackend.plan_for_replay
 
 
 def name_of(backends: Backends) -> str:

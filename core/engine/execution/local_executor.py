@@ -222,7 +222,7 @@ class LocalExecutor:
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
             self._settle(watch)
-        self._runner.watch_compilations(watch)
+        self._runner.compilations = watch
 
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)

@@ -292,7 +292,7 @@ def refusals(subject: StateSubject, plain: StateCell) -> list[StateCell]:
     }
     for axis, (value, kinds) in _UNCLAIMED.items():
         row = None if claimed[axis] else subject.plainest(*kinds)
-        found += [] if row is None else [row[0].plain("refuse", axis, **{axis: value})]
+        found += [] if row is None else [row[0].plain("refuse", axis).having({axis: value})]
     for kind in (kind for kind in STATE_KINDS if kind not in claims.kinds):
         asked = plain.plain("refuse", "kind", kind=kind, conv=CONVOLUTIONS[0] if kind == CONV else plain.conv)
         found += [cell] if (cell := subject.whole(asked)) is not None else []
