@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import numpy
 
-from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.data.pool import SMALLEST_CHUNK
@@ -103,7 +101,7 @@ class Replica:
         memory = self.memory
         self._stats = EngineStats()
         groups = memory.pages.groups
-        interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in groups))
+        interval = memory.pages.checkpoint_interval
         blocks = BlockManager(
             num_pages=memory.num_pages,
             block_size=memory.pages.block_size,

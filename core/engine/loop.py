@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
@@ -78,14 +76,13 @@ class EngineLoop:
         self.clock = StepClock(self.stats, now)
         pool = executor.capacity.pool
         pages, states = pool.page_format, executor.capacity.states
-        interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in pages.groups))
         self.blocks = BlockManager(
             num_pages=pool.num_pages,
             block_size=pages.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             groups=pages.groups,
             smallest_chunk=pool.smallest_chunk,
-            checkpoints=None if states is None else Checkpoints(states, interval, self.stats),
+            checkpoints=None if states is None else Checkpoints(states, pages.checkpoint_interval, self.stats),
         )
         self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
         """Adapters that requests may name; None: the model has no slots for any."""

@@ -92,7 +92,8 @@ class StartupChoice:
         """
         choices = self._choices(kv_layout, block_size)
         if not self._layers.cached:
-            return Selection(*choices[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
+            layout, size = choices[0]
+            return Selection(layout, size, dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
         measured = self._measured.select(choices, self._able) if self._measured is not None else None
         if measured is not None:
             return measured
@@ -170,7 +171,8 @@ class StartupChoice:
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
-            return [phase for phase in self._layers.phases if self._first(self._request, phase, *choice) is None]
+            layout, size = choice
+            return [phase for phase in self._layers.phases if self._first(self._request, phase, layout, size) is None]
 
         layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
         reasons: list[Reason] = []

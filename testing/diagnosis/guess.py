@@ -296,7 +296,8 @@ def _noisy(wrong: Sequence[Wrong]) -> bool:
 
 
 def _over(row: StepSequence, blocks: Tensor) -> Tensor:
-    return attend(row.spec, row.q, *row.kv(row.slots(blocks, row.kv_len)), row.context)[0]
+    keys, values = row.kv(row.slots(blocks, row.kv_len))
+    return attend(row.spec, row.q, keys, values, row.context)[0]
 
 
 def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
@@ -304,7 +305,8 @@ def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
     if kv_len < row.query_len:
         return None
     blocks = torch.tensor([*row.blocks, *[0] * (-(-kv_len // row.cache.block_size) - len(row.blocks))])
-    return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
+    keys, values = row.kv(row.slots(blocks, kv_len))
+    return attend(row.spec, row.q, keys, values, kv_len - row.query_len)[0]
 
 
 def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:

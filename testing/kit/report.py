@@ -278,17 +278,19 @@ def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellE
         found = Finding(_raised(error), guess=_guess_of(error))
         note, status = str(found), "failed"
     measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
-    return CellResult(
-        cell=str(cell),
-        check=cell.check,
-        status=status,  # type: ignore[arg-type]
-        reason=note[: 2 * _NOTE],
-        guess=found.guess if found is not None else "",
-        relative_error=measured.error if measured.error is not None and measured.error < 1e30 else None,
-        tolerance=measured.tolerance,
-        seconds=round(time.perf_counter() - started, 4),
-        **cell.axes,
-    )
+    result = new_result(cell, status, note[: 2 * _NOTE], found.guess if found is not None else "", started)
+    result.relative_error = measured.error if measured.error is not None and measured.error < 1e30 else None
+    result.tolerance = measured.tolerance
+    return result
+
+
+def new_result(
+    cell: CheckCell | StateCell, status: str, reason: str, guess: str = "", started: float | None = None
+) -> CellResult:
+    """Return the result of a cell. started: when it began, by time.perf_counter; None: its time is not known."""
+    seconds = 0.0 if started is None else round(time.perf_counter() - started, 4)
+    said = {"cell": str(cell), "check": cell.check, "status": status, "reason": reason, "guess": guess, "seconds": seconds}
+    return CellResult.model_validate(said | cell.axes)
 
 
 def _raised(error: Exception) -> str:

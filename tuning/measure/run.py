@@ -66,11 +66,12 @@ def compile_points(
 
 def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> None:
     made: AttentionBackend | None = None
+    layout, size = pair
     for point in points:
-        if not bench.registry.supports(name, bench.spec, *pair, CORE_PHASE[point.phase]):
+        if not bench.registry.supports(name, bench.spec, layout, size, CORE_PHASE[point.phase]):
             continue
         with suppress(Exception):
-            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, *pair)
+            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, layout, size)
             if not _launches_nothing(made, point, bench, pair):
                 return
 

@@ -110,7 +110,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
             continue
         phases = registry.backend(name).capabilities.phases
         for spec in dict.fromkeys(specs):
-            if not any(registry.supports(name, spec, *pair, phase) for pair in pairs for phase in phases):
+            if not any(_first_served(registry, name, spec, pairs, phase) for phase in phases):
                 continue  # the selector refuses it, with every reason
             if wrong := self_test(registry, name, spec, pairs):
                 file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
@@ -157,7 +157,8 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
         pair = _first_served(registry, name, spec, pairs, phase)
         if pair is None:
             if phase in claimed and not refusal:  # of another phase it would say no more than that
-                refusal = registry.supports(name, spec, *pairs[0], phase).brief
+                layout, size = pairs[0]
+                refusal = registry.supports(name, spec, layout, size, phase).brief
             continue
         for steps in cases:
             tested = True
@@ -168,22 +169,24 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
 
 
 def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
-    return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
+    return next((pair for pair in pairs if registry.supports(name, spec, pair[0], pair[1], phase)), None)
 
 
 def _tries(
     registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps
 ) -> Iterator[tuple[AttentionBackend, Case, Numbers]]:
-    writer = registry.layout(pair[0].name).writer(spec.device)
+    layout, size = pair
+    writer = registry.layout(layout.name).writer(spec.device)
     lens = parse_case(steps.case, steps.decode_query_len)
-    backend = make_backend(registry.backend(name), spec, *pair)
+    backend = make_backend(registry.backend(name), spec, layout, size)
     for number, scores in enumerate(steps.scores):
         numbers = Numbers(spec, scores, torch.Generator())
         numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
         case = make_case(
             lens,
             spec,
-            *pair,
+            layout,
+            size,
             writer,
             seed=number,
             poison=_POISON,

@@ -274,7 +274,7 @@ class BlockManager:
         """
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
-            return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+            return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
         interval = self.checkpoints.interval
         longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
         return self._longest_checkpoint(seq, longest // interval * interval, also)

@@ -207,7 +207,7 @@ class PiecewiseGraphs:
         """Memory for an output of this shape for each of the tokens of `like`."""
         room = self._outs.get(shape)
         if room is None:  # zeros: padding rows are computed with, and nobody reads what comes of them
-            room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=like.dtype, device=like.device)
+            room = self._outs[shape] = like.new_zeros((self._inputs.shape[1], *shape))
         return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:

@@ -17,7 +17,7 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
 from headway.core.oracle.inputs import steps_of
-from headway.core.oracle.oracle import attend, distance
+from headway.core.oracle.oracle import attend, distance, expected
 from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
 from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
 
@@ -175,7 +175,7 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     allowed = _LSE[session.spec.dtype]
     if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
-    answers = [attend(row.spec, row.q, *row.kv(), row.context) for row in step.rows[0]]
+    answers = [expected(row) for row in step.rows[0]]
     most = allowed + session.numbers.slack
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]
