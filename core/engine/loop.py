@@ -359,14 +359,14 @@ class EngineLoop:
             pages.block_size,
             pages.page_bytes,
             self.scheduler.holders,
-            self._num_offloaded_blocks,
+            0 if self._offloader is None else self._offloader.num_blocks,
             self.capacity.states,
-            self._num_offloaded_states,
+            0 if self._offloader is None else self._offloader.num_states,
         )
 
     def snapshot(self) -> EngineSnapshot:
         """Describe what the engine does at this moment, and has done since its start."""
-        blocks, scheduler = self.blocks, self.scheduler
+        blocks, scheduler, offloader = self.blocks, self.scheduler, self._offloader
         kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
             time=time.perf_counter(),
@@ -377,18 +377,10 @@ class EngineLoop:
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
             num_kept_states=kept,
-            kept_state_bytes=kept * self.blocks.checkpoints.slots.bytes_per_slot if self.blocks.checkpoints is not None else 0,
-            num_offloaded_blocks=self._num_offloaded_blocks,
-            num_offloaded_states=self._num_offloaded_states,
+            kept_state_bytes=kept * blocks.checkpoints.slots.bytes_per_slot if blocks.checkpoints is not None else 0,
+            num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
+            num_offloaded_states=0 if offloader is None else offloader.num_states,
         )
-
-    @property
-    def _num_offloaded_blocks(self) -> int:
-        return 0 if self._offloader is None else self._offloader.num_blocks
-
-    @property
-    def _num_offloaded_states(self) -> int:
-        return 0 if self._offloader is None else self._offloader.num_states
 
 
 class Holding(NamedTuple):

@@ -214,14 +214,16 @@ class CapturedStep(ABC):
         if out is None:
             step.logits = self._logits
         assert out is None or self._logits.data_ptr() == out.data_ptr()
-        self._chosen = step.choose(self._logits, self._scales, self._keys)
+        ops = step.sampling
+        self._chosen = ops.greedy(self._logits) if ops.choose is None else ops.choose(self._logits, self._scales, self._keys)
         self.tokens = self._finish(self._chosen)
         return self.tokens
 
     @torch.inference_mode()
     def filter(self) -> Tensor:
         """After `run`, choose the tokens of rows that filter; returns those of all rows, like `run`."""
-        chosen = self._step.filter(self._logits, self._chosen, self._keys, self._filters)
+        assert self._step.sampling.filter is not None, "no row asks for filters"
+        chosen = self._step.sampling.filter(self._logits, self._chosen, self._keys, self._filters)
         self.filtered = self._finish(chosen)
         return self.filtered
 

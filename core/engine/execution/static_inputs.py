@@ -57,16 +57,6 @@ class ModelStep:
         """The row of `newest` that belongs to no sequence."""
         return len(self.newest) - 1
 
-    def choose(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        """A token for each row of logits; the most likely ones where no operation draws in the same pass."""
-        ops = self.sampling
-        return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
-
-    def filter(self, logits: Tensor, chosen: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """The tokens `chosen`, but newly drawn for rows that filter, from what their filters keep."""
-        assert self.sampling.filter is not None, "no row asks for filters"
-        return self.sampling.filter(logits, chosen, keys, filters)
-
 
 _ALIGN = 4
 """Fields, and the planes of those that have several, begin at multiples of this many elements: of 16 bytes or more, which kernels
