@@ -263,6 +263,28 @@ class StepInput:
     shows_logits: bool = False
     """Whether somebody looks at the step's logits, so that all ranks put them together."""
 
+    @classmethod
+    def going_on(
+        cls,
+        rows: NDArray[numpy.int32],
+        context_lens: NDArray[numpy.int32],
+        new_pages: tuple[NewPages, ...] = (),
+        state_indices: NDArray[numpy.int32] | None = None,
+    ) -> StepInput:
+        """A step in which every sequence goes on with the token that was sampled last: what most steps are."""
+        count = len(rows)
+        return cls(
+            rows=rows,
+            query_lens=numpy.ones(count, dtype=numpy.int32),
+            context_lens=context_lens,
+            num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
+            samples=numpy.ones(count, dtype=numpy.bool_),
+            token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
+            goes_on=True,
+            new_pages=new_pages,
+            state_indices=state_indices,
+        )
+
     @property
     def num_seqs(self) -> int:
         """Sequences in the step."""

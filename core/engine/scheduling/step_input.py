@@ -214,7 +214,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     for seq in step.changed:
         _tell(seq, started, new_pages)
     if not step.individual:
-        return _members_alone(step, tuple(new_pages))
+        return StepInput.going_on(step.rows, step.context_lens, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
     embedded: list[tuple[int, Tensor]] = []
@@ -250,7 +250,7 @@ def _with_members(
 ) -> StepInput:
     """The individual sequences of a step, and after them the members of the batch. token_ids: of the former."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
-    members = _members_alone(step)
+    members = StepInput.going_on(step.rows, step.context_lens)
     # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
     drafting = any(drafts)
     newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids
@@ -267,21 +267,6 @@ def _with_members(
         started=started,
         new_pages=new_pages,
         copies=copies,
-    )
-
-
-def _members_alone(step: ScheduledStep, new_pages: tuple[NewPages, ...] = ()) -> StepInput:
-    """The members of the batch: what most steps consist of."""
-    count = len(step.members)
-    return StepInput(
-        rows=step.rows,
-        query_lens=numpy.ones(count, dtype=numpy.int32),
-        context_lens=step.context_lens,
-        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
-        samples=numpy.ones(count, dtype=numpy.bool_),
-        token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
-        goes_on=True,
-        new_pages=new_pages,
     )
 
 

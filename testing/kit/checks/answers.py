@@ -5,6 +5,7 @@ And, where a backend says so, a sequence's output with the same bits alone and b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibli
 from headway.core.oracle.inputs import steps_of
 from headway.core.oracle.oracle import attend, distance, expected
 from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
+from headway.testing.kit.session import Session
 from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
@@ -56,16 +58,20 @@ def siblings(stage: Stage, cell: CheckCell) -> str:
             raise Skipped.refused(support)
     lens = first_step(cell.phase, cell.block_size)
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
+    _run_in_turn(sessions, lens, {1, 2}, "keeps something of one layer for another that differs in numbers alone")
+    return ""
+
+
+def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
+    """Run a step of each of two sessions and of the first one again; a finding in one of the `telling` steps gets the guess."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
             session.step(work)
         except Finding as finding:
-            if number:  # the first one was right
-                finding.guess = "keeps something of one layer for another that differs in numbers alone"
+            finding.guess = guess if number in telling else finding.guess
             raise
         close_all(session, sequences(work))
-    return ""
 
 
 def shared(stage: Stage, cell: CheckCell) -> str:
@@ -79,15 +85,8 @@ def shared(stage: Stage, cell: CheckCell) -> str:
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (own, other)]
     for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
         using.plan = planning.plan  # type: ignore[method-assign]
-    for number, session in enumerate((*sessions, sessions[0])):
-        work = open_all(session, lens)
-        try:
-            session.step(work)
-        except Finding as finding:
-            if number == 1:  # the first one, which has plans of its own, was right
-                finding.guess = "declares shares_plans, and its plan holds sinks or scales"
-            raise
-        close_all(session, sequences(work))
+    # The first one, which has plans of its own, was right.
+    _run_in_turn(sessions, lens, {1}, "declares shares_plans, and its plan holds sinks or scales")
     return ""
 
 

@@ -18,7 +18,7 @@ from headway.core.oracle.cells import PHASES, Finding, Skipped, check_refusal, p
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.testing.diagnosis.state_verdict import Judge, same_bits
 from headway.testing.kit.checks.graphs import capture
-from headway.testing.kit.checks.steps import no_growth
+from headway.testing.kit.checks.steps import no_growth, no_waiting
 from headway.testing.kit.state_session import Course, Served, StateSession
 from headway.testing.kit.state_subject import CONVOLUTIONS, WORK, StateCell, StateSubject
 
@@ -163,18 +163,9 @@ def sync(subject: StateSubject, cell: StateCell) -> str:
         calls.append((backend.scan, slice(0, n), backend.plan(case.metadata.prefill)))
     if case.metadata.decode is not None:
         calls.append((backend.step, slice(n, None), backend.plan(case.metadata.decode)))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting("scan and step"):
         for call, rows, plan in calls:
             call(case.x[rows], [gate[rows] for gate in case.gates], case.parameters, case.cache, plan, out[rows])
-    except Exception as error:
-        raise Finding(
-            f"scan and step must not wait for the device: {' '.join(str(error).split())[:200]}",
-            guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
-        ) from None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return ""
 
 

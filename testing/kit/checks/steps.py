@@ -6,7 +6,8 @@ import ctypes
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import psutil
@@ -226,18 +227,28 @@ def sync(stage: Stage, cell: CheckCell) -> str:
     session.run(step)  # compiles
     with torch.inference_mode():
         session.begin(step)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting("prefill and decode"):
             session.run_layers(step)
-        except Exception as error:
-            raise Finding(
-                f"prefill and decode must not wait for the device: {' '.join(str(error).split())[:200]}",
-                guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
-            ) from None
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     return ""
+
+
+@contextmanager
+def no_waiting(what: str) -> Iterator[None]:
+    """Hold calls to it that they do not wait for the GPU. what: their names.
+
+    :raises Finding: one waits, or raises something else.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except Exception as error:
+        raise Finding(
+            f"{what} must not wait for the device: {' '.join(str(error).split())[:200]}",
+            guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
+        ) from None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def cold(stage: Stage, cell: CheckCell) -> str:
