@@ -28,7 +28,7 @@ class Checkpoints:
         self._held: Counter[int] = Counter()
         self._unnamed: set[int] = set()
         """Held slots that have no name."""
-        self.evicted: Callable[[bytes, int], None] | None = None
+        self.evicted: Callable[[bytes, int], object] | None = None
         """Keeps a state, given by its name and its slot, which the next step may overwrite; None: nothing does."""
 
     def __len__(self) -> int:
