@@ -247,7 +247,8 @@ class Selector:
         """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
         for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
         if shape.captured and self.costs is not None:
-            able = [name for name in self.selection.all_for(shape.phase) if _captures(self._instances[name], shape.query_len)]
+            named = [(name, self._instances[name].values()) for name in self.selection.all_for(shape.phase)]
+            able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
             if ranked := self.costs.ranking(shape, able):
                 return self._instances[ranked[0][0]]
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
@@ -314,7 +315,3 @@ class Selector:
             if self._source.supports(name, cached, self.layout_of(cached), size, Phase.EXTEND):
                 found[spec] = self._instance(name, cached)
         return found
-
-
-def _captures(backends: Backends, query_len: int) -> bool:
-    return all(backend.captures(query_len) for backend in backends.values())

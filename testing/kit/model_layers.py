@@ -154,6 +154,6 @@ def _feature(spec: AttentionSpec) -> str:
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
     if spec.value_in_key:
         return "latent"
-    if len(names) == 1 or len(names) > 1:
+    if names:
         return names[0] if len(names) == 1 else "together"
     return "none" if spec.v_head_dim == spec.head_dim else "v_head_dim" if spec.v_head_dim < spec.head_dim else "longer_v"

@@ -294,15 +294,12 @@ def new_result(
 
 
 def _raised(error: Exception) -> str:
-    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
-        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
-        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
-        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = (
-        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
-    )
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+    cause = error.__cause__ if isinstance(error, HeadwayError) else error
+    frames = traceback.extract_tb(cause.__traceback__)[-1:] if cause is not None else []
+    where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+    # A HeadwayError with a cause is the engine's word around what the backend raised.
+    kind = f"raised {type(error).__name__}: " if cause is None or cause is error else ""
+    return f"{kind}{' '.join(str(error).split())[:_NOTE]}{where}"
 
 
 def _guess_of(error: BaseException) -> str:
