@@ -315,7 +315,8 @@ def registered(
         return registry, found.name
     name = f"{found.name}-{found.__name__}" if taken else found.name
     loaded = type(found.__name__, (found,), {"name": name, "__module__": found.__module__}) if taken else found
-    registry.add_plugin(f"check {name}", target, plugin(loaded, registry.state_layouts if states else registry.layouts))
+    layouts: Any = registry.state_layouts if states else registry.layouts
+    registry.add_plugin(f"check {name}", target, plugin(loaded, layouts))
     return registry, name
 
 
