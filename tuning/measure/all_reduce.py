@@ -17,7 +17,8 @@ from torch import Tensor
 from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, AllReduceChoice
 from headway.core.system.files import cache_folder
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, slug
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us
+from headway.tuning.table.files import slug
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -213,5 +214,4 @@ def _by_name(table: Tensor) -> Us:
 
 def kept_path(device: DeviceIdentity, size: int) -> Path:
     """The file of the times of so many ranks on such GPUs."""
-    name = slug(device.name)
-    return cache_folder() / "all_reduce" / f"{name}-{size}-ranks.json"
+    return cache_folder() / "all_reduce" / f"{slug(device.name)}-{size}-ranks.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -22,8 +21,9 @@ from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, slug, times_with, unchecked
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.table.files import file_name
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def _place(kind: FusedExperts, device: DeviceIdentity) -> KeptPlace[ExpertsFile]
     layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
     layer = layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}"
     sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
-    key = hashlib.sha256(repr((device.name, layer)).encode()).hexdigest()[:8]
-    path = cache_folder() / "experts" / f"{slug(device.name)}-{sizes}-{key}.json"
+    path = cache_folder() / "experts" / file_name(device, sizes, layer)
     return KeptPlace("experts", ExpertsFile, path, device, {"layer": layer, "tokens": list(TOKEN_COUNTS)}, kind.methods)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,11 +44,6 @@ class KeptTimes(BaseModel):
 
 
 File = TypeVar("File", bound=KeptTimes)
-
-
-def slug(text: str) -> str:
-    """A text as a part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
 
 
 @dataclass(frozen=True)

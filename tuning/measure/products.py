@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -23,8 +22,9 @@ from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, slug, times_with, unchecked
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, times_with, unchecked
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
+from headway.tuning.table.files import file_name, slug
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -156,8 +156,7 @@ def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
 
 
 def _place(kind: ProductKind, device: DeviceIdentity) -> KeptPlace[ProductsFile]:
-    key = hashlib.sha256(repr((device.name, kind.name)).encode()).hexdigest()[:8]
-    path = cache_folder() / "products" / f"{slug(device.name)}-{slug(kind.name)}-{key}.json"
+    path = cache_folder() / "products" / file_name(device, slug(kind.name), kind.name)
     return KeptPlace("products", ProductsFile, path, device, {"product": kind.name, "rows": list(ROW_COUNTS)}, kind.ways)
 
 
