@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -78,8 +78,8 @@ class Demand:
         if len(found) < 2 or found[0].arrival == found[-1].arrival:
             raise ConfigError("--arrivals", "two requests at different times", f"{path}: {len(found)} requests")
         rate = (len(found) - 1) / (found[-1].arrival - found[0].arrival)
-        longest = max(each.input_len for each in found), max(each.output_len for each in found)
-        return cls(*longest, rate, limits, routing=routing, given=tuple(found))
+        input_len, output_len = max(each.input_len for each in found), max(each.output_len for each in found)
+        return cls(input_len, output_len, rate, limits, routing=routing, given=tuple(found))
 
     def __post_init__(self) -> None:
         """:raises ConfigError: a number that cannot be."""
@@ -122,7 +122,7 @@ class Demand:
         begun = []
         for number in range(concurrency):
             left = math.ceil(self.output_len * (concurrency - number) / concurrency)
-            begun.append(SimulatedRequest(0.0, self.max_model_len - left, left, *self._beginning(number, 1)))
+            begun.append(replace(self._request(0.0, number, 1), input_len=self.max_model_len - left, output_len=left))
         count = window + concurrency
         later = [*self.given[:count]] or [self._request(0.0, number, 1) for number in range(count)]
         window = min(window, len(later))
@@ -149,9 +149,6 @@ class Demand:
         """Beginnings that one replica sees."""
         return self.num_prefixes if self.routing == "round-robin" else -(-self.num_prefixes // replicas)
 
-    def _beginning(self, number: int, replicas: int) -> tuple[int, int]:
-        """(which beginning a request has, tokens of it)."""
-        return (number % self.beginnings_of(replicas), self.prefix_len) if self.prefix_len else (-1, 0)
-
     def _request(self, arrival: float, number: int, replicas: int) -> SimulatedRequest:
-        return SimulatedRequest(arrival, self.input_len, self.output_len, *self._beginning(number, replicas))
+        beginning = number % self.beginnings_of(replicas) if self.prefix_len else -1
+        return SimulatedRequest(arrival, self.input_len, self.output_len, beginning, self.prefix_len)

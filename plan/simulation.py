@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import numpy
 
-from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.data.pool import SMALLEST_CHUNK
@@ -76,8 +74,6 @@ class Latencies:
 
 @dataclass
 class _Times:
-    """When the tokens of one request came."""
-
     request: SimulatedRequest
     arrival: float
     first: float = 0.0
@@ -105,7 +101,7 @@ class Replica:
         memory = self.memory
         self._stats = EngineStats()
         groups = memory.pages.groups
-        interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in groups))
+        interval = memory.pages.checkpoint_interval
         blocks = BlockManager(
             num_pages=memory.num_pages,
             block_size=memory.pages.block_size,
@@ -159,7 +155,6 @@ class Replica:
         return self._latencies(measured, begin, window)
 
     def _arrived(self, request: SimulatedRequest, now: float, concurrency: int | None) -> bool:
-        """Whether the scheduler sees the next request by now."""
         if concurrency is None:
             return request.arrival + self.request_seconds <= now
         return self._num_live < concurrency
@@ -196,7 +191,6 @@ class Replica:
         return parts
 
     def _read(self, flight: _InFlight, now: float) -> None:
-        """Append a step's tokens."""
         ended, append_sampled = [], self.scheduler.append_sampled
         for seq in flight.sampling:
             if len(seq.token_ids) == seq.num_prompt_tokens and not seq.finished:

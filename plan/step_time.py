@@ -164,7 +164,6 @@ class StepPredictor:
         return us
 
     def _attend(self, work: StepWork) -> float:
-        """Microseconds of attention in all layers."""
         us = 0.0
         for spec, count in self.costs.kinds.items():
             if work.num_decodes:

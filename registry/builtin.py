@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 
 from headway.core.chat import builtin as chat_parsers
-from headway.core.contract.backend import API_VERSION, AttentionBackend, BackendInfo
+from headway.core.contract.backend import API_VERSION, BackendInfo
 from headway.core.contract.chat_parsers import ChatParserInfo
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheWriter, LayoutInfo
 from headway.core.contract.metadata import Phase
 from headway.core.contract.sampling_plugins import ProposerInfo
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
-from headway.core.contract.state_backend import StateBackend, StateBackendInfo
+from headway.core.contract.state_backend import StateBackendInfo
 from headway.core.speculation.proposers import BUILTIN
 from headway.registry.hookspecs import hookimpl
 
@@ -40,99 +43,31 @@ def _writer(device: torch.device) -> CacheWriter:
     return write_rows
 
 
-def _sdpa() -> type[AttentionBackend]:
-    from headway.backends.sdpa import SDPA
-
-    return SDPA
-
-
-def _sdpa_math() -> type[AttentionBackend]:
-    from headway.backends.sdpa import SDPAMath
-
-    return SDPAMath
+def _class(place: str) -> Callable[[], Any]:
+    """Return what loads a backend's class. place: its module below headway.backends, a colon, and its name."""
+    return partial(resolve_name, f"headway.backends.{place}")
 
 
-def _native() -> type[AttentionBackend]:
-    from headway.backends.native import NativeAttention
-
-    return NativeAttention
-
-
-def _triton() -> type[AttentionBackend]:
-    from headway.backends.triton.backend import TritonAttention
-
-    return TritonAttention
-
-
-def _vllm_paged() -> type[AttentionBackend]:
-    from headway.backends.vllm_paged.backend import VllmPagedAttention
-
-    return VllmPagedAttention
-
-
-def _hopper() -> type[AttentionBackend]:
-    from headway.backends.hopper.backend import HopperAttention
-
-    return HopperAttention
+_CLASSES = {
+    "triton": "triton.backend:TritonAttention",
+    "vllm_paged": "vllm_paged.backend:VllmPagedAttention",
+    "hopper": "hopper.backend:HopperAttention",
+    "hopper_mla": "hopper.latent:HopperLatent",
+    "hopper_decode": "hopper.decode:HopperDecoding",
+    "flash_attn": "flash_attn:FlashAttention2",
+    "flash_attn_3": "flash_attn_3:FlashAttention3",
+    "flash_attn_4": "flash_attn_4:FlashAttention4",
+    "torch_varlen": "varlen:TorchVarlen",
+    "xformers": "xformers:XFormersAttention",
+    "native": "native:NativeAttention",
+    "sdpa": "sdpa:SDPA",
+    "sdpa.math": "sdpa:SDPAMath",
+}
 
 
-def _hopper_mla() -> type[AttentionBackend]:
-    from headway.backends.hopper.latent import HopperLatent
-
-    return HopperLatent
-
-
-def _hopper_decode() -> type[AttentionBackend]:
-    from headway.backends.hopper.decode import HopperDecoding
-
-    return HopperDecoding
-
-
-def _flash_attn() -> type[AttentionBackend]:
-    from headway.backends.flash_attn import FlashAttention2
-
-    return FlashAttention2
-
-
-def _flash_attn_3() -> type[AttentionBackend]:
-    from headway.backends.flash_attn_3 import FlashAttention3
-
-    return FlashAttention3
-
-
-def _flash_attn_4() -> type[AttentionBackend]:
-    from headway.backends.flash_attn_4 import FlashAttention4
-
-    return FlashAttention4
-
-
-def _torch_varlen() -> type[AttentionBackend]:
-    from headway.backends.varlen import TorchVarlen
-
-    return TorchVarlen
-
-
-def _xformers() -> type[AttentionBackend]:
-    from headway.backends.xformers import XFormersAttention
-
-    return XFormersAttention
-
-
-def _triton_states() -> type[StateBackend]:
-    from headway.backends.states.triton.backend import TritonStates
-
-    return TritonStates
-
-
-def _torch_states() -> type[StateBackend]:
-    from headway.backends.states.torch_states import TorchStates
-
-    return TorchStates
-
-
-def _info(name: str, summary: str, load: Callable[[], type[AttentionBackend]], extra: str = "") -> BackendInfo:
+def _info(name: str, summary: str, extra: str = "") -> BackendInfo:
     """Return a registration; backends that need an extra run on a GPU."""
-    return BackendInfo(name, summary, load, extra, devices=_GPUS if extra else (), api_version=API_VERSION)
+    return BackendInfo(name, summary, _class(_CLASSES[name]), extra, devices=_GPUS if extra else (), api_version=API_VERSION)
 
 
 @hookimpl
@@ -145,36 +80,21 @@ def headway_register_layouts() -> list[LayoutInfo]:
 def headway_register_backends() -> list[BackendInfo]:
     """Register the built-in backends."""
     return [
-        _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", _triton, "headway[triton]"),
+        _info("triton", "our paged split-KV decode and varlen prefill in Triton, every layout", "headway[triton]"),
+        _info("vllm_paged", "our paged attention in CUDA C++, compiled at first use; vLLM's layout", "headway[cuda]"),
+        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", "headway[cuda]"),
         _info(
-            "vllm_paged",
-            "our paged attention in CUDA C++, compiled at first use; vLLM's layout",
-            _vllm_paged,
-            "headway[cuda]",
+            "hopper_mla", "our decode and extend of latents in CUDA C++ for H100 and H200, compiled at first use", "headway[cuda]"
         ),
-        _info("hopper", "our prefill and extend in CUDA C++ for H100 and H200, compiled at first use", _hopper, "headway[cuda]"),
-        _info(
-            "hopper_mla",
-            "our decode and extend of latents in CUDA C++ for H100 and H200, compiled at first use",
-            _hopper_mla,
-            "headway[cuda]",
-        ),
-        _info(
-            "hopper_decode", "our decode in CUDA C++ for H100 and H200, compiled at first use", _hopper_decode, "headway[cuda]"
-        ),
-        _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", _flash_attn, "headway[flash-attn]"),
-        _info(
-            "flash_attn_3",
-            "FlashAttention 3, Hopper: upstream's, or the one inside vLLM or SGLang",
-            _flash_attn_3,
-            "flash-attn-3",
-        ),
-        _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", _flash_attn_4, "headway[flash-attn-4]"),
-        _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", _torch_varlen, "torch>=2.13"),
-        _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", _xformers, "headway[xformers]"),
-        _info("native", "our paged decode in C on a CPU, compiled at first use", _native),
-        _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks", _sdpa),
-        _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows", _sdpa_math),
+        _info("hopper_decode", "our decode in CUDA C++ for H100 and H200, compiled at first use", "headway[cuda]"),
+        _info("flash_attn", "FlashAttention 2 (package flash-attn): varlen, paged split-KV", "headway[flash-attn]"),
+        _info("flash_attn_3", "FlashAttention 3, Hopper: upstream's, or the one inside vLLM or SGLang", "flash-attn-3"),
+        _info("flash_attn_4", "FlashAttention 4 (CuTe DSL), Hopper and Blackwell", "headway[flash-attn-4]"),
+        _info("torch_varlen", "torch's own FlashAttention 2, paged (torch.nn.attention.varlen)", "torch>=2.13"),
+        _info("xformers", "CUTLASS or flash prefill, Triton split-K paged decode", "headway[xformers]"),
+        _info("native", "our paged decode in C on a CPU, compiled at first use"),
+        _info("sdpa", "torch's scaled_dot_product_attention, the kernel torch picks"),
+        _info("sdpa.math", "the baseline: torch's MATH kernel over gathered rows"),
     ]
 
 
@@ -191,12 +111,17 @@ def headway_register_state_backends() -> list[StateBackendInfo]:
         StateBackendInfo(
             "triton",
             "our steps in one launch and chunked scans in Triton, every layout",
-            _triton_states,
+            _class("states.triton.backend:TritonStates"),
             "headway[triton]",
             devices=_GPUS,
             api_version=API_VERSION,
         ),
-        StateBackendInfo("torch", "the baseline: batched products of torch, every kind", _torch_states, api_version=API_VERSION),
+        StateBackendInfo(
+            "torch",
+            "the baseline: batched products of torch, every kind",
+            _class("states.torch_states:TorchStates"),
+            api_version=API_VERSION,
+        ),
     ]
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import pluggy
 import torch
@@ -161,6 +161,14 @@ class BackendShelf(Generic[I, B]):
             return Support.no("supports()", "an answer", f"{type(error).__name__}: {error}")
 
 
+BackendKind = Literal["backends", "state_backends"]
+"""Backends for layers with attention, or those for layers with a state: attributes of `Registry`."""
+
+
+def _name_of(info: Any) -> str:
+    return str(info.layout.name if isinstance(info, LayoutInfo) else info.name)
+
+
 def _support(answer: object, method: str) -> Support:
     if not isinstance(answer, Support):
         raise PluginError(f"{method}() must return a Support, got {answer!r}")
@@ -170,16 +178,16 @@ def _support(answer: object, method: str) -> Support:
 _RANK, _RANK_STATES = "headway_rank_backends", "headway_rank_state_backends"
 
 
-class _Answers(NamedTuple):
-    """What a plugin's hooks have handed in."""
-
-    layouts: list[LayoutInfo]
-    backends: list[BackendInfo]
-    proposers: list[ProposerInfo]
-    processors: list[LogitsProcessorInfo]
-    state_layouts: list[StateLayout]
-    state_backends: list[StateBackendInfo]
-    chat_parsers: list[ChatParserInfo]
+_KINDS: dict[str, type] = {
+    "layouts": LayoutInfo,
+    "backends": BackendInfo,
+    "proposers": ProposerInfo,
+    "logits_processors": LogitsProcessorInfo,
+    "state_layouts": StateLayout,
+    "state_backends": StateBackendInfo,
+    "chat_parsers": ChatParserInfo,
+}
+"""What plugins bring, as the names of hooks and the fields of `Brought` have it -> its type."""
 
 
 class Registry:
@@ -229,64 +237,41 @@ class Registry:
                 raise PluginError(f"plugin {name!r} of {owner}: {' '.join(str(error).split())}") from None
             raise
         self._owners[name] = owner
-        self.brought[name] = Brought(
-            tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ()),
-            tuple(info.name for info in found.backends),
-            tuple(info.layout.name for info in found.layouts),
-            tuple(info.name for info in found.proposers),
-            tuple(info.name for info in found.processors),
-            tuple(info.name for info in found.state_backends),
-            tuple(layout.name for layout in found.state_layouts),
-            tuple(parser.name for parser in found.chat_parsers),
-        )
-        self.layouts.update({info.layout.name: info for info in found.layouts})
-        self.proposers.update({info.name: info for info in found.proposers})
-        self._attention.add(found.backends, owner)
-        self._states.add(found.state_backends, owner)
-        self.state_layouts.update({layout.name: layout for layout in found.state_layouts})
-        self.logits_processors.update({processor.name: processor for processor in found.processors})
-        self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found.chat_parsers})
+        hooks = tuple(caller.name for caller in self._manager.get_hookcallers(plugin) or ())
+        self.brought[name] = Brought(hooks, **{kind: tuple(map(_name_of, infos)) for kind, infos in found.items()})
+        self._attention.add(found["backends"], owner)
+        self._states.add(found["state_backends"], owner)
+        for kind in ("layouts", "proposers", "state_layouts", "logits_processors"):
+            getattr(self, kind).update({_name_of(info): info for info in found[kind]})
+        self.chat_parsers.update({(parser.reads, parser.name): parser for parser in found["chat_parsers"]})
 
-    def _answers(self, where: str, owner: str, plugin: object) -> _Answers:
-        """Ask a plugin's hooks, and check all that they hand in."""
+    def _answers(self, where: str, owner: str, plugin: object) -> dict[str, list[Any]]:
         if not self._manager.get_hookcallers(plugin):
             raise PluginError(f"{where} implements no hook of ours: mark its functions with headway.hookimpl")
-        found = _Answers(
-            layouts=self._ask("headway_register_layouts", LayoutInfo, plugin, where),
-            backends=self._ask("headway_register_backends", BackendInfo, plugin, where),
-            proposers=self._ask("headway_register_proposers", ProposerInfo, plugin, where),
-            processors=self._ask("headway_register_logits_processors", LogitsProcessorInfo, plugin, where),
-            state_layouts=self._ask("headway_register_state_layouts", StateLayout, plugin, where),
-            state_backends=self._ask("headway_register_state_backends", StateBackendInfo, plugin, where),
-            chat_parsers=self._ask("headway_register_chat_parsers", ChatParserInfo, plugin, where),
-        )
-        for layout in found.layouts:
+        found = {name: self._ask(f"headway_register_{name}", kind, plugin, where) for name, kind in _KINDS.items()}
+        layouts, proposers = found["layouts"], found["proposers"]
+        for layout in layouts:
             check_layout_info(layout, where)
-        self._check_state_layouts(found.state_layouts, where)
-        for proposer in found.proposers:
+        self._check_state_layouts(found["state_layouts"], where)
+        for proposer in proposers:
             check_proposer_info(proposer, where)
-        self._check_processors(found.processors, where)
-        self._check_chat_parsers(found.chat_parsers, where)
-        for number, layout in enumerate(found.layouts):
-            self._check_layout(layout, found.layouts[:number])
-        self._attention.check_new(found.backends, owner, where)
-        self._states.check_new(found.state_backends, owner, where)
-        self._check_proposer_names([each.name for each in found.proposers], where)
+        self._check_processors(found["logits_processors"], where)
+        self._check_chat_parsers(found["chat_parsers"], where)
+        for number, layout in enumerate(layouts):
+            self._check_layout(layout, layouts[:number])
+        self._attention.check_new(found["backends"], owner, where)
+        self._states.check_new(found["state_backends"], owner, where)
+        self._check_proposer_names([each.name for each in proposers], where)
         return found
 
-    def digest_of(self, backend: str) -> str:
+    def digest_of(self, backend: str, kind: BackendKind = "backends") -> str:
         """Hash of the version and the files of the plugin that brought a backend; empty for built-ins and objects."""
-        source = self.source_of(backend)
+        source = self.source_of(backend, kind)
         return "" if source is None else source.digest()
 
-    def state_digest_of(self, backend: str) -> str:
-        """Hash of the plugin that brought a backend for layers with a state; see `digest_of`."""
-        digests = (source.digest() for name, source in self.sources.items() if backend in self.brought[name].state_backends)
-        return next(digests, "")
-
-    def source_of(self, backend: str) -> PluginSource | None:
+    def source_of(self, backend: str, kind: BackendKind = "backends") -> PluginSource | None:
         """Return the plugin that brought a backend; None for built-ins and objects."""
-        return next((source for name, source in self.sources.items() if backend in self.brought[name].backends), None)
+        return next((source for name, source in self.sources.items() if backend in getattr(self.brought[name], kind)), None)
 
     def _ask(self, hook: str, kind: type, plugin: object, where: str) -> list[Any]:
         """What one plugin answers to a hook; nothing where it does not implement it."""
@@ -375,15 +360,6 @@ class Registry:
         if name not in self.layouts:
             raise ConfigError("kv_layout", f"auto or one of {', '.join(self.layouts)}", repr(name))
         return self.layouts[name]
-
-    def state_layout(self, name: str) -> StateLayout:
-        """A layout of states by name.
-
-        :raises ConfigError: nobody registered that name.
-        """
-        if name not in self.state_layouts:
-            raise ConfigError("state_layout", f"auto or one of {', '.join(self.state_layouts)}", repr(name))
-        return self.state_layouts[name]
 
     def proposer(self, name: str) -> ProposerInfo:
         """A proposer of draft tokens by name.

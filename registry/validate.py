@@ -155,7 +155,6 @@ def check_state_backend_class(loaded: object, name: str, where: str) -> type[Sta
 
 
 def _whole_class(loaded: Any, base: Any, claims: type, name: str, where: str) -> Any:
-    """Check what every backend class has, whatever it is a backend for."""
     whole = isinstance(loaded, type) and issubclass(loaded, base)  # a name of its own: mypy must not narrow what was loaded
     if not whole:
         raise PluginError(f"{where}: load() must return a subclass of {base.__name__}, got {loaded!r}")

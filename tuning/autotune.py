@@ -22,6 +22,7 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import clean
 from headway.core.system.json_files import write_json
 from headway.registry import Registry
+from headway.registry.registry import BackendKind
 from headway.tuning.isolated.measure_in_child import CRASHED, HUNG, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import Point, grid
@@ -32,7 +33,7 @@ from headway.tuning.measure.timing import MOST_COMPILING, InterleavedTimer, Shar
 from headway.tuning.table.compare import differences, remarks
 from headway.tuning.table.convert import CORE_PHASE, to_costs
 from headway.tuning.table.files import Prior, TableError, find_prior, read_table, table_folder, table_path
-from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, SpecRecord, points
+from headway.tuning.table.schema import CrossoverTable, DeviceIdentity, SpecRecord, StateTable, points
 
 log = logging.getLogger("headway")
 
@@ -188,6 +189,17 @@ def tables_for(
     return found
 
 
+def mended(
+    table: CrossoverTable | StateTable, registry: Registry, available: Sequence[str], kind: BackendKind = "backends"
+) -> list[str]:
+    """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
+    failed = {record.name for record in table.backends if record.available and record.reason}
+    failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
+    digests = {name: plugin_digest(registry, name, kind) for name in available if name in failed}
+    records = {record.name: record for record in table.backends}
+    return [name for name, digest in digests.items() if digest and digest != records[name].digest]
+
+
 @dataclass(frozen=True)
 class _Tables:
     """The tables of one start: the one that was named, or those that are kept for this machine."""
@@ -211,7 +223,7 @@ class _Tables:
         path = table_path(self.device, SpecRecord.of(spec))
         table = self._kept(path, spec)
         wanted = [point for point in grid(spec.device.type) if CORE_PHASE[point.phase] in phases]
-        repaired = self._repaired(table) if table is not None and budget > 0 else []
+        repaired = mended(table, self.registry, self.available) if table is not None and budget > 0 else []
         if table is not None and not table.cut_short and not repaired and _suffices(table, wanted, spec.device.type):
             return self._used(path, table)
         if table is None:
@@ -308,14 +320,6 @@ class _Tables:
             failed = record.reason.startswith((CRASHED, HUNG, FAILED))
             if record.name in self.available and not record.usable and (failed or not kept):
                 log.warning("auto leaves out %s: %s", record.name, record.reason)
-
-    def _repaired(self, table: CrossoverTable) -> list[str]:
-        """Backends that failed in a table, or in some cell of it, and whose plugin has other files now (and the same version)."""
-        failed = {record.name for record in table.backends if record.available and record.reason}
-        failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
-        digests = {name: plugin_digest(self.registry, name) for name in self.available if name in failed}
-        records = {record.name: record for record in table.backends}
-        return [name for name, digest in digests.items() if digest and digest != records[name].digest]
 
     def _without_missing(self, table: CrossoverTable, path: Path) -> CrossoverTable:
         """A table that is about to be completed, and its file, without the backends that cannot run here any more."""
@@ -429,7 +433,6 @@ def _suffices(table: CrossoverTable, wanted: Sequence[Point], device_type: str) 
 
 
 def _announce(spec: AttentionSpec, budget: float, old: CrossoverTable | None) -> None:
-    """Log what is measured, why, and how long that takes."""
     lacks = "was cut short" if old is not None and old.cut_short else "lacks others"
     what = "measuring" if old is None else f"the crossover table has {len(points(old.cells))} points and {lacks}: measuring"
     compiling = f", and up to {MOST_COMPILING * budget:.0f} s more where kernels must be compiled"

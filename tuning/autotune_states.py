@@ -17,11 +17,12 @@ from headway.core.select.costs import CostTable
 from headway.core.select.state_candidates import VERBS, StateCandidates
 from headway.core.system.files import clean
 from headway.registry import Registry
-from headway.tuning.autotune import TIMER, TableRequest
+from headway.tuning.autotune import TIMER, TableRequest, mended
 from headway.tuning.isolated.measure_in_child import STATES, can_measure_in_child, measure_in_child, third_party_files
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.points import state_grid
-from headway.tuning.measure.state_run import StateOptions, run_state_level, state_owners, state_plugin_digest
+from headway.tuning.measure.self_test import owners
+from headway.tuning.measure.state_run import StateOptions, run_state_level
 from headway.tuning.measure.timing import SharedBudget
 from headway.tuning.table.compare import differences
 from headway.tuning.table.convert import to_state_costs
@@ -74,8 +75,6 @@ def _rivals(registry: Registry, specs: Sequence[StateSpec], names: Sequence[str]
 
 @dataclass(frozen=True)
 class _StateTables:
-    """The tables of states that are kept for this machine."""
-
     registry: Registry
     available: Sequence[str]
     """Names of the backends that can run here."""
@@ -111,16 +110,13 @@ class _StateTables:
         except TableError as error:
             log.warning("table of states not used: %s", error)
             return None
-        found = differences(table, self.device, StateSpecRecord.of(spec), state_owners(self.registry))
+        found = differences(table, self.device, StateSpecRecord.of(spec), owners(self.registry, "state_backends"))
         reasons = [f"{reason.what}: the table has {reason.need}, here is {reason.got}" for reason in found]
-        records = {record.name: record for record in table.backends if record.available}
-        new = [name for name in self.available if name not in records]
+        known = {record.name for record in table.backends if record.available}
+        new = [name for name in self.available if name not in known]
         reasons += [f"backends: {', '.join(new)} not in it"] if new else []
-        failed = {name for name, record in records.items() if record.reason}
-        failed |= {cell.backend for cell in table.cells if cell.status in ("error", "incorrect")}
-        digests = {name: state_plugin_digest(self.registry, name) for name in self.available if name in failed}
-        mended = [name for name, digest in digests.items() if digest and digest != records[name].digest]
-        reasons += [f"{name} failed in it, and its plugin's files are others now" for name in mended]
+        others = mended(table, self.registry, self.available, "state_backends")
+        reasons += [f"{name} failed in it, and its plugin's files are others now" for name in others]
         if reasons:
             log.warning("table of states %s not used: %s", path, "; ".join(reasons))
         return None if reasons else table

@@ -38,7 +38,6 @@ def harmony(source: TextSource, writer: PieceWriter) -> Waiting:
 
 
 def _message(source: TextSource, writer: PieceWriter, start: str) -> Waiting:
-    """Read a message whose head has begun."""
     parts = [start]
     if not (yield from source.until((_BODY,), parts.append)):
         writer.content("".join(parts).removeprefix("<|start|>assistant") if len(parts) > 1 else "")
@@ -57,7 +56,6 @@ def _message(source: TextSource, writer: PieceWriter, start: str) -> Waiting:
 
 
 def _body(source: TextSource, write: object) -> Generator[None, None, bool]:
-    """Hand on a message's text; False: it has none."""
     seen: list[int] = []
 
     def note(text: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.capabilities import Capabilities
-from headway.core.contract.errors import ConfigError, PluginError, made_by
+from headway.core.contract.errors import ConfigError, PluginError, making
 from headway.core.contract.layout import CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
@@ -296,7 +296,8 @@ def make_backend(
     :raises PluginError: the constructor raises, or leaves out what every backend has.
     """
     who = f"attention backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
-    made = made_by(who, lambda: kind(spec, layout, block_size, options or {}))
+    with making(who):
+        made = kind(spec, layout, block_size, options or {})
     return check_made(who, made, AttentionBackend, ("spec", "layout", "block_size"))  # type: ignore[type-abstract]
 
 

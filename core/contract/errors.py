@@ -6,7 +6,8 @@ import difflib
 import functools
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -112,16 +113,16 @@ class BackendError(HeadwayError):
 T = TypeVar("T")
 
 
-def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
-    """Return what a plugin's constructor makes, and name the plugin where it raises or asks the program to end.
+@contextmanager
+def making(who: str) -> Iterator[None]:
+    """Name a plugin where its constructor raises or asks the program to end. who: the part of the plugin, and its name.
 
-    who: the part of the plugin, and its name. methods: that the result must have; "__call__" makes it a function. An interrupt
-    of the user's passes, and so do errors of ours, which say enough.
+    An interrupt of the user's passes, and so do errors of ours, which say enough.
 
-    :raises PluginError: the constructor raises, or its result lacks a method.
+    :raises PluginError: the constructor raises.
     """
     try:
-        made = make()
+        yield
     except HeadwayError:
         raise
     except BaseException as error:
@@ -130,6 +131,17 @@ def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
             raise
         said = " ".join(str(error).split())
         raise PluginError(f"{who} cannot be made: {type(error).__name__}{': ' * bool(said)}{said}") from error
+
+
+def made_by(who: str, make: Callable[[], T], *methods: str) -> T:
+    """Return what a plugin's constructor makes; who: as in `making`.
+
+    methods: that the result must have; "__call__" makes it a function.
+
+    :raises PluginError: the constructor raises, or its result lacks a method.
+    """
+    with making(who):
+        made = make()
     for method in methods:
         if not callable(getattr(made, method, None)):
             raise PluginError(f"{who} cannot be made: what it makes needs {method}(), got a {type(made).__name__} without")

@@ -50,8 +50,8 @@ class CacheGeometry:
     @classmethod
     def of(cls, spec: AttentionSpec, num_blocks: int, block_size: int) -> CacheGeometry:
         """The cache of a layer, in the element type that its spec asks for."""
-        heads = spec.num_kv_heads, spec.head_dim
-        return cls(num_blocks, block_size, *heads, spec.cache_dtype, spec.device, spec.v_head_dim)
+        heads, dim = spec.num_kv_heads, spec.head_dim
+        return cls(num_blocks, block_size, heads, dim, spec.cache_dtype, spec.device, spec.v_head_dim)
 
 
 @dataclass(frozen=True)
@@ -292,11 +292,11 @@ class LayerCache:
         as they are stored, and where the layout keeps scales of its own float32, those applied.
         """
         rows, heads = slots.reshape(-1), self.geometry.num_kv_heads
-        k = self._gathered("key", self.logical_key, rows).view(*slots.shape, heads, self.geometry.head_dim)
+        k = self._gathered("key", self.logical_key, rows).view((*slots.shape, heads, self.geometry.head_dim))
         if not self.layout.has_value:
             return k, k[..., : self.geometry.v_head_dim]
         v = self._gathered("value", self.logical_value, rows)
-        return k, v.view(*slots.shape, heads, self.geometry.v_head_dim)
+        return k, v.view((*slots.shape, heads, self.geometry.v_head_dim))
 
     def _gathered(self, name: str, logical: Tensor, rows: Tensor) -> Tensor:
         """Rows [len(rows), num_kv_heads * elements of a head] of the key or the value."""
@@ -304,7 +304,7 @@ class LayerCache:
         if scales is None:
             return stored
         each = scales[rows // self.block_size, rows % self.block_size].float()
-        return (stored.float().view(*each.shape, -1) * each[..., None]).flatten(1)
+        return (stored.float().view((*each.shape, -1)) * each[..., None]).flatten(1)
 
 
 _SIZES = tuple(each.name for each in fields(LayerCache) if each.name != "tensors")
@@ -434,4 +434,4 @@ def _write(rows: Tensor, logical: Tensor, slots: Tensor, block_size: int) -> Non
     if logical.is_contiguous():  # slots are consecutive rows
         logical.view(logical.shape[0] * block_size, -1).index_copy_(0, slots, rows.flatten(1))
     else:
-        logical[slots // block_size, slots % block_size] = rows.reshape(len(slots), *logical.shape[2:])
+        logical[slots // block_size, slots % block_size] = rows.reshape((len(slots), *logical.shape[2:]))

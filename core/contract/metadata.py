@@ -199,8 +199,8 @@ class AttentionMetadata:
         _check_lengths(query_lens, context_lens, block_tables, num_draft_tokens)
         _check_blocks(numpy.add(query_lens, context_lens), block_tables, block_size, num_blocks)
         most = decode_query_len if num_draft_tokens is None else numpy.asarray(num_draft_tokens) + 1
-        lens = query_lens, context_lens
-        return cls.build_groups(*lens, [block_tables], block_size, device, most, [num_blocks], upper_bound_lens)[0]
+        tables, blocks = [block_tables], [num_blocks]
+        return cls.build_groups(query_lens, context_lens, tables, block_size, device, most, blocks, upper_bound_lens)[0]
 
     @classmethod
     def build_groups(
@@ -225,7 +225,7 @@ class AttentionMetadata:
         num_prefills = num_seqs - int(decodes.sum())
         assert not decodes[:num_prefills].any(), "sequences that prefill or extend must come before those that decode"
 
-        num_tokens, widest = int(query.sum()), max(1, *map(_widest, block_tables))
+        num_tokens, widest = int(query.sum()), max(1, max(map(_widest, block_tables)))
         packed = _pack(query, context, block_tables, widest, block_size)
         starts, seq_lens = packed.host("starts"), packed.host("seq_lens")
         host_tables = [packed.host(f"table {group}").reshape(num_seqs, widest) for group in range(len(block_tables))]
@@ -316,9 +316,10 @@ def _pack(
     "slots N", the int64 slot of each token.
     """
     num_seqs, num_tokens = len(query), int(query.sum())
-    tables = {f"table {group}": num_seqs * widest for group in range(len(block_tables))}
-    slots = {f"slots {group}": 2 * num_tokens for group in range(len(block_tables))}
-    packed = Packed(starts=num_seqs + 1, seq_lens=num_seqs, contexts=num_seqs, **slots, **tables)
+    sizes = {"starts": num_seqs + 1, "seq_lens": num_seqs, "contexts": num_seqs}
+    sizes |= {f"slots {group}": 2 * num_tokens for group in range(len(block_tables))}
+    sizes |= {f"table {group}": num_seqs * widest for group in range(len(block_tables))}
+    packed = Packed(**sizes)
     starts = packed.host("starts")
     numpy.cumsum(query, out=starts[1:])
     numpy.add(query, context, out=packed.host("seq_lens"))

@@ -283,32 +283,26 @@ class StateMetadata:
     @cached_property
     def prefill(self) -> StateMetadata | None:
         """View of the sequences that prefill or extend, which `scan` serves; None where there are none."""
-        view, count = self.step.prefill, self.step.num_prefills
-        if view is None or view is self.step:
-            return None if view is None else self
-        return replace(
-            self,
-            step=view,
-            slots=self.slots[:count],
-            out_slots=self.out_slots[:count],
-            slots_cpu=self.slots_cpu[:count],
-            out_slots_cpu=self.out_slots_cpu[:count],
-        )
+        return self._part(self.step.prefill, slice(self.step.num_prefills))
 
     @cached_property
     def decode(self) -> StateMetadata | None:
         """View of the sequences that decode, which `step` serves; None where there are none."""
-        view, first = self.step.decode, self.step.num_prefills
+        rows = slice(self.step.num_prefills, None)
+        part = self._part(self.step.decode, rows)
+        if part is None or part is self:
+            return part
+        recomputed = None if self.recomputed is None else self.recomputed[rows]
+        return replace(part, checkpoints=None, checkpoints_cpu=None, recomputed=recomputed)
+
+    def _part(self, view: AttentionMetadata | None, rows: slice) -> StateMetadata | None:
         if view is None or view is self.step:
             return None if view is None else self
         return replace(
             self,
             step=view,
-            slots=self.slots[first:],
-            out_slots=self.out_slots[first:],
-            slots_cpu=self.slots_cpu[first:],
-            out_slots_cpu=self.out_slots_cpu[first:],
-            checkpoints=None,
-            checkpoints_cpu=None,
-            recomputed=None if self.recomputed is None else self.recomputed[first:],
+            slots=self.slots[rows],
+            out_slots=self.out_slots[rows],
+            slots_cpu=self.slots_cpu[rows],
+            out_slots_cpu=self.out_slots_cpu[rows],
         )

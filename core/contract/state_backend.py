@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel, Lengths, Plan, StepLimits, check_made, lattice
-from headway.core.contract.errors import made_by
+from headway.core.contract.errors import making
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import MAMBA1, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
@@ -188,4 +188,6 @@ class StateBackendInfo:
 def make_state_backend(kind: type[StateBackend], spec: StateSpec, layout: StateLayout) -> StateBackend:
     """Return an instance of a backend, whose constructor may be a third party's; raises as `make_backend`."""
     who = f"state backend {kind.name} ({kind.__module__}.{kind.__qualname__})"
-    return check_made(who, made_by(who, lambda: kind(spec, layout)), StateBackend, ("spec", "layout"))  # type: ignore[type-abstract]
+    with making(who):
+        made = kind(spec, layout)
+    return check_made(who, made, StateBackend, ("spec", "layout"))  # type: ignore[type-abstract]

@@ -13,7 +13,6 @@ from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.state import StateSpec
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.executor import Executor
 from headway.core.engine.data.request_limits import RequestLimits
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.local_executor import DeviceParts, EngineSource, LocalExecutor
@@ -81,9 +80,15 @@ def make_engine(parts: EngineParts) -> EngineLoop:
         hosts=parts.hosts,
         ranks=parts.ranks,
     )
-    local = LocalExecutor(device, partial(PageCopier, config=config, weights=parts.weights) if config.offload_bytes[0] else None)
-    executor: Executor = local if parts.processes is None else RankedExecutor(local, parts.processes)
-    drafting = None if proposer is None else _drafting(proposer, model, config, local if parts.measured else None)
+    if parts.processes is None:
+        copier = partial(PageCopier, config=config, weights=parts.weights) if config.offload_bytes[0] else None
+        executor = LocalExecutor(device, copier)
+    else:
+        executor = RankedExecutor(device, parts.processes)
+    drafting = None
+    if proposer is not None:
+        times = StepTimes(executor.selector.decode_us) if parts.measured else None
+        drafting = Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)
     limits = RequestLimits.of(
         config, executor.capacity.max_model_len, model.max_position_embeddings, model.vocab_size, embedding_size(model)
     )
@@ -91,9 +96,3 @@ def make_engine(parts: EngineParts) -> EngineLoop:
     engine = EngineLoop(executor, config, limits, parts.eos_token_ids, scheduler, drafting)
     executor.capture()
     return engine
-
-
-def _drafting(proposer: Proposer, model: Model, config: EngineConfig, measured_by: LocalExecutor | None) -> Drafting:
-    """measured_by: knows what a decode's attention costs; None: guesses are verified whatever they cost."""
-    times = None if measured_by is None else StepTimes(measured_by.attention_us)
-    return Drafting(proposer, model.vocab_size, config.num_speculative_tokens, times)

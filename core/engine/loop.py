@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,16 +15,17 @@ import torch
 from torch import Tensor
 
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.state import CHECKPOINT_TOKENS
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.cache.usage import CacheUsage, cache_usage
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.data.executor import CACHE, WEIGHTS, Executor, InFlight
+from headway.core.engine.data.executor import CACHE, WEIGHTS
 from headway.core.engine.data.request_limits import CheckedRequest, RequestLimits
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineSnapshot, EngineStats, StepClock
 from headway.core.engine.data.step import OutputDelta, ScheduledSequence, ScheduledStep
+from headway.core.engine.execution.host_rows import Launched
+from headway.core.engine.execution.local_executor import LocalExecutor
 from headway.core.engine.offload.offloader import offloader_of
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
 from headway.core.engine.scheduling.drafting import Drafting
@@ -40,7 +40,7 @@ log = logging.getLogger("headway")
 class _LaunchedStep(NamedTuple):
     """A step that the device has been given and whose tokens have not been read."""
 
-    handle: InFlight
+    handle: Launched
     seqs: list[Sequence]
     sampling: list[Sequence]
     """The sequences that sample a token in it."""
@@ -57,7 +57,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: LocalExecutor,
         config: EngineConfig,
         limits: RequestLimits,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -76,14 +76,13 @@ class EngineLoop:
         self.clock = StepClock(self.stats, now)
         pool = executor.capacity.pool
         pages, states = pool.page_format, executor.capacity.states
-        interval = math.lcm(CHECKPOINT_TOKENS, *(group.page_size for group in pages.groups))
         self.blocks = BlockManager(
             num_pages=pool.num_pages,
             block_size=pages.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             groups=pages.groups,
             smallest_chunk=pool.smallest_chunk,
-            checkpoints=None if states is None else Checkpoints(states, interval, self.stats),
+            checkpoints=None if states is None else Checkpoints(states, pages.checkpoint_interval, self.stats),
         )
         self.adapters = None if executor.adapters is None else AdapterTable(executor.adapters)
         """Adapters that requests may name; None: the model has no slots for any."""
@@ -99,10 +98,10 @@ class EngineLoop:
             adapters=self.adapters,
         )
         self._admission = AdmissionQueue(self.scheduler, config.enable_prefix_caching)
-        self._results = StepResults(self.scheduler, drafting, self.stats)
+        self.scheduler.drafting = drafting
+        self._results = StepResults(self.scheduler)
         self.executor = executor
         self._eos = eos_token_ids
-        self._drafting = drafting
         self._overlaps = bool(config.async_scheduling)
         self._live: dict[str, list[Sequence]] = {}
         """The unfinished sequences of each request."""
@@ -194,7 +193,7 @@ class EngineLoop:
     def sleep(self, lost: Items[Tensor] = ()) -> None:
         """Give the memory of weights and cache back until `wake`; the prompts in the cache are forgotten.
 
-        lost: see `Executor.sleep`.
+        lost: see `LocalExecutor.sleep`.
 
         :raises ConfigError: a request is unfinished, or the engine has several ranks.
         """
@@ -208,7 +207,7 @@ class EngineLoop:
             self.asleep = (WEIGHTS, CACHE)
 
     def wake(self, part: str) -> None:
-        """Take the memory of one part back; see `Executor.wake`. A part that is awake is left alone."""
+        """Take the memory of one part back; see `LocalExecutor.wake`. A part that is awake is left alone."""
         if part in self.asleep:
             self.executor.wake(part)
             self.asleep = tuple(each for each in self.asleep if each != part)
@@ -222,7 +221,7 @@ class EngineLoop:
         :raises ExecutorLostError: no step can run any more.
         """
         self.clock.begin_step()
-        drafting = self._drafting  # which guesses from tokens that have been read
+        drafting = self.scheduler.drafting  # which guesses from tokens that have been read
         self._read_until(1 if drafting is None or drafting.rests else 0)  # more than one are left only by an interrupt
         self._admit_prepared()
         scheduled = self._schedule()
@@ -244,7 +243,6 @@ class EngineLoop:
         return deltas
 
     def _admit_prepared(self) -> None:
-        """Hand requests that are prepared to the scheduler, and end those that cannot be."""
         idle = not (self.scheduler.has_unfinished or self._in_flight or self._unreported)
         for seqs, reason in self._admission.poll(idle):
             for seq in seqs:
@@ -253,12 +251,8 @@ class EngineLoop:
             self._remove(seqs)
 
     def _schedule(self) -> ScheduledStep:
-        """Have drafts made where they pay, and choose the sequences of the next step."""
         self.clock.enter("schedule")
-        drafting = self._drafting
-        if drafting is not None and drafting.plan(() if self._in_flight else self.scheduler.running):
-            self.scheduler.dissolve_batch()
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(all_read=not self._in_flight)
         progress = scheduled or self._in_flight or self._unreported or self._admission.occupied
         assert progress or self.scheduler.restoring, "unfinished, and nothing to schedule"
         self.clock.enter("prepare" if scheduled else "")
@@ -334,7 +328,6 @@ class EngineLoop:
                 self.blocks.forget_prefixes()  # pages of what the step was to write
 
     def _fail(self, step: Iterable[Sequence], error: Exception) -> None:
-        """End the sequences of a step that has failed."""
         failed = [seq for seq in dict.fromkeys(step) if not seq.finished]
         log.error("a step of %d sequences failed: %s", len(failed), error)
         for seq in failed:
@@ -344,14 +337,13 @@ class EngineLoop:
         self._unreported += [delta_of(seq, []) for seq in failed]
 
     def _remove(self, ended: Items[Sequence]) -> None:
-        """Free what sequences held that have ended."""
         if not ended:
             return
         self.scheduler.remove_finished()
         self._admission.ended(ended)
         for seq in ended:
-            if self._drafting is not None:
-                self._drafting.finish(seq)
+            if self.scheduler.drafting is not None:
+                self.scheduler.drafting.finish(seq)
             if seq.adapter is not None and self.adapters is not None:
                 self.adapters.release(seq.adapter)
             live = self._live[seq.request_id]
@@ -367,14 +359,14 @@ class EngineLoop:
             pages.block_size,
             pages.page_bytes,
             self.scheduler.holders,
-            self._num_offloaded_blocks,
+            0 if self._offloader is None else self._offloader.num_blocks,
             self.capacity.states,
-            self._num_offloaded_states,
+            0 if self._offloader is None else self._offloader.num_states,
         )
 
     def snapshot(self) -> EngineSnapshot:
         """Describe what the engine does at this moment, and has done since its start."""
-        blocks, scheduler = self.blocks, self.scheduler
+        blocks, scheduler, offloader = self.blocks, self.scheduler, self._offloader
         kept = len(blocks.checkpoints) if blocks.checkpoints is not None else 0
         return EngineSnapshot(
             time=time.perf_counter(),
@@ -385,18 +377,10 @@ class EngineLoop:
             num_cached_blocks=blocks.num_cached,
             totals=self.stats.snapshot(),
             num_kept_states=kept,
-            kept_state_bytes=kept * self.blocks.checkpoints.slots.bytes_per_slot if self.blocks.checkpoints is not None else 0,
-            num_offloaded_blocks=self._num_offloaded_blocks,
-            num_offloaded_states=self._num_offloaded_states,
+            kept_state_bytes=kept * blocks.checkpoints.slots.bytes_per_slot if blocks.checkpoints is not None else 0,
+            num_offloaded_blocks=0 if offloader is None else offloader.num_blocks,
+            num_offloaded_states=0 if offloader is None else offloader.num_states,
         )
-
-    @property
-    def _num_offloaded_blocks(self) -> int:
-        return 0 if self._offloader is None else self._offloader.num_blocks
-
-    @property
-    def _num_offloaded_states(self) -> int:
-        return 0 if self._offloader is None else self._offloader.num_states
 
 
 class Holding(NamedTuple):

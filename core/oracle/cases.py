@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -121,9 +122,11 @@ def make_case(
     if cached:
         lengths = [length for length, _ in cached]
         past = AttentionMetadata.build(lengths, [0] * len(cached), [table for _, table in cached], block_size, spec.device)
-        writer(*new_rows([(0, length) for length in lengths]), cache, past.slot_mapping)
-    lens_and_tables = query_lens, context_lens, tables, block_size, spec.device, decode_query_len
-    metadata = AttentionMetadata.build(*lens_and_tables, num_blocks=num_blocks)
+        k, v = new_rows([(0, length) for length in lengths])
+        writer(k, v, cache, past.slot_mapping)
+    metadata = AttentionMetadata.build(
+        query_lens, context_lens, tables, block_size, spec.device, decode_query_len, num_blocks=num_blocks
+    )
     tokens = metadata.num_tokens
     shape = tokens, spec.num_heads, spec.head_dim
     q = rows(*shape) if numbers is None else numbers.queries(*shape).to(spec.device, spec.dtype)
@@ -177,19 +180,16 @@ def run_backend(backend: AttentionBackend, case: Case, lse: Tensor | None = None
 
     lse: float32 [num_heads, num_tokens], which a backend that declares it fills.
     """
-    more = [{} if lse is None else {"lse": part} for part in _parts(lse, case)]
     metadata, n = case.metadata, case.metadata.num_prefill_tokens
     out = case.q.new_full((*case.q.shape[:2], case.spec.v_head_dim), torch.nan)
+    prefill, decode = backend.prefill, backend.decode
+    if lse is not None:  # a backend that declares none may have no such argument
+        prefill, decode = partial(prefill, lse=lse[:, :n]), partial(decode, lse=lse[:, n:])
     if metadata.prefill is not None:
-        backend.prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n], **more[0])
+        prefill(case.q[:n], case.k[:n], case.v[:n], case.cache, backend.plan(metadata.prefill), out[:n])
     if metadata.decode is not None:
-        backend.decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:], **more[1])
+        decode(case.q[n:], case.cache, backend.plan(metadata.decode), out[n:])
     return out
-
-
-def _parts(lse: Tensor | None, case: Case) -> tuple[Tensor | None, Tensor | None]:
-    n = case.metadata.num_prefill_tokens
-    return (None, None) if lse is None else (lse[:, :n], lse[:, n:])
 
 
 def relative_error(out: Tensor, expected: Tensor, case: Case) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
@@ -139,6 +140,10 @@ class CheckCell:
         """The same layer and cache in another check."""
         return replace(self, check=check, about=about, **changes)
 
+    def having(self, values: Mapping[str, Any]) -> CheckCell:
+        """The same check at other values of some axes."""
+        return replace(self, **values)
+
     @property
     def axes(self) -> dict[str, Any]:
         """Value of the phase and of each axis, inputs included."""
@@ -241,14 +246,7 @@ def telling_sinks(heads: int) -> tuple[float, ...]:
 class Finding(Exception):
     """The backend, layout or option under test breaks the contract."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        guess: str = "",
-        error: float | None = None,
-        tolerance: float | None = None,
-    ) -> None:
+    def __init__(self, what: str, *, guess: str = "", error: float | None = None, tolerance: float | None = None) -> None:
         """what: what was expected and what came; guess: what it looks like; error: relative, against the declared tolerance."""
         super().__init__(what)
         self.guess = guess
@@ -263,3 +261,20 @@ class Skipped(Exception):
     def refused(cls, support: Support) -> Skipped:
         """A skip with the backend's own reasons."""
         return cls(str(support).removeprefix("no: "))
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Put where it was found, such as a step's number, before the words of a finding."""
+    try:
+        yield
+    except Finding as finding:
+        finding.args = (f"{where}: {finding}",)
+        raise
+
+
+def check_refusal(support: Support, need: str = "a refusal says what was looked at, what is needed and what was got") -> None:
+    """:raises Finding: a reason of a refusal does not say what was needed and what was got."""
+    for reason in support.reasons:
+        if not (reason.what and reason.need and reason.got):
+            raise Finding(f"{need}: {reason!r}")

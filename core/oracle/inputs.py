@@ -237,7 +237,6 @@ def possible(cell: CheckCell, most_work: float = MOST_WORK) -> bool:
 
 
 def _kv_width(cell: CheckCell) -> int:
-    """Elements of a token's key."""
     return cell.head_dim * (1 if cell.feature == "latent" else cell.kv_heads)
 
 
@@ -277,7 +276,7 @@ def deal(
 
 def _dealt(cell: CheckCell, met: set[tuple[object, ...]], most_work: float, accepts: Callable[[CheckCell], bool]) -> CheckCell:
     for name in _dealt_inputs(cell):
-        tried = [cell.plain(cell.check, cell.about, **{name: value}) for value in _VALUES[name]]
+        tried = [cell.having({name: value}) for value in _VALUES[name]]
         tried = sorted(
             (each for each in tried if possible(each, most_work)),
             key=lambda each: _loss(each, most_work) - _gain(each, name, met),

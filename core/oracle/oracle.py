@@ -99,7 +99,8 @@ def _per_head(spec: AttentionSpec, values: Sequence[float] | None, device: torch
 
 def expected(row: StepSequence) -> tuple[Tensor, Tensor]:
     """The right answer: float64 out [query_len, num_heads, v_head_dim] and log-sum-exp [num_heads, query_len]."""
-    return attend(row.spec, row.q, *row.kv(), row.context)
+    keys, values = row.kv()
+    return attend(row.spec, row.q, keys, values, row.context)
 
 
 def distance(out: Tensor, right: Tensor) -> float:

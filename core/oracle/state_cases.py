@@ -133,7 +133,6 @@ def put_in(regime: str, case: StateCase) -> StateCase:
 
 
 def _some(like: Tensor, one_in: int, seed: int = 1) -> Tensor:
-    """Draw booleans, one in so many True."""
     return (torch.rand(like.shape, generator=torch.Generator().manual_seed(seed)) < 1 / one_in).to(like.device)
 
 
@@ -199,7 +198,7 @@ def random_parameters(spec: StateSpec, generator: torch.Generator, *, bias: bool
     """Return weights with decays from nearly none to strong ones."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=generator.device).to(spec.device)
+        return torch.randn(shape, generator=generator, device=generator.device).to(spec.device)
 
     heads, keys, conv = spec.num_heads, spec.key_dim, spec.conv_channels
     weights: dict[str, Tensor] = {}

@@ -111,7 +111,7 @@ def _read_mamba1(parameters: StateParameters, x: Tensor, gates: Sequence[Tensor]
     dt, key, query = gates
     dt = positive(dt + _double(parameters.dt_bias))[..., None]
     decay = torch.exp(-torch.exp(_double(parameters.A_log)) * dt)
-    key, query = (rows[..., None, :].expand(*decay.shape[:-1], -1) for rows in (key, query))
+    key, query = (rows[..., None, :].expand((*decay.shape[:-1], -1)) for rows in (key, query))
     return TokenOperands(decay, key, dt * x[..., None], query, skip=(_double(parameters.D) * x)[..., None])
 
 

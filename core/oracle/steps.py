@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -283,16 +283,16 @@ class StepInputs:
     def allocate(cls, spec: AttentionSpec, tokens: int, *, merged: bool) -> StepInputs:
         """Memory for steps of up to `tokens`. merged: q, k and v are slices of one tensor, as a merged projection leaves them."""
         dims = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
-        place: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
-        if merged:
-            flat = list(torch.split(torch.zeros(tokens, sum(dims), **place), dims, dim=1))
-        else:
-            flat = [torch.zeros(tokens, dim, **place) for dim in dims]
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+        flat = list(torch.split(zeros(tokens, sum(dims)), dims, dim=1)) if merged else [zeros(tokens, dim) for dim in dims]
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q, k, v = (torch.unflatten(part, 1, (count, -1)) for part, count in zip(flat, heads, strict=True))
         if spec.value_in_key:
             v = k[..., : spec.v_head_dim]
-        out = torch.zeros(tokens + 2 * GUARD, spec.num_heads, spec.v_head_dim, **place)
+        out = zeros(tokens + 2 * GUARD, spec.num_heads, spec.v_head_dim)
         return cls(q, k, v, out)
 
     def first(self, tokens: int) -> StepInputs:

@@ -191,7 +191,6 @@ class PoolingEngine:
         return self._forward(lens, texts)
 
     def _forward(self, lens: Sequence[int], texts: Sequence[EncodedText]) -> Tensor:
-        """Run the model over a batch that `attention` has planned."""
         counts = torch.tensor(lens)
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(counts)

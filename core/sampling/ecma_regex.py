@@ -93,7 +93,6 @@ class _Rewriter:
         raise ValueError(f"regular expression: needs {need}, got {got} at character {self._at} of {self._pattern!r}")
 
     def _structure(self, sign: str) -> None:
-        """Read the start or the end of a group, flags, or a |."""
         if sign == "(":
             self._open()
             return
@@ -138,7 +137,6 @@ class _Rewriter:
         self._write(quantifier, repeatable=False)
 
     def _atom(self, sign: str) -> str:
-        """Read what stands for one character."""
         if sign == "[":
             return self._class()
         if _NO_LEAST.match(self._pattern, self._at):
@@ -192,7 +190,6 @@ class _Rewriter:
         return code
 
     def _class(self) -> str:
-        """Read a class in brackets."""
         begin = self._at
         self._at += 1
         negated = self._pattern.startswith("^", self._at)
@@ -227,7 +224,6 @@ class _Rewriter:
         return self._escape(in_class=True) if sign == "\\" else ord(sign)
 
     def _set(self, parts: Iterable[int | str | Ranges], negated: bool = False) -> str:
-        """Return the class of these parts, with their other cases where case does not matter."""
         ranges: Ranges = []
         texts = []
         for part in parts:
@@ -273,7 +269,6 @@ def _written(code: int) -> str:
 
 
 def _complement(ranges: Ranges) -> Ranges:
-    """Return all characters outside of ranges that are sorted."""
     bounds = [-1, *(bound for each in ranges for bound in each), sys.maxunicode + 1]
     found: Ranges = []
     for before, after in zip(bounds[::2], bounds[1::2], strict=True):
@@ -286,7 +281,8 @@ def _complement(ranges: Ranges) -> Ranges:
 @lru_cache(1024)
 def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
     """Return the characters outside of each range that differ from one in it by case only."""
-    cased, cases = _cased(), _cases()
+    cases = _cases()
+    cased = sorted(cases)
     return [
         (other, other)
         for first, last in ranges
@@ -294,12 +290,6 @@ def _other_cases(ranges: tuple[tuple[int, int], ...]) -> Ranges:
         for other in cases[code]
         if not first <= other <= last
     ]
-
-
-@lru_cache(1)
-def _cased() -> list[int]:
-    """Return the characters that have another case, in ascending order."""
-    return sorted(_cases())
 
 
 @lru_cache(1)

@@ -138,8 +138,6 @@ def _field(part: Any, name: str, kind: type | tuple[type, ...]) -> Any:
 
 
 class _TagGrammar:
-    """Collects the rules of a grammar."""
-
     def __init__(self, options: Mapping[str, Any], closed: bool) -> None:
         self._options = options
         self._closed = closed

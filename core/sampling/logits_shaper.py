@@ -251,8 +251,6 @@ class LogitsShaper:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Some of the rows that change, on the device."""
-
     rows: Tensor
     lens: Tensor
     longest: int

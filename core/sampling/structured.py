@@ -16,12 +16,9 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 MOST_FORM_BYTES: Final = 2**20
 """Bytes of a form that is written as JSON with ASCII characters alone."""
+_ELSEWHERE: Final = {"json_schema": "it is called json"}
 MOST_SCHEMA_LEVELS: Final = 120
 """Levels of objects and arrays of a JSON schema; llguidance's parser of JSON takes 124."""
-
-_ELSEWHERE: Final = {
-    "json_schema": "it is called json",
-}
 
 
 def _without_backend(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -99,7 +96,6 @@ class StructuredOutputsParams:
         self._check_size(given[0])
 
     def _read(self, field: str) -> None:
-        """Read a field that was given as a text of JSON."""
         given = getattr(self, field)
         if isinstance(given, str):
             object.__setattr__(self, field, parse_json(given, f"structured_outputs.{field}"))

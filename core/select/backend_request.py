@@ -55,7 +55,7 @@ class BackendRequest:
             if key not in ("prefill", "decode") or not name or key in names:
                 raise ConfigError(option, "auto, NAME, or prefill=NAME,decode=NAME", repr(text))
             names[key] = name
-        return cls(**names, text=text)
+        return cls(names.get("prefill", AUTO), names.get("decode", AUTO), text)
 
     @classmethod
     def for_backend(cls, name: str, phases: Iterable[Phase]) -> BackendRequest:

@@ -53,9 +53,8 @@ class StepChooser:
         if current is not None and times.get(current, math.inf) <= limit:
             return current
         self._current[phase] = fastest
-        log.debug(
-            "attention: %s of %d sequences, query_len %d, kv_len %d: %s (before: %s)", phase.value, *key[1:], fastest, current
-        )
+        said = f"{phase.value} of {batch} sequences, query_len {key[2]}, kv_len {key[3]}"
+        log.debug("attention: %s: %s (before: %s)", said, fastest, current)
         return fastest
 
     def forget(self) -> None:
@@ -211,8 +210,6 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """One layout and block size, with the cost of attention over them."""
-
     layout: CacheLayout
     costs: StepCosts
     names: Mapping[Phase, Sequence[str]]

@@ -95,7 +95,8 @@ class StartupChoice:
         """
         choices = self._choices(kv_layout, block_size)
         if not self._layers.cached:
-            return Selection(*choices[0], dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
+            layout, size = choices[0]
+            return Selection(layout, size, dict.fromkeys(Phase, NO_ATTENTION), "no layer has attention"), None
         measured = self._measured.select(choices, self._able) if self._measured is not None else None
         if measured is not None:
             return measured
@@ -127,7 +128,6 @@ class StartupChoice:
 
     @property
     def _failed(self) -> Mapping[str, str]:
-        """Backends that failed their self-test -> what failed."""
         return self._measured.excluded if self._measured is not None else {}
 
     def _able(self, phase: Phase, layout: CacheLayout, block_size: int) -> list[str]:
@@ -155,7 +155,6 @@ class StartupChoice:
         return f"auto: {self._measured.parts[0][0].source} has no times for this layout and block size, rank order"
 
     def _first(self, request: BackendRequest, phase: Phase, layout: CacheLayout, block_size: int) -> str | None:
-        """The best candidate of a phase that supports every layer, or None."""
         candidates = self._candidates(request, phase)
         return next((name for name in candidates if not self._reasons(name, phase, layout, block_size)), None)
 
@@ -176,7 +175,8 @@ class StartupChoice:
         """Explain the layout and block size that came nearest, and name what would work."""
 
         def unserved(choice: tuple[CacheLayout, int]) -> list[Phase]:
-            return [phase for phase in self._layers.phases if self._first(self._request, phase, *choice) is None]
+            layout, size = choice
+            return [phase for phase in self._layers.phases if self._first(self._request, phase, layout, size) is None]
 
         layout, size = nearest = min(choices, key=lambda choice: len(unserved(choice)))
         reasons: list[Reason] = []
@@ -251,7 +251,8 @@ class Selector:
         """As `backends_for`, of a shape. For a captured one they are the fastest on the device out of those that can be captured,
         for a replay spares the host their launches; where none can be, or none has a time, those of a step that is launched."""
         if shape.captured and self.costs is not None:
-            able = [name for name in self.selection.all_for(shape.phase) if _captures(self._instances[name], shape.query_len)]
+            named = [(name, self._instances[name].values()) for name in self.selection.all_for(shape.phase)]
+            able = [name for name, backends in named if all(each.captures(shape.query_len) for each in backends)]
             if ranked := self.costs.ranking(shape, able):
                 return self._instances[ranked[0][0]]
         return self.backends_for(shape.phase, shape.batch, shape.query_len, shape.kv_len)
@@ -318,7 +319,3 @@ class Selector:
             if self._source.supports(name, cached, self.layout_of(cached), size, Phase.EXTEND):
                 found[spec] = self._instance(name, cached)
         return found
-
-
-def _captures(backends: Backends, query_len: int) -> bool:
-    return all(backend.captures(query_len) for backend in backends.values())

@@ -167,7 +167,6 @@ class StateSelector:
 
     @property
     def _failed(self) -> Mapping[str, str]:
-        """Backends that failed when they were measured -> what failed."""
         return {} if self._costs is None else self._costs.excluded
 
     def _select(self) -> StateSelection:
@@ -201,7 +200,6 @@ class StateSelector:
         return found
 
     def _figures(self, costs: StateCosts, layout: StateLayout, names: Sequence[str]) -> str:
-        """Measured times of the choice and of what it was chosen before."""
         told = []
         for (phase, verb), name in zip(VERBS.items(), names, strict=True):
             if (us := costs.mean_us(name, layout.name, phase)) is None:

@@ -248,7 +248,6 @@ class NgramProposer:
     """Prompt lookup (Saxena 2023): what followed the last few tokens earlier in the same sequence may follow them again."""
 
     def __init__(self, longest: int = 4) -> None:
-        """longest: tokens of the longest match that is sought."""
         self._longest = longest
 
     def begin(self, num_prompt_tokens: int) -> SequenceNgrams:

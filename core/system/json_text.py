@@ -47,7 +47,7 @@ def parse_json(text: str | bytes, source: str, kind: type | None = None, *, any_
     """
     needed = f"a JSON {_NAMES[kind]}" if kind else "JSON"
     try:
-        found = from_json(_utf8(text))
+        found = from_json((text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         what, _, place = str(error).partition(" at line ")
         where = f"line {place.replace(' column', ', column')}: " if place else ""
@@ -68,11 +68,6 @@ def parse_model(text: str | bytes, kind: type[Model], source: str = "", *, any_n
     :raises pydantic.ValidationError: a field has another type.
     """
     return kind.model_validate(parse_json(text, source, dict, any_number=any_number))
-
-
-def _utf8(text: str | bytes) -> bytes:
-    """Return a text in UTF-8, without the byte order mark at its start. Raises UnicodeEncodeError."""
-    return (text.encode() if isinstance(text, str) else text).removeprefix(codecs.BOM_UTF8)
 
 
 def _check_numbers(value: object, before: str) -> None:

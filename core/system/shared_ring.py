@@ -107,8 +107,6 @@ class LifeSigns:
 
 
 class _Ring:
-    """The memory of a ring as numbers and slots."""
-
     def __init__(self, descriptor: int, size: RingSize) -> None:
         self._size = size
         self._memory = mmap.mmap(descriptor, size.num_bytes)

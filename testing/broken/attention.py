@@ -110,7 +110,7 @@ def _writes_padding_rows(
     slots = plan.metadata.slot_mapping
     blocks, places = slots // self.block_size % cache.geometry.num_blocks, slots % self.block_size
     for rows, logical in ((k, cache.logical_key), (v, cache.logical_value)):
-        logical[blocks, places] = rows.reshape(len(slots), *logical.shape[2:])
+        logical[blocks, places] = rows.reshape((len(slots), *logical.shape[2:]))
     self.decode(q, cache, plan, out)
 
 

@@ -273,7 +273,6 @@ def _explains(concept: Callable[[Wrong], Answers], name: str, wrong: Wrong, tole
 
 
 def _changes(concept: Callable[[Wrong], Answers], name: str, fine: Wrong, tolerance: float) -> bool:
-    """Whether a mistake would show in a sequence that is right."""
     return any(
         name == other and not distance(answer, fine.right) <= 16 * tolerance for other, answer in _answers_of(concept, fine)
     )
@@ -297,7 +296,8 @@ def _noisy(wrong: Sequence[Wrong]) -> bool:
 
 
 def _over(row: StepSequence, blocks: Tensor) -> Tensor:
-    return attend(row.spec, row.q, *row.kv(row.slots(blocks, row.kv_len)), row.context)[0]
+    keys, values = row.kv(row.slots(blocks, row.kv_len))
+    return attend(row.spec, row.q, keys, values, row.context)[0]
 
 
 def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
@@ -305,7 +305,8 @@ def _at_length(row: StepSequence, kv_len: int) -> Tensor | None:
     if kv_len < row.query_len:
         return None
     blocks = torch.tensor([*row.blocks, *[0] * (-(-kv_len // row.cache.block_size) - len(row.blocks))])
-    return attend(row.spec, row.q, *row.kv(row.slots(blocks, kv_len)), kv_len - row.query_len)[0]
+    keys, values = row.kv(row.slots(blocks, kv_len))
+    return attend(row.spec, row.q, keys, values, kv_len - row.query_len)[0]
 
 
 def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
@@ -322,7 +323,6 @@ def _read_as(cache: LayerCache, layout: CacheLayout) -> LayerCache | None:
 
 
 def _without_scales(row: StepSequence) -> tuple[Tensor, Tensor]:
-    """Keys and values as the numbers that the cache keeps of them."""
     cache, own = row.cache, {name: row.cache.tensors[name] for name in SCALES if name in row.cache.tensors}
     layout = CacheLayout("numbers", {name: cache.layout.tensors[name] for name in own}, cache.layout.pack_bytes)
     return replace(row, cache=LayerCache(own, layout, cache.geometry)).kv()

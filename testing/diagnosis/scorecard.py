@@ -88,10 +88,9 @@ def _line(name: str, text: str, cells: Sequence[CellResult], width: int) -> Text
 
 def _failure(report: CheckReport, cell: CellResult, width: int) -> Iterator[Text]:
     yield Text("✗ ", "bold red").append(cell.cell, "bold")
+    numbers = ""
     if cell.relative_error is not None and cell.tolerance is not None:
         numbers = f"; relative error {cell.relative_error:.2g}, tolerance {cell.tolerance:.2g}"
-    else:
-        numbers = ""
     yield from _wrapped(cell.reason + numbers, width, "  ", "default")
     if cell.guess:
         yield from _wrapped(f"looks like: {cell.guess}", width, "  ", "yellow")
@@ -115,7 +114,7 @@ def patterns(cells: Sequence[CellResult]) -> list[str]:
     bad = [cell for cell in tried if cell.status == "failed"]
     good = [cell for cell in tried if cell.status == "passed"]
     found = []
-    for axis in ("check", "phase", *AXES, *INPUTS):
+    for axis in _AXES:
         wrong, right = ({getattr(cell, axis) for cell in cells} for cells in (bad, good))
         if wrong and right and not wrong & right:
             how, values = ("wrong", wrong) if len(wrong) <= len(right) else ("right", right)

@@ -92,7 +92,6 @@ def mistakes(case: StateCase) -> Mistakes:
 
 
 def _beginnings(case: StateCase) -> Mistakes:
-    """What a sequence begins with."""
     spec, metadata = case.spec, case.metadata
     zeros = SequenceState.zeros(spec)
 
@@ -129,8 +128,6 @@ def _beginnings(case: StateCase) -> Mistakes:
 
 
 def _updates() -> Mistakes:
-    """What a token does to the state, and what is read from it."""
-
     def after(operands: TokenOperands, state: Tensor) -> tuple[Tensor, Tensor]:
         out, new = right.update(_without_decay(operands), state)
         return out, operands.decay[..., None] * new
@@ -149,7 +146,6 @@ def _updates() -> Mistakes:
 
 
 def _readings(spec: StateSpec) -> Mistakes:
-    """What is made of inputs and gates."""
     if spec.kind != MAMBA1:
         heads = torch.arange(spec.num_heads)
         dealt = heads % spec.num_key_heads * (spec.num_heads // spec.num_key_heads)
@@ -163,8 +159,6 @@ def _readings(spec: StateSpec) -> Mistakes:
 
 
 def _convolutions() -> Mistakes:
-    """What the convolution makes of its taps."""
-
     def taps(change: Callable[[Tensor], Tensor]) -> Rules:
         def convolve(spec: StateSpec, parameters: StateParameters, x: Tensor, remembered: Tensor) -> tuple[Tensor, Tensor]:
             return right.convolve(spec, replace(parameters, conv_weight=change(_of(parameters.conv_weight))), x, remembered)
@@ -177,7 +171,6 @@ def _convolutions() -> Mistakes:
 
 
 def _losses(spec: StateSpec) -> Mistakes:
-    """What gets lost on the way."""
     zeros = SequenceState.zeros(spec)
 
     def lost(token: int, state: SequenceState, chunk: int, part: str) -> SequenceState:
@@ -333,7 +326,6 @@ class Judge:
         return guess(self.earlier, one, other, ROW_FACTOR * tolerance) or _shared(wrong, fine, lens)
 
     def _holds_nan(self, row: int) -> bool:
-        """Return whether a sequence without a context has a slot that holds NaN."""
         step, slot = self.case.metadata.step, int(self.case.metadata.slots_cpu[row])
         held = self.earlier.cache.tensors.values()
         return step.kv_lens[row] == step.query_lens[row] and any(bool(tensor[slot].isnan().any()) for tensor in held)
@@ -368,7 +360,6 @@ class Judge:
                 )
 
     def _guess_state(self, slot: int, part: str, got: Tensor, want: Tensor, tolerance: float) -> str:
-        """Say what a slot holds in place of what it should."""
         earlier = getattr(state_of(self.earlier, slot), part)
         if torch.equal(got.nan_to_num(0.5), earlier.nan_to_num(0.5)):
             return "does not write the state"
@@ -427,7 +418,6 @@ def _shared(wrong: Sequence[int], fine: Sequence[int], lens: Sequence[int]) -> s
 
 
 def _usual(sizes: Tensor) -> float:
-    """The size that an error is compared with."""
     return max(float(sizes.square().mean().sqrt()), 1e-30)
 
 

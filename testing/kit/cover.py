@@ -164,7 +164,7 @@ class Claimed:
         if claims.head_dims:
             ranges["head_dim"] = tuple(claims.head_dims)
         for picked in product(*ranges.values()):
-            cell = plain.plain("answer", "-", **dict(zip(ranges, picked, strict=True)))
+            cell = plain.having(dict(zip(ranges, picked, strict=True)))
             if self.support(cell, phase):
                 return cell
         return None
@@ -175,7 +175,7 @@ class Claimed:
         specs: dict[tuple[Value, ...], AttentionSpec] = {}
         axes = [values[axis] if axis != "memory" else ("own",) for axis in AXES]
         for picked in product(*axes):
-            cell = plain.plain("answer", "-", **dict(zip(AXES, picked, strict=True)))
+            cell = plain.having(dict(zip(AXES, picked, strict=True)))
             if cell.head_dim == LATENT_DIM and cell.feature != "latent":
                 continue
             layer = picked[-_LAYER_AXES:]
@@ -236,7 +236,7 @@ class Claimed:
             taken = {getattr(cell, axis) for cell, _ in self.rows}
             odd = (*OTHERS.get(axis, ()), *([UNCLAIMED[axis]] if axis in UNCLAIMED else []))
             for value in dict.fromkeys((*self.values[axis], *odd)) if axis != "memory" else ():
-                cell = plain.plain("refuse", axis, **{"phase": self._phase(plain), axis: value})
+                cell = plain.plain("refuse", axis, phase=min(self.rows[0][1])).having({axis: value})
                 unclaimed = value in UNCLAIMED.values() and value not in self.values[axis]
                 if (value not in taken and not self.support(cell, cell.phase)) or unclaimed:
                     cells.append(cell)
@@ -256,16 +256,16 @@ class Claimed:
                 free = [n for n, (cell, _) in enumerate(found) if n >= len(rows) or counts[getattr(cell, axis)] > 1]
                 places = [(n, found[n]) for n in free if n not in changed and len(found[n][1]) == most]
                 places += [(len(found), row) for row in (*whole[turn:], *whole[:turn])]
-                picked = next((place for place in places if value not in counts and self._takes(*place[1], axis, value)), None)
+                able = (place for place in places if self._takes(place[1][0], place[1][1], axis, value))
+                picked = None if value in counts else next(able, None)
                 if picked is not None:
                     number, (cell, phases) = picked
-                    found[number:] = [(cell.plain(cell.check, cell.about, **{axis: value}), phases), *found[number + 1 :]]
+                    found[number:] = [(cell.having({axis: value}), phases), *found[number + 1 :]]
                     changed.add(number)
         return found
 
     def _takes(self, cell: CheckCell, phases: frozenset[str], axis: str, value: Value) -> bool:
-        changed = cell.plain(cell.check, cell.about, **{axis: value})
-        return all(self.support(changed, phase) for phase in phases)
+        return all(self.support(cell.having({axis: value}), phase) for phase in phases)
 
     def of_models(self) -> list[CheckCell]:
         """Windows and soft-caps that models have, in decode and extend, with sequences and scores that reach them."""
@@ -303,11 +303,8 @@ class Claimed:
         plain = self.plainest(phase, feature=feature, dtype="bfloat16", **wanted) or self.plainest(phase, feature=feature)
         if plain is None:
             return None
-        heads: dict[str, int] = {} if feature == "latent" else {"kv_heads": 1}
-        return plain.plain(plain.check, plain.about, phase=phase, group=group, work=FEW, **heads)
-
-    def _phase(self, cell: CheckCell) -> str:
-        return next(iter(sorted(next(phases for each, phases in self.rows if each == cell))))
+        kv_heads = plain.kv_heads if feature == "latent" else 1
+        return replace(plain, phase=phase, group=group, work=FEW, kv_heads=kv_heads)
 
 
 def _with(table: numpy.ndarray, column: int, value: int) -> numpy.ndarray:

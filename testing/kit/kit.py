@@ -22,7 +22,7 @@ from headway.testing.kit.cover import DTYPES
 from headway.testing.kit.model_layers import ModelLayer, layer_cells, read_model_layers
 from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.stage import Stage
-from headway.testing.kit.state_kit import StateKit
+from headway.testing.kit.state_kit import StateKit, describe
 from headway.testing.kit.state_subject import StateCell, StateSubject, parse_cell
 from headway.testing.kit.subject import Subject, load_any_subject
 
@@ -138,16 +138,12 @@ class Kit:
         subject = self.stage.subject
         if layout:
             subject.registry.layout(layout)
-        here = subject.registry.availability(subject.name)
-        unavailable = str(here).removeprefix("no: ") if not here else ""
-        devices = subject.claims.devices
-        if not unavailable and subject.device.type not in devices:
-            unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
-        names = [cell] if cell and not unavailable else []
-        if not unavailable and not cell:
+        here, owner = subject.registry.availability(subject.name), subject.registry.backends[subject.name].owner
+        found = describe(subject, here, owner)
+        names = [cell] if cell and not found["unavailable"] else []
+        if not found["unavailable"] and not cell:
             names = [str(each) for each in (self.layout_cells(layout) if layout else self.cells(quick))]
-        owner = subject.registry.backends[subject.name].owner
-        return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
+        return found | {"cells": names}
 
     def run(self, cell: CheckCell, *, guesses: bool = True) -> CellResult:
         """One cell's result; whatever the backend raises is in it. guesses: whether a failure says what it looks like."""
@@ -257,7 +253,6 @@ def make_kit(target: str, device: str, plugins: Sequence[str] = (), model: str =
 
 
 def _distinct(cells: Iterable[CheckCell | None]) -> list[CheckCell]:
-    """One cell a dtype."""
     return list({cell.dtype: cell for cell in cells if cell is not None}.values())
 
 

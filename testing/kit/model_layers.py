@@ -10,7 +10,7 @@ import torch
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, AttentionSpec
 from headway.core.contract.support import Support
-from headway.core.oracle.cells import EXPANDED, PHASES, CheckCell, Finding, Skipped, telling_sinks
+from headway.core.oracle.cells import EXPANDED, PHASES, CheckCell, Skipped, check_refusal, telling_sinks
 from headway.core.oracle.inputs import deal
 from headway.models.loader import read_layer_specs
 from headway.testing.kit.subject import Subject
@@ -115,13 +115,12 @@ def serves(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) ->
     """
     yes, no = [], []
     for phase in (phase for phase in Phase if phase in layer.phases):
-        answers = [layer.support(subject, *place, phase) for place in _places(layer, subject, block_sizes)]
+        answers = [layer.support(subject, name, size, phase) for name, size in _places(layer, subject, block_sizes)]
         if any(answers):
             yes.append(phase.value)
             continue
         nearest = min(answers, key=lambda answer: len(answer.reasons))
-        if not all(reason.what and reason.need and reason.got for reason in nearest.reasons):
-            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {nearest.reasons}")
+        check_refusal(nearest)
         no.append((phase.value, str(nearest).removeprefix("no: ")))
     if not yes:
         raise Skipped(f"would not serve {layer}: {_said(no)}")
@@ -143,10 +142,10 @@ def _places(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) -
 def _served(layer: ModelLayer, subject: Subject, block_sizes: tuple[int, ...]) -> dict[Place, frozenset[str]]:
     """Where and in which phases (of PHASES) the subject serves the layer and the engine asks for it."""
     found = {}
-    for place in _places(layer, subject, block_sizes):
-        taken = {phase for phase in layer.phases if layer.support(subject, *place, phase)}
-        if phases := frozenset(name for name, needed in PHASES.items() if needed <= taken):
-            found[place] = phases
+    for name, size in _places(layer, subject, block_sizes):
+        taken = {phase for phase in layer.phases if layer.support(subject, name, size, phase)}
+        if phases := frozenset(each for each, needed in PHASES.items() if needed <= taken):
+            found[name, size] = phases
     return found
 
 
@@ -155,6 +154,6 @@ def _feature(spec: AttentionSpec) -> str:
     names = [_FEATURES[name] for name in _FEATURES if name in spec.features]
     if spec.value_in_key:
         return "latent"
-    if len(names) == 1 or len(names) > 1:
+    if names:
         return names[0] if len(names) == 1 else "together"
     return "none" if spec.v_head_dim == spec.head_dim else "v_head_dim" if spec.v_head_dim < spec.head_dim else "longer_v"

@@ -11,17 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from headway.core.contract.errors import HeadwayError, known_cause
 from headway.core.contract.layout import SCALES
-from headway.core.oracle.cells import Finding, Skipped
+from headway.core.oracle.cells import CheckCell, Finding, Skipped
 from headway.core.oracle.steps import CellErrors
 from headway.core.system.json_files import ResultFile, write_json
 from headway.core.system.provenance import Origin, cpu_name, installed_versions, interpreted
+
+if TYPE_CHECKING:
+    from headway.testing.kit.state_subject import StateCell
 
 Status = Literal["passed", "failed", "skipped"]
 _LIBRARIES = ("triton", "flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers", "numpy")
@@ -166,10 +169,6 @@ class ReportComparison:
         self._old = old
         self._new = new
 
-    @property
-    def _sides(self) -> list[tuple[dict[str, CellResult], dict[str, CellResult]]]:
-        return [(self._new, self._old), (self._old, self._new)]
-
     @cached_property
     def _both(self) -> list[tuple[CellResult, CellResult]]:
         return [(self._old[name], cell) for name, cell in self._new.items() if name in self._old]
@@ -177,11 +176,9 @@ class ReportComparison:
     @cached_property
     def _failing(self) -> list[str]:
         """Cells that fail in the second report and do not in the first, which need not have them."""
-        found = [cell for cell in self.second.failed if cell.cell not in self._old or self._old[cell.cell].status != "failed"]
-        return [f"{cell.cell} ({self._was(cell)}): {cell.reason}" for cell in found]
-
-    def _was(self, cell: CellResult) -> str:
-        return self._old[cell.cell].status if cell.cell in self._old else "new"
+        was = {cell.cell: self._old[cell.cell].status if cell.cell in self._old else "new" for cell in self.second.failed}
+        failed = (cell for cell in self.second.failed if was[cell.cell] != "failed")
+        return [f"{cell.cell} ({was[cell.cell]}): {cell.reason}" for cell in failed]
 
     @cached_property
     def _lost(self) -> list[str]:
@@ -223,7 +220,8 @@ class ReportComparison:
             cells = report.unavailable or f"{len(report.cells)} cells, {len(report.failed)} failed{left}"
             yield from _wrapped(f"{name}: {made}; {cells}", "")
         fixed = [f"{new.cell}" for old, new in self._both if (old.status, new.status) == ("failed", "passed")]
-        added, gone = ([name for name in ours if name not in theirs] for ours, theirs in self._sides)
+        added = [name for name in self._new if name not in self._old]
+        gone = [name for name in self._old if name not in self._new]
         shrunk = self._changed(lambda before, after: GROWN * after < before)
         yield from _section("fail in B", self._failing)
         yield from _section("lost in B: passed in A, skipped or missing in B", self._lost)
@@ -262,19 +260,7 @@ def _round(size: int) -> bool:
     return size >= _LEAST_ROUND and (size & (size - 1) == 0 or size % 1000 == 0 or (size - 1) & (size - 2) == 0)
 
 
-class AnyCell(Protocol):
-    """What a result needs of a cell."""
-
-    @property
-    def check(self) -> str:
-        """The name of its check."""
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """The result's fields for its axes."""
-
-
-def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
+def result_of(cell: CheckCell | StateCell, run: Callable[[], str], errors: CellErrors | None = None) -> CellResult:
     """Run one cell and return its result; whatever the backend raises is in it.
 
     run: returns a note on a cell that passed. errors: what the cell measures; None if it measures nothing.
@@ -289,38 +275,31 @@ def result_of(cell: AnyCell, run: Callable[[], str], errors: CellErrors | None =
     except Finding as finding:
         note, status, found = str(finding), "failed", finding
     except Exception as error:
-        found = finding_of(error)
+        found = Finding(_raised(error), guess=_guess_of(error))
         note, status = str(found), "failed"
     measured = CellErrors(found.error, found.tolerance) if found is not None else errors or CellErrors()
-    return CellResult(
-        cell=str(cell),
-        check=cell.check,
-        status=status,  # type: ignore[arg-type]
-        reason=note[: 2 * _NOTE],
-        guess=found.guess if found is not None else "",
-        relative_error=measured.error if measured.error is not None and measured.error < 1e30 else None,
-        tolerance=measured.tolerance,
-        seconds=round(time.perf_counter() - started, 4),
-        **cell.axes,
-    )
+    result = new_result(cell, status, note[: 2 * _NOTE], found.guess if found is not None else "", started)
+    result.relative_error = measured.error if measured.error is not None and measured.error < 1e30 else None
+    result.tolerance = measured.tolerance
+    return result
 
 
-def finding_of(error: Exception) -> Finding:
-    """What a backend raised, as a finding."""
-    return Finding(_raised(error), guess=_guess_of(error))
+def new_result(
+    cell: CheckCell | StateCell, status: str, reason: str, guess: str = "", started: float | None = None
+) -> CellResult:
+    """Return the result of a cell. started: when it began, by time.perf_counter; None: its time is not known."""
+    seconds = 0.0 if started is None else round(time.perf_counter() - started, 4)
+    said = {"cell": str(cell), "check": cell.check, "status": status, "reason": reason, "guess": guess, "seconds": seconds}
+    return CellResult.model_validate(said | cell.axes)
 
 
 def _raised(error: Exception) -> str:
-    """What a backend raised and where, in one line."""
-    if isinstance(error, HeadwayError) and error.__cause__ is not None:  # the engine's word around what the backend raised
-        frames = traceback.extract_tb(error.__cause__.__traceback__)[-1:]
-        where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
-        return f"{' '.join(str(error).split())[:_NOTE]}{where}"
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = (
-        f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames and not isinstance(error, HeadwayError) else ""
-    )
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_NOTE]}{where}"
+    cause = error.__cause__ if isinstance(error, HeadwayError) else error
+    frames = traceback.extract_tb(cause.__traceback__)[-1:] if cause is not None else []
+    where = f" ({frames[0].filename.rsplit('/', 1)[-1]}:{frames[0].lineno})" if frames else ""
+    # A HeadwayError with a cause is the engine's word around what the backend raised.
+    kind = f"raised {type(error).__name__}: " if cause is None or cause is error else ""
+    return f"{kind}{' '.join(str(error).split())[:_NOTE]}{where}"
 
 
 def _guess_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from headway.core.contract.errors import ConfigError
 from headway.core.system.child import Child, ChildDied, python_command
 from headway.core.system.provenance import interpreted
-from headway.testing.kit.report import CellResult
+from headway.testing.kit.report import CellResult, new_result
 from headway.testing.kit.state_subject import parse_cell
 
 OUT_OF_BOUNDS = "a kernel reads or writes memory that is not its own"
@@ -290,5 +290,4 @@ class CellRun:
 
 
 def _failed(cell: str, reason: str, guess: str, status: str = "failed") -> CellResult:
-    parsed = parse_cell(cell)
-    return CellResult(cell=cell, check=parsed.check, status=status, reason=reason, guess=guess, **parsed.axes)  # type: ignore[arg-type]
+    return new_result(parse_cell(cell), status, reason, guess)

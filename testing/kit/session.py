@@ -146,7 +146,6 @@ class Session:
         return seq
 
     def _write_contexts(self) -> None:
-        """Write the rows of the sequences that have been opened, all at once."""
         if not self._contexts:
             return
         positions = torch.cat([at for _, at in self._contexts])
@@ -200,14 +199,23 @@ class Session:
         """
         step = self.lay_out(work, padding_rows)
         before = Before(step)
-        with torch.inference_mode():
-            self.attention.begin(step.metadata, *self.backends)
-            self.run(step)
+        self.run(step)
         self.finish(step, work, before, checked=checked)
         return step
 
     def run(self, step: StepTensors) -> None:
-        """Every layer of a step that has been begun."""
+        """Begin a step and run every layer of it."""
+        with torch.inference_mode():
+            self.begin(step)
+            self.run_layers(step)
+
+    def begin(self, step: StepTensors) -> None:
+        """Plan a step, as the engine does before its first layer."""
+        prefill, decode = self.backends
+        self.attention.begin(step.metadata, prefill, decode)
+
+    def run_layers(self, step: StepTensors) -> None:
+        """Run every layer of a step that has been begun."""
         for layer, given in enumerate(step.inputs):
             self.attention.run(layer, given.q, given.k, given.v, given.out)
 
@@ -254,7 +262,6 @@ class Session:
         return [self._null] * behind + seq.blocks[behind:]
 
     def _inputs(self, buffers: StepInputs, positions: Tensor) -> StepInputs:
-        """Fresh numbers at the old addresses."""
         given = buffers.first(len(positions))
         given.q.copy_(self.numbers.queries(*given.q.shape))
         k, v = self.numbers.rows(positions)
@@ -457,7 +464,6 @@ def _count(bad: Sequence[int], rows: Sequence[object]) -> str:
 
 
 def _numbers(worst: int, rows: Sequence[StepSequence], outs: Sequence[Tensor], right: Sequence[Tensor]) -> str:
-    """Where one sequence differs most, expected and got."""
     out, answer = outs[worst].double(), right[worst]
     apart = (out - answer).abs()
     at = int(torch.where(apart.isnan(), torch.inf, apart).argmax())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 
 import torch
 
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, check_refusal
 from headway.core.oracle.steps import FINITE_POISON, CellErrors, Lens, StepTurns, Tokens, Turn, blocks_for
 from headway.testing.kit.cover import Claimed
 from headway.testing.kit.model_layers import ModelLayer
@@ -83,22 +83,19 @@ class Stage:
 
     def parts(self, cell: CheckCell) -> tuple[str, str]:
         """Who serves the two parts of a step: the subject wherever it claims the layer."""
-        spec, place = self.claimed.spec(cell), (cell.layout, cell.block_size)
+        spec = self.claimed.spec(cell)
         prefills = PHASES[cell.phase] - {Phase.DECODE} if cell.phase in PHASES else {Phase.PREFILL, Phase.EXTEND}
-        first = all(self.subject.supports(spec, *place, phase) for phase in prefills)
-        second = bool(self.subject.supports(spec, *place, Phase.DECODE))
+        first = all(self.subject.supports(spec, cell.layout, cell.block_size, phase) for phase in prefills)
+        second = bool(self.subject.supports(spec, cell.layout, cell.block_size, Phase.DECODE))
         return self.subject.name if first else BASELINE, self.subject.name if second else BASELINE
 
     def _accepted(self, cell: CheckCell, session: Session) -> None:
-        cache = session.layers.given[0].cache
-        support = self.subject.backend.accepts(cache)
+        support = self.subject.backend.accepts(session.layers.given[0].cache)
         if support:
             return
         if cell.memory == "own":
             raise Finding(f"accepts() must take a cache that layout {cell.layout} allocates: {support}")
-        for reason in support.reasons:
-            if not (reason.what and reason.need and reason.got):
-                raise Finding(f"accepts() must say what it needs and what it got: {reason!r}")
+        check_refusal(support, "accepts() must say what it needs and what it got")
         raise Skipped.refused(support)
 
 
@@ -131,27 +128,32 @@ def sequences(work: StepTurns) -> list[Tokens]:
     return [turn.seq for turn in work]
 
 
-def without_stray_reads(run: Callable[[float], None], poison: float) -> None:
-    """Run a check; where NaN comes out, run it once more with zeros in the slots of no token, and say what that shows."""
-    try:
-        run(poison)
-    except Finding as finding:
-        if not finding.guess.startswith("NaN"):
-            raise
+def without_stray_reads(run: Callable[[Stage, CheckCell, float], None]) -> Callable[[Stage, CheckCell], str]:
+    """Make a check of a function of the poison. Where NaN comes out, it runs once more with zeros in the slots of no token, and
+    the finding says what that shows."""
+
+    @wraps(run)
+    def check(stage: Stage, cell: CheckCell) -> str:
         try:
-            run(0.0)
-        except Finding as clean:
-            if clean.guess.startswith("NaN"):
-                finding.guess += ", whatever the unused slots hold"
+            run(stage, cell, stage.poison)
+        except Finding as finding:
+            if not finding.guess.startswith("NaN"):
+                raise
+            try:
+                run(stage, cell, 0.0)
+            except Finding as clean:
+                if clean.guess.startswith("NaN"):
+                    finding.guess += ", whatever the unused slots hold"
+                else:
+                    reads = "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
+                    finding.guess = clean.guess or reads
             else:
-                finding.guess = (
-                    clean.guess or "reads slots that hold no token of the sequence (and is wrong with zeros there, too)"
-                )
-        else:
-            finding.guess = (
-                "reads slots that hold no token, past a sequence's end or of another block (right once they hold zeros)"
-            )
-        raise
+                past = "past a sequence's end or of another block (right once they hold zeros)"
+                finding.guess = f"reads slots that hold no token, {past}"
+            raise
+        return ""
+
+    return check
 
 
 def synchronize(device: torch.device) -> None:

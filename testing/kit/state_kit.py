@@ -8,9 +8,11 @@ from typing import Any
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.state import STATE_KINDS
+from headway.core.contract.support import Support
 from headway.testing.kit.checks import states
 from headway.testing.kit.report import CellResult, result_of
 from headway.testing.kit.state_subject import WORK, StateCell, StateSubject
+from headway.testing.kit.subject import Subject
 
 StateCheck = Callable[[StateSubject, StateCell], str]
 STATE_CHECKS: dict[str, tuple[StateCheck, str]] = {
@@ -25,6 +27,15 @@ STATE_CHECKS: dict[str, tuple[StateCheck, str]] = {
     "sync": (states.sync, "no waiting for the device"),
 }
 """Name -> the check and what it holds a backend to, in the order of the scorecard."""
+
+
+def describe(subject: Subject | StateSubject, here: Support, owner: str) -> dict[str, Any]:
+    """Return a subject's name, owner and plugin, and why it is not available on its device. here: whether it can run at all."""
+    unavailable = "" if here else str(here).removeprefix("no: ")
+    devices = subject.claims.devices
+    if here and subject.device.type not in devices:
+        unavailable = f"device: needs {' or '.join(devices)}, got {subject.device.type}"
+    return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable}
 
 
 class StateKit:
@@ -103,14 +114,10 @@ class StateKit:
         """
         if layout:
             raise ConfigError("--layout", "a layout of a cache", f"{layout!r} beside a backend for layers with a state")
-        subject = self.subject
-        here = subject.registry.state_availability(subject.name)
-        unavailable = str(here).removeprefix("no: ") if not here else ""
-        if not unavailable and subject.device.type not in subject.claims.devices:
-            unavailable = f"device: needs {' or '.join(subject.claims.devices)}, got {subject.device.type}"
-        names = [] if unavailable else [cell] if cell else [str(each) for each in self.cells(quick)]
-        owner = subject.registry.state_backends[subject.name].owner
-        return {"subject": subject.name, "owner": owner, "plugin": subject.plugin, "unavailable": unavailable, "cells": names}
+        registry, name = self.subject.registry, self.subject.name
+        found = describe(self.subject, registry.state_availability(name), registry.state_backends[name].owner)
+        names = [] if found["unavailable"] else [cell] if cell else [str(each) for each in self.cells(quick)]
+        return found | {"cells": names}
 
     def run(self, cell: StateCell) -> CellResult:
         """One cell's result; whatever the backend raises is in it."""

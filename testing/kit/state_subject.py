@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations, product
 from types import ModuleType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -21,7 +22,7 @@ from headway.core.contract.support import Support
 from headway.core.oracle.cells import PHASES, CheckCell
 from headway.core.oracle.state_cases import MILD, REGIMES
 from headway.registry import Registry, create_registry
-from headway.registry.plugin_sources import StateClassPlugin, has_hooks
+from headway.registry.plugin_sources import ClassPlugin, StateClassPlugin, has_hooks
 from headway.testing.kit.covering import greedy
 
 STATE_AXES = ("kind", "layout", "dtype", "state_dtype", "heads", "key_dim", "value_dim", "conv")
@@ -103,6 +104,10 @@ class StateCell:
     def plain(self, check: str, about: str = "-", **changes: Any) -> StateCell:
         """Return the same layer in another check."""
         return replace(self, check=check, about=about, **changes)
+
+    def having(self, values: Mapping[str, Any]) -> StateCell:
+        """Return the same check at other values of some axes."""
+        return replace(self, **values)
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -233,7 +238,7 @@ class StateSubject:
         """Every layer of these values that is accepted, and in which phases."""
         found: dict[StateCell, frozenset[str]] = {}
         for chosen in product(*self.values.values()):
-            cell = self.whole(StateCell("answer").plain("answer", "-", **dict(zip(STATE_AXES, chosen, strict=True))))
+            cell = self.whole(StateCell("answer").having(dict(zip(STATE_AXES, chosen, strict=True))))
             if cell is not None and cell not in found:
                 found[cell] = self.phases(cell)
         return [(cell, phases) for cell, phases in found.items() if phases]
@@ -244,15 +249,13 @@ class StateSubject:
         if cell.kind == CONV:
             if cell.conv == "none":
                 return None
-            return cell.plain(
-                cell.check, cell.about, **{axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")}
-            )
-        return cell.plain(cell.check, cell.about, value_dim=plain["value_dim"]) if cell.kind == MAMBA1 else cell
+            return cell.having({axis: plain[axis] for axis in ("state_dtype", "heads", "key_dim", "value_dim")})
+        return cell.having({"value_dim": plain["value_dim"]}) if cell.kind == MAMBA1 else cell
 
     def refusal_of(self, kind: str) -> str:
         """Return the reasons why the plainest layer of a kind is refused in every phase."""
         plain = {axis: values[0] for axis, values in self.values.items()} | {"kind": kind}
-        cell = self.whole(StateCell("answer").plain("answer", "-", **plain))
+        cell = self.whole(StateCell("answer").having(plain))
         assert cell is not None
         return "; ".join(dict.fromkeys(str(self.supports(cell, phase)).removeprefix("no: ") for phase in Phase))
 
@@ -296,16 +299,25 @@ def state_subject_of(
     plugins: tuple[str, ...] = (),
 ) -> StateSubject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
+    registry, name = registered(found, StateClassPlugin, target, module, plugins)
+    return StateSubject(registry, name, device)
+
+
+def registered(
+    found: Any, plugin: type[ClassPlugin | StateClassPlugin], target: str, module: ModuleType | None, plugins: Sequence[str]
+) -> tuple[Registry, str]:
+    """Return a registry with a class, and its name there: see `state_subject_of`. plugin: of classes of its kind."""
     beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
     registry = create_registry(beside, load_entry_points=module is not None)
-    taken = found.name in registry.state_backends
-    if taken and registry.state_backend(found.name) is found:
-        return StateSubject(registry, found.name, device)
+    states = plugin is StateClassPlugin
+    taken = found.name in (registry.state_backends if states else registry.backends)
+    if taken and (registry.state_backend if states else registry.backend)(found.name) is found:
+        return registry, found.name
     name = f"{found.name}-{found.__name__}" if taken else found.name
-    body = {"name": name, "__module__": found.__module__}
-    loaded = cast("type[StateBackend]", type(found.__name__, (found,), body)) if taken else found
-    registry.add_plugin(f"check {name}", target, StateClassPlugin(loaded, registry.state_layouts))
-    return StateSubject(registry, name, device)
+    loaded = type(found.__name__, (found,), {"name": name, "__module__": found.__module__}) if taken else found
+    layouts: Any = registry.state_layouts if states else registry.layouts
+    registry.add_plugin(f"check {name}", target, plugin(loaded, layouts))
+    return registry, name
 
 
 def _some(sizes: tuple[int, ...] | None) -> tuple[int, ...]:

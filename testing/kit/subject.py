@@ -19,7 +19,7 @@ from headway.core.contract.state_backend import StateBackend
 from headway.core.contract.support import Support
 from headway.registry import Registry, create_registry
 from headway.registry.plugin_sources import ClassPlugin, class_in, has_hooks, load_file, split_target
-from headway.testing.kit.state_subject import StateSubject, state_subject_of
+from headway.testing.kit.state_subject import StateSubject, registered, state_subject_of
 
 STATES = "states:"
 """What stands before the name of a backend for layers with a state, since one of attention may have the same."""
@@ -134,12 +134,5 @@ def subject_of(
     plugins: Sequence[str] = (),
 ) -> Subject:
     """Register a class under its own name or, where that is taken, under its target's; and the layouts it brings."""
-    beside: list[object] = [*plugins, *([module] if module is not None and has_hooks(module) else [])]
-    registry = create_registry(beside, load_entry_points=module is not None)
-    entry = registry.backends.get(found.name)
-    if entry is not None and registry.backend(found.name) is found:
-        return Subject(registry, found.name, device)
-    name = found.name if entry is None else f"{found.name}-{found.__name__}"
-    loaded = found if entry is None else type(found.__name__, (found,), {"name": name, "__module__": found.__module__})
-    registry.add_plugin(f"check {name}", target, ClassPlugin(loaded, registry.layouts))
+    registry, name = registered(found, ClassPlugin, target, module, plugins)
     return Subject(registry, name, device)

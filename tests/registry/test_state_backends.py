@@ -16,7 +16,6 @@ from headway.contract import (
     STATE_KINDS,
     VALUE_KEY,
     AttentionBackend,
-    ConfigError,
     Phase,
     PluginError,
     StateBackend,
@@ -74,7 +73,7 @@ def test_the_built_in_backend_serves_every_kind_on_this_machine(registry: Regist
 
 def test_a_plugin_brings_backends_and_layouts_and_is_listed_with_both() -> None:
     registry = make(Plugin([info("mine"), info("lazy", lambda: pytest.fail("nobody asked for it"))], [OWN_LAYOUT]))
-    assert registry.state_layout("own") == OWN_LAYOUT
+    assert registry.state_layouts["own"] == OWN_LAYOUT
     assert registry.state_supports("mine", LAYER, OWN_LAYOUT, Phase.DECODE)
     assert registry.state_backends["mine"].owner == "toy"
     assert registry.brought["toy"].state_backends == ("mine", "lazy")
@@ -85,7 +84,7 @@ def test_a_class_alone_is_registered_with_the_layout_that_it_reads(tmp_path: Pat
     reader = named("alone", capabilities=StateCapabilities(frozenset({"conv"}), (OWN_LAYOUT,), devices=("cpu",)))
     registry = create_registry([reader], load_entry_points=False)
     assert registry.state_backend("alone") is reader
-    assert registry.state_layout("own") == OWN_LAYOUT
+    assert registry.state_layouts["own"] == OWN_LAYOUT
     support = registry.state_supports("alone", LAYER, KEY_VALUE, Phase.PREFILL)
     assert [reason.what for reason in support.reasons] == ["kind", "state_layout"]
 
@@ -109,8 +108,6 @@ def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> 
         registry.state_backend("trch")
     with pytest.raises(UnknownBackendError):
         registry.state_availability("trch")
-    with pytest.raises(ConfigError, match="state_layout: needs auto or one of key_value, value_key, got 'nhd'"):
-        registry.state_layout("nhd")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TextIO, TypeVar
@@ -151,7 +152,6 @@ def _try(trial: TrialSteps, plugin: PluginSource, device: str) -> None:
 
 
 def _try_parts(trial: TrialSteps, registry: Registry, brought: Brought) -> None:
-    """Try what a plugin brings beside backends."""
     for name in brought.layouts:
         with trial.step(f"load_writer() of layout {name}"):
             registry.layout(name).writer(torch.device("cpu"))
@@ -206,7 +206,8 @@ def _self_tests(registry: Registry, name: str, backend: type[AttentionBackend], 
             for head_dim in claims.head_dims or _HEAD_DIMS
             for heads, kv_heads in _HEADS
         )
-        answers = ((spec, backend.supports(spec, *pair, phase)) for spec in specs for pair in pairs for phase in Phase)
+        asked = product(specs, pairs, Phase)
+        answers = ((spec, backend.supports(spec, layout, size, phase)) for spec, (layout, size), phase in asked)
         spec = next((spec for spec, answer in answers if answer), None)
         if spec is None:
             continue

@@ -10,7 +10,7 @@ import base64
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -19,8 +19,9 @@ import torch
 
 from headway.core.contract.errors import ConfigError, HeadwayError
 from headway.core.system.child import Child, ChildDied, python_command
-from headway.registry import BackendEntry, Registry
-from headway.registry.records import BUILTIN_OWNER, Brought
+from headway.registry import Registry
+from headway.registry.records import BUILTIN_OWNER
+from headway.registry.registry import BackendKind
 from headway.tuning.isolated.trial import CHILD
 from headway.tuning.measure.run import CrossoverOptions, run_kernel_level
 from headway.tuning.measure.state_run import StateOptions, run_state_level
@@ -43,18 +44,12 @@ class MeasuredKind(Generic[O, T]):
     """(options, registry, tell=...) -> table."""
     read: Callable[[Path], T]
     """Reads the table that `run` has written."""
-    entries: Callable[[Registry], Mapping[str, BackendEntry[Any]]]
-    """The backends that are registered."""
-    brought: Callable[[Brought], Sequence[str]]
-    """The names of those that a plugin has brought."""
+    backends: BackendKind
+    """The backends that take part."""
 
 
-ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind(
-    "attention", run_kernel_level, read_table, lambda registry: registry.backends, lambda brought: brought.backends
-)
-STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind(
-    "states", run_state_level, read_state_table, lambda registry: registry.state_backends, lambda brought: brought.state_backends
-)
+ATTENTION: MeasuredKind[CrossoverOptions, CrossoverTable] = MeasuredKind("attention", run_kernel_level, read_table, "backends")
+STATES: MeasuredKind[StateOptions, StateTable] = MeasuredKind("states", run_state_level, read_state_table, "state_backends")
 KINDS: Mapping[str, MeasuredKind[Any, Any]] = {kind.name: kind for kind in (ATTENTION, STATES)}
 
 
@@ -77,7 +72,7 @@ def third_party_files(
         name: record.file
         for record in registry.plugins
         if record.state == "loaded"
-        for name in kind.brought(record.brought)
+        for name in getattr(record.brought, kind.backends)
         if name in names
     }
 
@@ -88,7 +83,7 @@ def can_measure_in_child(
     kind: MeasuredKind[O, T] = ATTENTION,  # type: ignore[assignment]
 ) -> bool:
     """Whether another process finds all of some backends; an object that a program hands in exists in that program alone."""
-    entries = kind.entries(registry)
+    entries = getattr(registry, kind.backends)
     brought = {name for name in names if entries[name].owner != BUILTIN_OWNER}
     return brought <= third_party_files(registry, names, kind).keys()
 

@@ -96,7 +96,6 @@ class _Tries(AbstractContextManager["_Tries"]):
             self._child.stop()
 
     def verdicts(self) -> list[Verdict]:
-        """Wait for the verdict on each plugin."""
         found: list[Verdict] = []
         while len(found) < len(self._requests):
             try:

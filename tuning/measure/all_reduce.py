@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headway.core.engine.ranks.torch_ranks import SIZES, AllReduce, AllReduceChoice
 from headway.core.system.files import cache_folder
-from headway.core.system.provenance import Origin
 from headway.tuning.measure.device import identify_device
-from headway.tuning.measure.kept import KeptTimes, keep, read_kept, slug
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us
+from headway.tuning.table.files import slug
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
     if budget > 0 and bool(table.isnan().all()):
         table, source = _measured(ranks), "measured now"
         if ranks.rank == 0:
-            _keep(device, ranks.size, table)
+            _place(device, ranks.size).keep(_by_name(table))
     if not bool(table.isnan().all()):
         ranks.sum_by(ways, AllReduceChoice(_by_name(table), source))
     if ranks.rank == 0:
@@ -77,18 +77,12 @@ def choose_all_reduce(ranks: TorchRanks, budget: float) -> None:
 
 def kept_times(device: DeviceIdentity, size: int) -> AllReduceFile | None:
     """The times that are kept for so many of these GPUs and this software; why they are not used is logged."""
-    return read_kept(
-        "all-reduce",
-        kept_path(device, size),
-        AllReduceFile,
-        SCHEMA,
-        device,
-        lambda found: [
-            ("ranks", found.ranks, size),
-            ("sizes", found.sizes, list(SIZES)),
-            ("ways", sorted(found.us), sorted(WAYS)),
-        ],
-    )
+    return _place(device, size).read()
+
+
+def _place(device: DeviceIdentity, size: int) -> KeptPlace[AllReduceFile]:
+    own = {"ranks": size, "sizes": list(SIZES)}
+    return KeptPlace("all-reduce", AllReduceFile, kept_path(device, size), device, own, WAYS)
 
 
 def describe_kept(device: torch.device, size: int) -> str:
@@ -214,16 +208,10 @@ def time_all_reduce(
     return sorted(times)[_REPLAYS // 2]
 
 
-def _keep(device: DeviceIdentity, size: int, table: Tensor) -> None:
-    found = AllReduceFile(device=device, origin=Origin.here(), ranks=size, sizes=list(SIZES), us=_by_name(table))
-    keep("all-reduce", found, kept_path(device, size))
-
-
-def _by_name(table: Tensor) -> dict[str, list[float | None]]:
+def _by_name(table: Tensor) -> Us:
     return {name: [None if math.isnan(us) else us for us in row] for name, row in zip(WAYS, table.tolist(), strict=True)}
 
 
 def kept_path(device: DeviceIdentity, size: int) -> Path:
     """The file of the times of so many ranks on such GPUs."""
-    name = slug(device.name)
-    return cache_folder() / "all_reduce" / f"{name}-{size}-ranks.json"
+    return cache_folder() / "all_reduce" / f"{slug(device.name)}-{size}-ranks.json"

@@ -49,7 +49,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 def identify_device(device: torch.device) -> DeviceIdentity:
     """Ask the device and the installed software who they are."""
-    common: dict[str, Any] = {
+    found: dict[str, Any] = {
         "type": device.type,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -58,19 +58,20 @@ def identify_device(device: torch.device) -> DeviceIdentity:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if device.type != "cuda":
-        return DeviceIdentity(name=cpu_name(), threads=torch.get_num_threads(), compilers={}, **common)
-    properties = torch.cuda.get_device_properties(device)
-    driver, clock = _driver(device)
-    return DeviceIdentity(
-        name=properties.name,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        sm_count=properties.multi_processor_count,
-        memory_gib=round(properties.total_memory / 2**30, 1),
-        driver=driver,
-        clock_mhz=clock,
-        compilers=compiler_versions((properties.major, properties.minor)),
-        **common,
-    )
+        found |= {"name": cpu_name(), "threads": torch.get_num_threads(), "compilers": {}}
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        driver, clock = _driver(device)
+        found |= {
+            "name": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "sm_count": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "driver": driver,
+            "clock_mhz": clock,
+            "compilers": compiler_versions((properties.major, properties.minor)),
+        }
+    return DeviceIdentity(**found)
 
 
 def crowding() -> str:
@@ -89,12 +90,8 @@ def crowding() -> str:
 def describe_device(device: torch.device, dtype: torch.dtype, timer: Timer) -> DeviceInfo:
     """Who the device is, and its two rates measured in the element type of the run (a second on a GPU)."""
     copy_gbps, matrix_tflops = measured_rates(device, dtype, timer)
-    return DeviceInfo(
-        **identify_device(device).model_dump(),
-        copy_gbps=copy_gbps,
-        matrix_tflops=matrix_tflops,
-        matrix_dtype=DTYPE_NAMES[dtype],
-    )
+    rates = {"copy_gbps": copy_gbps, "matrix_tflops": matrix_tflops, "matrix_dtype": DTYPE_NAMES[dtype]}
+    return DeviceInfo(**identify_device(device).model_dump() | rates)
 
 
 def measured_rates(device: torch.device, dtype: torch.dtype, timer: Timer) -> tuple[float, float]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +16,14 @@ from torch import Tensor
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.system.files import cache_folder
-from headway.core.system.provenance import Origin
 from headway.kernels.experts.choice import TOKEN_COUNTS, ExpertTimes
 from headway.kernels.experts.plain import PlainExperts, Routing
 from headway.kernels.step.operations import Norm
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import Differing, KeptTimes, keep, read_kept, read_shipped, slug, times_with, unchecked
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, times_with, unchecked
 from headway.tuning.measure.timing import InterleavedTimer, Timing
+from headway.tuning.table.files import file_name
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -61,57 +59,30 @@ def choose_experts(kinds: Iterable[FusedExperts], budget: float, ahead: CompileA
     ahead: what kernels are compiled in, many at a time; None: each at its first launch.
     """
     for kind in kinds:
-        device = identify_device(kind.device)
-        path = _path(device, kind)
-        kept = _kept(path, device, kind)
+        place = _place(kind, identify_device(kind.device))
+        kept = place.read()
         if kept is None:
-            shipped = read_shipped("experts", path, ExpertsFile, SCHEMA, device, _own(kind))
-            kept = _measured(kind, device, path, budget, ahead, shipped) if budget > 0 else unchecked(shipped, kind.methods)
+            kept = _measured(kind, place, budget, ahead) if budget > 0 else unchecked(place.shipped(), kind.methods)
         if kept is not None:
-            kind.obey(ExpertTimes(kept.us, kept.source(path)))
+            kind.obey(ExpertTimes(kept.us, kept.source(place.path)))
         log.info("experts: %s", kind.describe())
         taken = kind.prepare()
         if taken:
             log.info("experts: scales in the order that the kernel reads take %.1f MB more", taken / 1e6)
 
 
-def _path(device: DeviceIdentity, kind: FusedExperts) -> Path:
-    name = slug(device.name)
+def _place(kind: FusedExperts, device: DeviceIdentity) -> KeptPlace[ExpertsFile]:
+    layer = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
+    layer = layer if kind.forms == ("", "") else f"{layer} {' / '.join(kind.forms)}"
     sizes = f"{kind.config.num_experts}-{kind.config.top_k}-{kind.config.intermediate_size}-{DTYPE_NAMES[kind.dtype]}"
-    key = hashlib.sha256(repr((device.name, _layer(kind))).encode()).hexdigest()[:8]
-    return cache_folder() / "experts" / f"{name}-{sizes}-{key}.json"
+    path = cache_folder() / "experts" / file_name(device, sizes, layer)
+    return KeptPlace("experts", ExpertsFile, path, device, {"layer": layer, "tokens": list(TOKEN_COUNTS)}, kind.methods)
 
 
-def _layer(kind: FusedExperts) -> str:
-    told = f"{kind.config} {DTYPE_NAMES[kind.dtype]}"
-    return told if kind.forms == ("", "") else f"{told} {' / '.join(kind.forms)}"
-
-
-def _own(kind: FusedExperts) -> Callable[[ExpertsFile], list[Differing]]:
-    """What a file says of its layer, and what this kind is."""
-    return lambda found: [("layer", found.layer, _layer(kind)), ("tokens", found.tokens, list(TOKEN_COUNTS))]
-
-
-def _kept(path: Path, device: DeviceIdentity, kind: FusedExperts) -> ExpertsFile | None:
-    """The times at a path where they are of this device, software and layer; why not is logged."""
-
-    def own(found: ExpertsFile) -> list[Differing]:
-        return [*_own(kind)(found), ("methods", sorted(found.us), sorted(kind.methods))]
-
-    return read_kept("experts", path, ExpertsFile, SCHEMA, device, own)
-
-
-def _measured(
-    kind: FusedExperts,
-    device: DeviceIdentity,
-    path: Path,
-    budget: float,
-    ahead: CompileAhead | None,
-    shipped: ExpertsFile | None,
-) -> ExpertsFile:
+def _measured(kind: FusedExperts, place: KeptPlace[ExpertsFile], budget: float, ahead: CompileAhead | None) -> ExpertsFile:
     """Time every method on random tokens and a random router, over the weights of a layer, and keep the times.
 
-    shipped: times that are taken, scaled, where they agree with a few that are measured.
+    Shipped ones are taken, scaled, where they agree with a few that are measured.
     """
     began = time.perf_counter()
     log.warning("experts: measuring %d ways of computing them, some seconds, once", len(kind.methods))
@@ -119,7 +90,7 @@ def _measured(
     right: list[str] | None = None
     left = budget
 
-    def measure(cells: Collection[int]) -> dict[str, list[float | None]]:
+    def measure(cells: Collection[int]) -> Us:
         nonlocal right, left
         if ahead is not None:
             with ahead():
@@ -131,18 +102,15 @@ def _measured(
         left -= time.perf_counter() - timed_from
         return us
 
-    us, prior = times_with(shipped, "experts", kind.methods, len(TOKEN_COUNTS), measure)
-    layer, tokens = _layer(kind), list(TOKEN_COUNTS)
-    found = ExpertsFile(device=device, origin=Origin.here(), prior=prior, layer=layer, tokens=tokens, us=us)
-    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, path)
-    keep("experts", found, path)
-    return found
+    us, prior = times_with(place.shipped(), "experts", kind.methods, len(TOKEN_COUNTS), measure)
+    log.info("experts: measured in %.1f s, kept in %s", time.perf_counter() - began, place.path)
+    return place.keep(us, prior)
 
 
-def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], until: float) -> dict[str, list[float | None]]:
+def _times(sample: SampleLayer, right: Collection[str], cells: Collection[int], until: float) -> Us:
     """Microseconds of the methods that are right, for some of TOKEN_COUNTS. until: when time is up, by time.perf_counter."""
     kind = sample.kind
-    us: dict[str, list[float | None]] = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
+    us: Us = {name: [None] * len(TOKEN_COUNTS) for name in kind.methods}
     for cell in cells:
         count = TOKEN_COUNTS[cell]
         methods = [method for method in sample.methods(count) if method.name in right]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -23,6 +23,8 @@ from headway.tuning.table.schema import DeviceIdentity
 log = logging.getLogger("headway")
 Differing = tuple[str, object, object]
 """What is compared, what it was in the file, and what it is here."""
+Us = dict[str, list[float | None]]
+"""Way -> microseconds by cell, a cell being a number of tokens, rows or bytes; None: it does not take so many, or failed."""
 
 
 class KeptTimes(BaseModel):
@@ -34,8 +36,7 @@ class KeptTimes(BaseModel):
     origin: Origin
     prior: str = ""
     """The shipped file whose times these are but for those that checked them, in words; empty: all were measured here."""
-    us: dict[str, list[float | None]]
-    """Way -> microseconds for each number of tokens, rows or bytes; None: it does not take so many, or failed."""
+    us: Us
 
     def source(self, path: Path) -> str:
         """Where the times come from, in words. path: of this file."""
@@ -45,62 +46,66 @@ class KeptTimes(BaseModel):
 File = TypeVar("File", bound=KeptTimes)
 
 
-def slug(text: str) -> str:
-    """A text as a part of a file's name."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+@dataclass(frozen=True)
+class KeptPlace(Generic[File]):
+    """Where the times of something on a device are kept, and what must be the same for them to hold."""
 
+    what: str
+    """Whose times these are, for the log."""
+    kind: type[File]
+    path: Path
+    """In a folder of such files."""
+    device: DeviceIdentity
+    own: Mapping[str, object]
+    """What else must be the same: fields of the file, and what they are here."""
+    ways: Collection[str]
 
-def keep(what: str, found: KeptTimes, path: Path) -> None:
-    """Write times down; a warning says where they cannot be. what: whose times these are, for the log."""
-    try:
-        write_json(found, path, "HEADWAY_CACHE")
-    except ConfigError as error:
-        log.warning("%s: the times are not kept: %s", what, error)
+    def read(self) -> File | None:
+        """The file, where it is there and of this device, software and ways; why not is logged."""
+        found = self._read(self.path)
+        if found is None:
+            return None
+        other = _other([*self._own(found), *_software(found, self.device), ("ways", sorted(found.us), sorted(self.ways))])
+        if other:
+            log.info("%s: measured times not used: %s", self.what, "; ".join(other))
+        return None if other else found
 
+    def shipped(self) -> File | None:
+        """The file of the same name that ships with Headway, where there is one of this kind of device.
 
-def read_kept(
-    what: str, path: Path, kind: type[File], schema: str, device: DeviceIdentity, own: Callable[[File], Sequence[Differing]]
-) -> File | None:
-    """The file at a path, where it is there and of this device and software; why not is logged.
+        Its `prior` says where it is from, and what was other there.
+        """
+        found = self._read(prior_folder() / self.path.parent.name / self.path.name)
+        if found is None:
+            return None
+        wrong = _other(self._own(found))
+        if wrong:
+            log.info("%s: shipped times not used: %s", self.what, "; ".join(wrong))
+            return None
+        other = "".join(f", {line}" for line in _other(_software(found, self.device)))
+        return found.model_copy(update={"prior": f"shipped times of {found.device.date[:10]} ({found.origin}{other})"})
 
-    what: whose times these are, for the log. own: what else must be the same.
-    """
-    found = _read(what, path, kind, schema)
-    if found is None:
-        return None
-    other = _other([("device", found.device.name, device.name), *_software(found, device), *own(found)])
-    if other:
-        log.info("%s: measured times not used: %s", what, "; ".join(other))
-    return None if other else found
+    def keep(self, us: Us, prior: str = "") -> File:
+        """Write times down; a warning says where they cannot be. prior: as in `KeptTimes`."""
+        found = self.kind.model_validate({"device": self.device, "origin": Origin.here(), "prior": prior, "us": us, **self.own})
+        try:
+            write_json(found, self.path, "HEADWAY_CACHE")
+        except ConfigError as error:
+            log.warning("%s: the times are not kept: %s", self.what, error)
+        return found
 
+    def _read(self, path: Path) -> File | None:
+        if not os.path.exists(path):  # a folder that may not be read counts as empty
+            return None
+        try:
+            return read_json(path, self.kind, str(self.kind.model_fields["file_schema"].default))
+        except ConfigError as error:
+            log.warning("%s: measured times not used: %s", self.what, error)
+            return None
 
-def read_shipped(
-    what: str, path: Path, kind: type[File], schema: str, device: DeviceIdentity, own: Callable[[File], Sequence[Differing]]
-) -> File | None:
-    """The file of the same name that ships with Headway, where there is one of this kind of device.
-
-    Its `prior` says where it is from, and what was other there. path: where times are kept, in a folder of their kind. own: what
-    must be the same besides the device.
-    """
-    found = _read(what, prior_folder() / path.parent.name / path.name, kind, schema)
-    if found is None:
-        return None
-    wrong = _other([("device", found.device.name, device.name), *own(found)])
-    if wrong:
-        log.info("%s: shipped times not used: %s", what, "; ".join(wrong))
-        return None
-    other = "".join(f", {line}" for line in _other(_software(found, device)))
-    return found.model_copy(update={"prior": f"shipped times of {found.device.date[:10]} ({found.origin}{other})"})
-
-
-def _read(what: str, path: Path, kind: type[File], schema: str) -> File | None:
-    if not os.path.exists(path):  # a folder that may not be read counts as empty
-        return None
-    try:
-        return read_json(path, kind, schema)
-    except ConfigError as error:
-        log.warning("%s: measured times not used: %s", what, error)
-        return None
+    def _own(self, found: File) -> list[Differing]:
+        own = [(name, getattr(found, name), here) for name, here in self.own.items()]
+        return [("device", found.device.name, self.device.name), *own]
 
 
 def _software(found: KeptTimes, device: DeviceIdentity) -> list[Differing]:
@@ -116,9 +121,6 @@ def _other(rows: Sequence[Differing]) -> list[str]:
     return [f"{named}: measured with {was}, here is {now}" for named, was, now in rows if was != now]
 
 
-Us = dict[str, list[float | None]]
-"""Way -> microseconds by cell, a cell being a number of tokens or rows."""
-F = TypeVar("F", bound=KeptTimes)
 _MOST_CELLS = 4
 _LOSS = 0.05
 """What the way that the shipped times name the fastest may lose in a cell that is checked, as a share."""
@@ -147,7 +149,7 @@ def times_with(
     return measure(range(count)), ""
 
 
-def unchecked(shipped: F | None, ways: Collection[str]) -> F | None:
+def unchecked(shipped: File | None, ways: Collection[str]) -> File | None:
     """Shipped times as they are, for a start that may measure nothing; None where they lack one of the ways."""
     if shipped is None or not set(ways) <= shipped.us.keys():
         return None

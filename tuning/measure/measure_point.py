@@ -97,8 +97,6 @@ class Bench:
 
 @dataclass
 class _Runner:
-    """One backend made ready on one filled cache."""
-
     name: str
     place: Pair | None
     contender: Contender
@@ -123,11 +121,12 @@ def measure_point(
     expected: Tensor | None = None
     best_us = float("inf")
     for pair in pairs:
+        layout, size = pair
         here = []
         for name in names:
             if name in dropped or (name in served and bench.place(name, phase, pair) is None):
                 continue
-            support = bench.registry.supports(name, bench.spec, *pair, phase)
+            support = bench.registry.supports(name, bench.spec, layout, size, phase)
             if support and name in hopeless:
                 status = "oom" if "out of memory" in hopeless[name] else "dropped"
                 cells.append(new_cell(point, name, pair, status, reason=f"{hopeless[name]}: not tried here"))
@@ -139,7 +138,7 @@ def measure_point(
         if not here:
             continue
         case: Case | None = None
-        make = partial(build_case, point.work(bench.spec), *pair, bench.seed)
+        make = partial(build_case, point.work(bench.spec), layout, size, bench.seed)
         try:
             case = make()
             expected = reference(case) if expected is None else expected
@@ -149,9 +148,9 @@ def measure_point(
             found, best_us = _measure_pair(point, bench, here, pair, case, GuardedInputs(case, make), expected, best_us)
             cells += found
             slower = {cell.backend: (cell.median_us or 0.0) / best_us for cell in found if cell.status == "dropped"}
-            where = f"times the fastest on {pair[0].name} {pair[1]}"
+            where = f"times the fastest on {layout.name} {size}"
             hopeless |= {name: f"{factor:.0f} {where}" for name, factor in slower.items() if factor > _HOPELESS}
-            hopeless |= {cell.backend: f"out of memory on {pair[0].name} {pair[1]}" for cell in found if cell.status == "oom"}
+            hopeless |= {cell.backend: f"out of memory on {layout.name} {size}" for cell in found if cell.status == "oom"}
         large = case is None or case.cache.key.nbytes > _LARGE
         case = None
         if large and bench.spec.device.type == "cuda":
@@ -215,14 +214,15 @@ def _prepare(
     bench.tell(name, f"{point.phase} {point.case}")
     try:
         began = time.perf_counter()
-        backend = make_backend(bench.registry.backend(name), bench.spec, *pair)
+        layout, size = pair
+        backend = make_backend(bench.registry.backend(name), bench.spec, layout, size)
         graph = captures(backend, case)
 
         def distance(out: Tensor) -> float:
             return relative_error(out, expected, case)
 
         # A dense prefill need not have a cache, and takes as long to write into any layout; all others pay for theirs.
-        writer = None if point.phase == "prefill" else bench.registry.layout(pair[0].name).writer(bench.spec.device)
+        writer = None if point.phase == "prefill" else bench.registry.layout(layout.name).writer(bench.spec.device)
         contender = (
             graph_contender(backend, case, distance, bench.graph_len, writer)
             if graph

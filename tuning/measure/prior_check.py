@@ -9,7 +9,7 @@ the fastest somewhere in the phase, over the smallest blocks that are not clearl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -185,7 +185,6 @@ class _Scales:
         return cls(device, _median_ratio(hosts))
 
     def apply(self, cell: Cell) -> Cell:
-        """A cell with scaled times, marked as a prior's."""
         return _slower(cell, self.device[cell.phase], self.host).model_copy(update={"prior": True})
 
 
@@ -200,7 +199,6 @@ def _settled(cells: Sequence[Cell], expected: Mapping[tuple[object, ...], Cell])
 
 
 def _slower(cell: Cell, device: float, host: float) -> Cell:
-    """A cell whose times on the device and the host are multiplied by a factor each."""
     by = dict.fromkeys(("median_us", "p20_us", "p80_us"), device) | dict.fromkeys(("host_us", "plan_us"), host)
     known = {field: us for field in by if (us := getattr(cell, field)) is not None}
     return cell.model_copy(update={field: us * by[field] for field, us in known.items()})
@@ -222,8 +220,6 @@ def _key(cell: Cell) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class _Check:
-    """A prior's scaled cells and those measured here, by point."""
-
     there: Mapping[PointKey, Sequence[Cell]]
     here: Mapping[PointKey, Sequence[Cell]]
     shared: Collection[str]
@@ -300,7 +296,8 @@ def _around(cells: Sequence[Cell], asked: Sequence[Point], factors: Mapping[Poin
         near = [point for point in asked if point.phase == key[0]]
         if not near:
             continue
-        nearest = min(near, key=_distance_from(place_of(rivals[0])))
+        place = place_of(rivals[0])
+        nearest = min(near, key=lambda point: _far(_place(point), place))
         found = factors.get((nearest.phase, nearest.case))
         if found is None:
             continue
@@ -323,12 +320,7 @@ def _with_untried(here: Sequence[Cell], there: Sequence[Cell]) -> list[Cell]:
 
 
 def _is_given_up(cell: Cell) -> bool:
-    """Whether a cell says that a backend is not measured in its phase."""
     return cell.status == "dropped" and cell.median_us is None and cell.layout is None
-
-
-def _distance_from(place: Coordinates) -> Callable[[Point], float]:
-    return lambda point: _far(_place(point), place)
 
 
 def _at_best(cells: Sequence[Cell]) -> dict[tuple[PhaseName, str], float]:

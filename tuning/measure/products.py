@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -19,24 +18,13 @@ from torch.nn.functional import rms_norm, silu
 from headway.core.contract.compiled import CompileAhead
 from headway.core.contract.support import Support
 from headway.core.system.files import cache_folder
-from headway.core.system.provenance import Origin
 from headway.kernels.linear.forms import num_bytes
 from headway.kernels.linear.quantized_choice import KERNEL, ROW_COUNTS, ProductTimes
 from headway.tuning.measure.device import identify_device
 from headway.tuning.measure.graph_replay import captured
-from headway.tuning.measure.kept import (
-    Differing,
-    KeptTimes,
-    Us,
-    cells_to_check,
-    keep,
-    read_kept,
-    read_shipped,
-    slug,
-    times_with,
-    unchecked,
-)
+from headway.tuning.measure.kept import KeptPlace, KeptTimes, Us, cells_to_check, times_with, unchecked
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, on_device
+from headway.tuning.table.files import file_name, slug
 from headway.tuning.table.schema import DeviceIdentity
 
 if TYPE_CHECKING:
@@ -151,17 +139,14 @@ def _room(device: torch.device) -> float:
 
 def obey_kept(kind: ProductKind, device: DeviceIdentity) -> bool:
     """Have a kind choose by the times that are kept for a device; False: there are none."""
-
-    def own(found: ProductsFile) -> list[Differing]:
-        return [*_own(kind)(found), ("ways", sorted(found.us), sorted(kind.ways))]
-
-    path = _path(device, kind)
-    return _obey(kind, read_kept("products", path, ProductsFile, SCHEMA, device, own), path)
+    place = _place(kind, device)
+    return _obey(kind, place.read(), place.path)
 
 
 def obey_shipped(kind: ProductKind, device: DeviceIdentity) -> bool:
     """Have a kind choose by the times that ship with Headway, unchecked; False: there are none of all its ways."""
-    return _obey(kind, unchecked(_shipped(kind, device), kind.ways), _path(device, kind))
+    place = _place(kind, device)
+    return _obey(kind, unchecked(place.shipped(), kind.ways), place.path)
 
 
 def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
@@ -170,18 +155,9 @@ def _obey(kind: ProductKind, found: ProductsFile | None, path: Path) -> bool:
     return found is not None
 
 
-def _own(kind: ProductKind) -> Callable[[ProductsFile], list[Differing]]:
-    """What a file says of its product, and what this kind is."""
-    return lambda found: [("product", found.product, kind.name), ("rows", found.rows, list(ROW_COUNTS))]
-
-
-def _shipped(kind: ProductKind, device: DeviceIdentity) -> ProductsFile | None:
-    return read_shipped("products", _path(device, kind), ProductsFile, SCHEMA, device, _own(kind))
-
-
-def _path(device: DeviceIdentity, kind: ProductKind) -> Path:
-    key = hashlib.sha256(repr((device.name, kind.name)).encode()).hexdigest()[:8]
-    return cache_folder() / "products" / f"{slug(device.name)}-{slug(kind.name)}-{key}.json"
+def _place(kind: ProductKind, device: DeviceIdentity) -> KeptPlace[ProductsFile]:
+    path = cache_folder() / "products" / file_name(device, slug(kind.name), kind.name)
+    return KeptPlace("products", ProductsFile, path, device, {"product": kind.name, "rows": list(ROW_COUNTS)}, kind.ways)
 
 
 def _measure(
@@ -191,7 +167,7 @@ def _measure(
     device, clock = kinds[0].examples[0].device, Budget(budget)
     log.warning("products: measuring the ways of %d kinds over quantised weights, some seconds, once", len(kinds))
     with on_device(device), torch.inference_mode():
-        samples = {SampleProduct(kind): _shipped(kind, identity) for kind in kinds}
+        samples = {SampleProduct(kind): _place(kind, identity).shipped() for kind in kinds}
         if ahead is not None:
             with ahead():
                 for sample, shipped in samples.items():
@@ -203,7 +179,8 @@ def _measure(
             with sample.arranged():
                 measure = partial(_compiled_times, sample, share, timer, ahead)
                 times, prior = times_with(shipped, f"products {sample.kind.name}", sample.kind.ways, len(ROW_COUNTS), measure)
-            _keep(sample.kind, identity, times, prior)
+            kept = _place(sample.kind, identity)
+            _obey(sample.kind, kept.keep(times, prior), kept.path)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # graphs and answers of many rows
 
@@ -223,7 +200,7 @@ def _compiled_times(
 def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer, cells: Collection[int]) -> Us:
     """Microseconds of each way for some of ROW_COUNTS, fewest first."""
     kind, out = sample.kind, set[str]()
-    us: dict[str, list[float | None]] = {name: [None] * len(ROW_COUNTS) for name in kind.ways}
+    us: Us = {name: [None] * len(ROW_COUNTS) for name in kind.ways}
     for cell in cells:
         rows = ROW_COUNTS[cell]
         if (budget.left or 0.0) <= 0.0:
@@ -250,14 +227,6 @@ def _times(sample: SampleProduct, budget: Budget, timer: InterleavedTimer, cells
         slow = _BEHIND * min(known.values(), default=0.0)
         out |= {name for name, us_here in known.items() if us_here > slow and name.startswith(KERNEL)}
     return us
-
-
-def _keep(kind: ProductKind, device: DeviceIdentity, us: Us, prior: str) -> None:
-    """Obey times, and write them down. prior: as in `KeptTimes`."""
-    path, rows = _path(device, kind), list(ROW_COUNTS)
-    found = ProductsFile(device=device, origin=Origin.here(), prior=prior, product=kind.name, rows=rows, us=us)
-    _obey(kind, found, path)
-    keep("products", found, path)
 
 
 class SampleProduct:

@@ -66,11 +66,12 @@ def compile_points(
 
 def _compile(points: Sequence[Point], bench: Bench, name: str, pair: Pair) -> None:
     made: AttentionBackend | None = None
+    layout, size = pair
     for point in points:
-        if not bench.registry.supports(name, bench.spec, *pair, CORE_PHASE[point.phase]):
+        if not bench.registry.supports(name, bench.spec, layout, size, CORE_PHASE[point.phase]):
             continue
         with suppress(Exception):
-            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, *pair)
+            made = made if made is not None else make_backend(bench.registry.backend(name), bench.spec, layout, size)
             if not _launches_nothing(made, point, bench, pair):
                 return
 
@@ -210,7 +211,6 @@ class _Search:
     def __init__(
         self, bench: Bench, names: Sequence[str], pairs: Sequence[Pair], given_up: Mapping[PhaseName, Mapping[str, str]]
     ) -> None:
-        """given_up: as in `CrossoverOptions`."""
         self._bench = bench
         self._names = names
         self._pairs = pairs

@@ -26,6 +26,7 @@ from headway.core.select.selector import DEFAULT_BLOCK_SIZES
 from headway.core.system.files import cache_folder, write_whole
 from headway.registry import Registry
 from headway.registry.records import BUILTIN_OWNER
+from headway.registry.registry import BackendKind
 from headway.tuning.measure.measure_point import Pair
 from headway.tuning.table.schema import BackendRecord
 
@@ -82,15 +83,15 @@ def _examined(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequenc
     return record_of(registry, name, bool(here), here.brief if not here else self_test(registry, name, spec, pairs))
 
 
-def record_of(registry: Registry, name: str, available: bool, reason: str) -> BackendRecord:
+def record_of(registry: Registry, name: str, available: bool, reason: str, kind: BackendKind = "backends") -> BackendRecord:
     """What a table says of a backend: whose it is, which code of it was measured, and the reason for leaving it out."""
-    owner, digest = registry.backends[name].owner, plugin_digest(registry, name)
+    owner, digest = getattr(registry, kind)[name].owner, plugin_digest(registry, name, kind)
     return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
 
 
-def plugin_digest(registry: Registry, name: str) -> str:
+def plugin_digest(registry: Registry, name: str, kind: BackendKind = "backends") -> str:
     """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
-    return registry.digest_of(name)[:_DIGEST_LENGTH]
+    return registry.digest_of(name, kind)[:_DIGEST_LENGTH]
 
 
 def check_named(registry: Registry, names: Iterable[str], specs: Iterable[AttentionSpec]) -> None:
@@ -109,7 +110,7 @@ def check_named(registry: Registry, names: Iterable[str], specs: Iterable[Attent
             continue
         phases = registry.backend(name).capabilities.phases
         for spec in dict.fromkeys(specs):
-            if not any(registry.supports(name, spec, *pair, phase) for pair in pairs for phase in phases):
+            if not any(_first_served(registry, name, spec, pairs, phase) for phase in phases):
                 continue  # the selector refuses it, with every reason
             if wrong := self_test(registry, name, spec, pairs):
                 file = entry.owner.partition("@")[0] if "@" in entry.owner else "FILE.py"
@@ -156,7 +157,8 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
         pair = _first_served(registry, name, spec, pairs, phase)
         if pair is None:
             if phase in claimed and not refusal:  # of another phase it would say no more than that
-                refusal = registry.supports(name, spec, *pairs[0], phase).brief
+                layout, size = pairs[0]
+                refusal = registry.supports(name, spec, layout, size, phase).brief
             continue
         for steps in cases:
             tested = True
@@ -167,23 +169,24 @@ def _test(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pa
 
 
 def _first_served(registry: Registry, name: str, spec: AttentionSpec, pairs: Sequence[Pair], phase: Phase) -> Pair | None:
-    return next((pair for pair in pairs if registry.supports(name, spec, *pair, phase)), None)
+    return next((pair for pair in pairs if registry.supports(name, spec, pair[0], pair[1], phase)), None)
 
 
 def _tries(
     registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps: SelfTestSteps
 ) -> Iterator[tuple[AttentionBackend, Case, Numbers]]:
-    """One instance, with the inputs of each step."""
-    writer = registry.layout(pair[0].name).writer(spec.device)
+    layout, size = pair
+    writer = registry.layout(layout.name).writer(spec.device)
     lens = parse_case(steps.case, steps.decode_query_len)
-    backend = make_backend(registry.backend(name), spec, *pair)
+    backend = make_backend(registry.backend(name), spec, layout, size)
     for number, scores in enumerate(steps.scores):
         numbers = Numbers(spec, scores, torch.Generator())
         numbers = numbers if numbers.tells else Numbers(spec, "normal", numbers.generator)
         case = make_case(
             lens,
             spec,
-            *pair,
+            layout,
+            size,
             writer,
             seed=number,
             poison=_POISON,
@@ -202,16 +205,21 @@ def _wrong(registry: Registry, name: str, spec: AttentionSpec, pair: Pair, steps
                 again = ", in a step of the lengths of the one before over other blocks" if number else ""
                 return f"relative error {found:.2g}, tolerance {tolerance:.2g}, with {numbers.scores} scores{again}"
     except (Exception, SystemExit) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-        cause = known_cause(str(error))
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{f' ({cause})' if cause else ''}"
+        return told(error)
     return ""
 
 
-def owners(registry: Registry) -> dict[str, tuple[str, str]]:
+def told(raised: BaseException) -> str:
+    """Return an exception in one line."""
+    if isinstance(raised, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+    cause = known_cause(str(raised))
+    return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
+
+
+def owners(registry: Registry, kind: BackendKind = "backends") -> dict[str, tuple[str, str]]:
     """Return each backend's owner and the version of that distribution that is installed now; "" where it has none."""
-    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.backends.items()}
+    return {name: (entry.owner, version_of(entry.owner)) for name, entry in getattr(registry, kind).items()}
 
 
 def version_of(owner: str) -> str:

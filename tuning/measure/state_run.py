@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.compiled import CompileAhead
-from headway.core.contract.errors import UnsupportedError, known_cause
+from headway.core.contract.errors import UnsupportedError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
@@ -32,11 +32,11 @@ from headway.registry import Registry
 from headway.tuning.measure.device import crowding, identify_device
 from headway.tuning.measure.graph_replay import captured
 from headway.tuning.measure.points import StatePoint, state_grid
-from headway.tuning.measure.self_test import version_of
+from headway.tuning.measure.self_test import record_of, told
 from headway.tuning.measure.timing import Budget, InterleavedTimer, Timing, host_us, on_device
 from headway.tuning.table.compare import differences
 from headway.tuning.table.files import read_state_table
-from headway.tuning.table.schema import BackendRecord, MeasuredState, StateSpecRecord, StateTable
+from headway.tuning.table.schema import MeasuredState, StateSpecRecord, StateTable
 
 _SELF_TEST = {
     Phase.PREFILL: ((70, 70), (20, 50), (5, 5)),
@@ -204,7 +204,6 @@ def _expected(case: StateCase) -> tuple[list[int], Tensor]:
 
 _FAR = 4.0
 """Times the fastest: a call that takes that long, and longer than the timer's `long_ms`, is timed roughly."""
-_DIGEST_LENGTH = 16
 Tell = Callable[[str, str], None]
 """(names of the backends that are about to run, what they are about to do)"""
 
@@ -318,22 +317,13 @@ def _self_tests(contenders: Sequence[StateContender], tests: Mapping[Any, SelfTe
             error = tests[contender.phase].error(contender)
             why = f"relative error {error:.2g}, tolerance {contender.tolerance:.2g}" if error > contender.tolerance else ""
         except (Exception, SystemExit) as raised:
-            why = _told(raised)
+            why = told(raised)
         if why:
             failed.add(contender.name)
             yield contender.name, f"self-test, {contender}: {why}"
 
 
-def _told(raised: BaseException) -> str:
-    """An exception in one line."""
-    if isinstance(raised, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
-    cause = known_cause(str(raised))
-    return f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}{f' ({cause})' if cause else ''}"
-
-
 def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[StateContender], tell: Tell) -> list[MeasuredState]:
-    """Check every contender's answer and time those that are right, in turns."""
     tell(",".join(dict.fromkeys(contender.name for contender in rivals)), str(point))
     device, cells, ready = options.spec.device, list[MeasuredState](), list[tuple[StateContender, TimedState, float, float]]()
     if not rivals:
@@ -341,7 +331,7 @@ def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[St
     try:
         step = StatePointStep(point, options.spec, list(dict.fromkeys(contender.layout for contender in rivals)), options.seed)
     except torch.OutOfMemoryError as raised:
-        return [_cell(point, contender, "oom", _told(raised)) for contender in rivals]
+        return [_cell(point, contender, "oom", told(raised)) for contender in rivals]
     for contender in rivals:
         tell(contender.name, f"{point}, {contender}")
         try:
@@ -355,7 +345,7 @@ def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[St
             ready.append((contender, timed, error, options.turns.estimate(timed.call, device)))
         except (Exception, SystemExit) as raised:
             status = "oom" if isinstance(raised, torch.OutOfMemoryError) else "error"
-            cells.append(_cell(point, contender, status, _told(raised)))
+            cells.append(_cell(point, contender, status, told(raised)))
     best = min((us for _, _, _, us in ready), default=0.0)
     slow = [each for each in ready if each[3] > max(_FAR * best, 1e3 * options.turns.long_ms)]
     for contender, timed, error, us in slow:
@@ -365,7 +355,7 @@ def _measure_point(point: StatePoint, options: StateOptions, rivals: Sequence[St
     timings = options.turns.time([timed.call for _, timed, _, _ in near], device)
     for (contender, timed, error, _), timing in zip(near, timings, strict=True):
         if isinstance(timing, Exception):
-            cells.append(_cell(point, contender, "error", _told(timing)))
+            cells.append(_cell(point, contender, "error", told(timing)))
         else:
             cells.append(_cell(point, contender, "ok", "", timed, error, timing, options))
     return cells
@@ -408,7 +398,7 @@ def _begin(options: StateOptions, registry: Registry, asked: Sequence[str], wron
     for name in asked:
         here = registry.state_availability(name)
         reason = options.excluded.get(name) or (wrong.get(name, "") if here else here.brief)
-        records.append(_record_of(registry, name, bool(here), reason))
+        records.append(record_of(registry, name, bool(here), reason, "state_backends"))
     serving = [record.name for record in records if record.usable]
     if not serving:
         reasons = [Reason(record.name, "a backend that runs and passes its self-test", record.reason) for record in records]
@@ -442,22 +432,6 @@ def _resumed(table: StateTable, options: StateOptions) -> StateTable:
     usable = {record.name for record in table.backends if record.usable}
     table.cells = [cell for cell in old.cells if cell.backend in usable]
     return table
-
-
-def _record_of(registry: Registry, name: str, available: bool, reason: str) -> BackendRecord:
-    """What a table says of a backend: whose it is, and which code of it was measured."""
-    owner, digest = registry.state_backends[name].owner, state_plugin_digest(registry, name)
-    return BackendRecord(name=name, owner=owner, version=version_of(owner), available=available, reason=reason, digest=digest)
-
-
-def state_plugin_digest(registry: Registry, name: str) -> str:
-    """Hash of the files of the plugin that brought a backend, as a table holds it; empty for built-ins and objects."""
-    return registry.state_digest_of(name)[:_DIGEST_LENGTH]
-
-
-def state_owners(registry: Registry) -> dict[str, tuple[str, str]]:
-    """Each backend's owner and the version of that distribution that is installed now; "" where it has none."""
-    return {name: (entry.owner, version_of(entry.owner)) for name, entry in registry.state_backends.items()}
 
 
 def _save(table: StateTable, path: Path | None) -> None:

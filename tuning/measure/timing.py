@@ -168,7 +168,6 @@ class InterleavedTimer:
 
 
 def _summary(rounds: Sequence[list[float]]) -> Timing:
-    """One call's rounds as one timing."""
     together = sorted(us for found in rounds for us in found)
     middle, low, high = (_quantile(together, share) for share in QUANTILES)
     return Timing(middle, low, high, _drift(rounds) if len(rounds) > 1 else None)

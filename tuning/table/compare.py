@@ -33,8 +33,7 @@ def differences(
 ) -> list[Reason]:
     """Everything that makes a table's times those of another machine, other software or another layer.
 
-    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`, or of states by
-    `state_run.state_owners`.
+    owners: (distribution, its version) of each backend that is registered here, by `self_test.owners`.
     """
     was = table.device
     rows: list[tuple[str, object, object]] = [

@@ -51,7 +51,6 @@ def to_costs(table: CrossoverTable, source: str = "", phases: Collection[Phase] 
 
 
 def _source(table: CrossoverTable) -> str:
-    """Where a table's times come from, in a few words."""
     if table.prior is None:
         return f"crossover table of {table.date[:10]}"
     checked = f"checked here {table.date[:10]}" if table.prior.checked else "not checked here"

@@ -129,19 +129,24 @@ def table_folder() -> Path:
 
 def table_path(device: DeviceIdentity, spec: SpecRecord) -> Path:
     """The file that `auto` reads for a layer on a device, and that `headway bench crossover` writes unless told otherwise."""
-    return table_folder() / _file_name(device, f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}", spec.kind)
+    return table_folder() / file_name(device, f"{spec.num_heads}-{spec.num_kv_heads}-{spec.head_dim}-{spec.dtype}", spec.kind)
 
 
 def state_table_path(device: DeviceIdentity, spec: StateSpecRecord) -> Path:
     """The file that `auto` reads for a layer with a state: in a folder of its own beside the tables of attention."""
     sizes = f"{spec.recurrence}-{spec.num_heads or spec.conv_channels}-{spec.key_dim}-{spec.value_dim}-{spec.dtype}"
-    return table_folder() / "states" / _file_name(device, sizes, spec.kind)
+    return table_folder() / "states" / file_name(device, sizes, spec.kind)
 
 
-def _file_name(device: DeviceIdentity, sizes: str, kind: tuple[object, ...]) -> str:
-    name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")[:48]
+def slug(text: str) -> str:
+    """A text as a part of a file's name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:48]
+
+
+def file_name(device: DeviceIdentity, sizes: str, kind: object) -> str:
+    """The name of a file of times on a device, the same wherever `kind` is. sizes: for people who read the name."""
     key = hashlib.sha256(repr((device.name, kind)).encode()).hexdigest()[:8]
-    return f"{name}-{sizes}-{key}.json"
+    return f"{slug(device.name)}-{sizes}-{key}.json"
 
 
 def stored_tables() -> list[Path]:

@@ -110,6 +110,16 @@ class PagesUsed(NamedTuple):
     """Pages that sequences have given back behind the window since the start."""
 
 
+class AbsentPage(NamedTuple):
+    """A page of a sequence whose content is to be brought into the pool; or its state, whose group is STATES."""
+
+    group: int
+    place: int
+    """Index in the sequence's table; 0 for a state."""
+    page: int
+    """Page of the pool that the content is to be copied into; of a state, the slot."""
+
+
 class BlockManager:
     """Hands pages of the pool to sequences, in one table for each cache group. With one group a page is a block.
 
@@ -207,6 +217,56 @@ class BlockManager:
                 seq.prefix_copies.append(PrefixCopy(number, source, count))
         return length
 
+    def attach_pages(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
+        """Give a sequence without pages those of its first `length` tokens, and where layers keep states, the slot of one.
+
+        Pages that the pool holds are shared; the others are new and returned, for the caller to fill. A last page that is not
+        whole, which only a sequence with a state has, and the state are among them, the state being the last. Until the caller
+        sets `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is no room.
+        """
+        seq.tables = [PageTable(group.page_size) for group in self.groups]
+        seq.num_computed = length
+        taken: list[int] = []
+        absent: list[tuple[int, int]] = []
+        for number, (group, prefixes, table) in enumerate(zip(self.groups, self.prefixes, seq.tables, strict=True)):
+            first, end, whole = group.num_behind(length), -(-length // group.page_size), length // group.page_size
+            table.pages = [NULL_PAGE] * end
+            table.num_given_back = table.num_published = first
+            for place in range(first, end):
+                page = prefixes.find(seq, place) if place < whole else None
+                if page is None:
+                    absent.append((number, place))
+                else:
+                    table.pages[place] = page
+                    taken.append(page)
+                    self.take(page)
+        able = self.has_room(seq, seq.num_to_compute, beside=len(absent))
+        seq.num_computed = 0
+        state = self._hold_state(seq, length) if able and self.checkpoints is not None else None
+        if not able or (state is None and self.checkpoints is not None):
+            for page in reversed(taken):
+                self.give(page)
+            seq.tables = []
+            return None
+        made = [AbsentPage(number, place, self.hand_out()) for number, place in absent]
+        for number, place, page in made:
+            seq.tables[number].pages[place] = page
+        seq.table_changes = [(number, 0, list(table.pages)) for number, table in enumerate(seq.tables) if table.pages]
+        return made if state is None else made + state
+
+    def _hold_state(self, seq: Sequence, length: int) -> list[AbsentPage] | None:
+        """Give a sequence the slot of the state after its first `length` tokens; returned is what is to come into the slot.
+
+        None: every slot is needed by others.
+        """
+        assert self.checkpoints is not None
+        digest = self.name_of_start(seq, length)
+        here = self.checkpoints.knows(digest)
+        slot = seq.held_state = seq.restored_from = self.checkpoints.hold(digest)
+        if slot is None:
+            return None
+        return [] if here else [AbsentPage(STATES, 0, slot)]
+
     def longest_hit(self, seq: Sequence, partly: bool, also: KeptElsewhere | None = None) -> int:
         """Length in tokens of the longest start of a sequence that every group holds: each group may shorten that of the others.
 
@@ -214,7 +274,7 @@ class BlockManager:
         """
         if self.checkpoints is None:
             length = self._longest_held(seq, seq.num_tokens - 1, partly, also)
-            return length if length >= min(SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)) else 0
+            return length if length >= min([SHORTEST_FIRST_HIT, *(group.page_size for group in self.groups)]) else 0
         interval = self.checkpoints.interval
         longest = self._longest_held(seq, seq.num_tokens - 1, False, also) if len(self.checkpoints) or also is not None else 0
         return self._longest_checkpoint(seq, longest // interval * interval, also)
@@ -312,7 +372,6 @@ class BlockManager:
         return missing <= self.num_free
 
     def _missing(self, seq: Sequence, num_new_tokens: int, number: int) -> int:
-        """Pages of a group that a sequence lacks for its next tokens."""
         pages = -(-(seq.num_computed + num_new_tokens) // self.groups[number].page_size)
         return max(pages - len(seq.tables[number].pages), 0)
 

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from headway.core.engine.data.state_slots import StateSlots
 from headway.core.engine.data.stats import EngineStats
-
-
-class StateKeeper(Protocol):
-    """Keeps states elsewhere before they are overwritten."""
-
-    def evicted(self, digest: bytes, slot: int) -> None:
-        """Note that the next step may overwrite a checkpoint, which cannot be found in its slot any more."""
 
 
 class Checkpoints:
@@ -36,11 +28,10 @@ class Checkpoints:
         self._held: Counter[int] = Counter()
         self._unnamed: set[int] = set()
         """Held slots that have no name."""
-        self.keeper: StateKeeper | None = None
-        """Keeps states beyond their time in a slot; None: nothing does."""
+        self.evicted: Callable[[bytes, int], object] | None = None
+        """Keeps a state, given by its name and its slot, which the next step may overwrite; None: nothing does."""
 
     def __len__(self) -> int:
-        """Checkpoints that can be found."""
         return len(self._slot_of)
 
     def knows(self, digest: bytes) -> bool:
@@ -62,8 +53,8 @@ class Checkpoints:
             return None
         self._stats.num_checkpoint_evictions += 1
         slot = self._slot_of.pop(oldest)
-        if self.keeper is not None:
-            self.keeper.evicted(oldest, slot)
+        if self.evicted is not None:
+            self.evicted(oldest, slot)
         return slot
 
     def name(self, digest: bytes, slot: int) -> None:

@@ -114,7 +114,6 @@ class PrefixIndex:
 
 
 def _agreement(held: bytes, tokens: bytes) -> int:
-    """Number of tokens with which both begin."""
     size = min(len(held), len(tokens))
     if held[:size] == tokens[:size]:
         return size // _WIDTH
@@ -224,7 +223,6 @@ class GroupPrefixes:
         return _chained(parent, packed(seq.token_ids[length - rest : length])) if rest else parent
 
     def _hash_of(self, seq: Sequence, num_blocks: int) -> bytes:
-        """The chained hash of a sequence's first blocks, all of them full."""
         hashes = seq.block_hashes
         while len(hashes) < num_blocks:
             size = self._block_size

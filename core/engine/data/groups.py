@@ -87,6 +87,11 @@ class PageFormat:
         """Pages that are never handed out: the null page, where a group needs one."""
         return int(any(group.window is not None for group in self.groups))
 
+    @property
+    def checkpoint_interval(self) -> int:
+        """Tokens between places where states may be kept: where whole pages end in every group."""
+        return math.lcm(*[CHECKPOINT_TOKENS, *(group.page_size for group in self.groups)])
+
     def pages_for(self, length: int, chunk: int) -> int:
         """Pages that one sequence of `length` tokens needs, if its steps may be as small as `chunk` tokens."""
         return sum(group.most_pages(length, chunk) for group in self.groups)
@@ -119,7 +124,6 @@ def page_format(
 
 
 def _block_bytes(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> dict[str, int]:
-    """Bytes of one block of a layer, by tensor."""
     return dict(layout.tensor_bytes(CacheGeometry.of(spec, 1, block_size)))
 
 

@@ -80,6 +80,9 @@ class PageMover(Protocol):
     def max_stored(self) -> int:
         """Pages that the disk may hold; 0: there is no disk."""
 
+    def before(self, step: StepInput) -> None:
+        """Must be called before a step is launched, so that the step waits for the copies of its pages."""
+
     def move_out(self, moves: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]] = ()) -> Pending[object]:
         """Copy pages out, given as (page, slot), and states, given as (slot of the device, slot). Where that fails, at once or at
         its end, the slots may hold anything."""
@@ -98,13 +101,6 @@ class PageMover(Protocol):
         """Delete pages from the disk."""
 
 
-class StepPageMover(PageMover, Protocol):
-    """A mover beside the executor that runs the steps."""
-
-    def before(self, step: StepInput) -> None:
-        """Must be called before a step is launched, so that the step waits for the copies of its pages."""
-
-
-MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], StepPageMover]
+MakePageMover = Callable[[Sequence[LayerCache], PoolSize, StateMemory | None], PageMover]
 """Makes the mover of a pool's caches, and of the states of layers that keep them; handed to the executor, so that the device's
 rooms import nothing of the host's."""

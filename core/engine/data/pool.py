@@ -148,7 +148,7 @@ def _view(
     geometry = CacheGeometry.of(spec, num_blocks, block_size)
     tensors = {}
     for name, flat in memory.items():
-        cells = flat.view(layout.dtype_of(name, geometry.dtype)).view(-1, *layout.shape(name, geometry)[1:])
+        cells = flat.view(layout.dtype_of(name, geometry.dtype)).view((-1, *layout.shape(name, geometry)[1:]))
         tensors[name] = cells[place : place + num_blocks]
     return LayerCache(tensors, layout, geometry, spec.k_scale, spec.v_scale)
 

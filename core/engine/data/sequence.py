@@ -23,7 +23,6 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype, for an error."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -123,48 +122,54 @@ class Sequence:
     """Which of the request's n completions."""
     seed: int
     """Seed of the random draws; seed and position of a token decide its draw, whatever runs beside the sequence."""
-    turn: tuple[int, int]
+    turn: tuple[int, int] = (0, 0)
     """The request's priority, and how many requests came before: where priorities count, lower turns are served first."""
     max_len: int
     """Tokens of prompt and output at which the sequence ends."""
-    in_decode_batch: bool
+    in_decode_batch: bool = False
     """Whether the sequence is a member of a `DecodeBatch`."""
-    error: str | None
+    error: str | None = None
     """What went wrong, where `finish_reason` is "error"."""
-    finish_reason: str | None
+    finish_reason: str | None = None
     """"stop" or "length"; "abort" when the caller gave it up, "error" with the reason in `error`."""
-    row: int | None
+    row: int | None = None
     """The sequence's place in the executor's per-sequence buffers while it runs."""
-    started: bool
+    started: bool = False
     """Whether the executor knows the sequence in its row."""
-    num_cached_tokens: int
+    num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared, at first admission."""
-    admitted_time: float | None
+    admitted_time: float | None = None
     """When the sequence was first admitted, on the clock of time.perf_counter."""
     prompt_logprobs: list[TokenLogprobs]
     """Log-probabilities of the prompt's tokens from the second on, as far as they have come, where they are wanted."""
     draft_token_ids: list[int]
     """A speculator's guesses of the tokens after `token_ids`, for the next step to verify."""
-    num_unverified: int
+    num_unverified: int = 0
     """Drafts in `num_computed` whose verification has been launched and not been read."""
 
     embedded: EmbeddedPrompt | None
     """The prompt's rows of embeddings, where its tokens have no ids."""
     adapter: KnownAdapter | None
     """What the model computes it with; None: the model alone."""
-    adapter_slot: int
+    adapter_slot: int = NO_ADAPTER
     """The slot of its adapter while it runs."""
     prefix_root: bytes
     """What stands before the first block in the names of its blocks: what tells equal token ids with other keys apart."""
-    num_passed: int
+    num_passed: int = 0
     """Sequences with other adapters that were admitted before it while no slot was free for its own."""
+
+    status = Status.WAITING
+    num_preemptions = 0
+    _steps = _NO_STEPS
+    _num_computed = _num_pending = 0
+    _newest_at = -1
 
     # Kept by the block manager:
     tables: list[PageTable]
     """One for each cache group while the sequence holds pages."""
-    capacity: int
+    capacity: int = 0
     """Tokens for which its pages have room, in every group."""
-    next_boundary: int
+    next_boundary: int = 0
     """Known tokens from which on a page can be named or given back."""
     prefix_copies: list[PrefixCopy]
     """What the next step must copy before it computes the rest; the sequence holds the sources until that has been launched."""
@@ -174,13 +179,13 @@ class Sequence:
     """Chained hash of each full block of `token_ids`, as far as computed."""
 
     # Of a model whose layers keep states:
-    state_index: int
+    state_index: int = 0
     """Which slot of its row holds its state: not the first one where drafts have been verified."""
-    restored_from: int | None
+    restored_from: int | None = None
     """The slot of a checkpoint that the next step must copy to the row before anything else."""
-    held_state: int | None
+    held_state: int | None = None
     """The same slot, where it was taken before the sequence has a row: nothing may overwrite it until that step."""
-    junction: int
+    junction: int = 0
     """Tokens at which its prompt leaves another one that the cache holds: a state is worth keeping there."""
     checkpoints: list[Checkpoint]
     """What the next step must keep, in slots that are reserved for it."""
@@ -201,40 +206,19 @@ class Sequence:
         self.params = params
         self.stop_token_ids = stop_token_ids
         self.seed = seed
-        self.turn = (0, 0)
         self.num_prompt_tokens = len(prompt_token_ids)
         most = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_len = min(most, max_model_len)
         self.token_ids = list(prompt_token_ids)
         self.embedded = prompt_token_ids if isinstance(prompt_token_ids, EmbeddedPrompt) else None
-        self.in_decode_batch = False
-        self._steps = _NO_STEPS
-        self._num_computed = self._num_pending = 0
-        self._newest_at = -1
-        self.status = Status.WAITING
-        self.finish_reason = self.error = None
-        self.row = None
-        self.started = False
-        self.num_cached_tokens = 0
-        self.admitted_time = None
-        self.num_preemptions = 0
         self.prompt_logprobs = []
         self.draft_token_ids = []
-        self.num_unverified = 0
         self.tables = []
-        self.capacity = 0
-        self.next_boundary = 0
         self.prefix_copies = []
         self.table_changes = []
         self.block_hashes = []
-        self.state_index = 0
-        self.restored_from = None
-        self.junction = 0
         self.checkpoints = []
-        self.held_state = None
         self.adapter = adapter
-        self.adapter_slot = NO_ADAPTER
-        self.num_passed = 0
         self.prefix_root = b"".join(each.digest for each in (adapter, self.embedded) if each is not None)
 
     @property

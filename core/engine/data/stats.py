@@ -12,8 +12,34 @@ import numpy
 import torch
 from torch.profiler import record_function
 
-from headway.core.engine.data.executor import InFlight
 from headway.core.engine.data.step import StepInput
+from headway.core.sampling.sampler import Gathers
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchFacts:
+    """How a step was launched."""
+
+    backends: tuple[str, ...] = ()
+    """Names of the backends that serve the step."""
+    graph: bool = False
+    """Whether the step is the replay of one CUDA graph."""
+    piecewise: bool = False
+    """Whether the step is replays of several graphs with attention launched between them."""
+    no_graph: str = ""
+    """Why the step is not one graph, where graphs are in use; else empty."""
+    compiled: tuple[str, ...] = ()
+    """Kernels that had to be compiled for the step."""
+    after_model: tuple[str, ...] = ()
+    """Features of requests that were served after the model or its graph, kernel by kernel."""
+    waited_for: tuple[str, ...] = ()
+    """Features of requests that need the tokens of the step before on the host, so that launching waited for them."""
+    wait_seconds: float = 0.0
+    """Seconds that launching waited for the step before."""
+    gathers: Gathers | None = None
+    """What ranks have put together to choose tokens; None where there is one."""
+    first_nan: str | None = None
+    """What made the first NaN, where HEADWAY_DEBUG=1 looks for it."""
 
 
 @dataclass
@@ -109,7 +135,7 @@ class EngineStats:
     compilations: Counter[str] = field(default_factory=Counter)
     """Triton kernels that were compiled after the engine was ready, by name: each has delayed a step."""
 
-    def count(self, step: StepInput, launched: InFlight) -> None:
+    def count(self, step: StepInput, launched: LaunchFacts) -> None:
         """Add a step that has been launched."""
         self.num_steps += 1
         self.num_graph_steps += launched.graph
@@ -164,7 +190,6 @@ class EngineStats:
         return replace(self, **copies)  # type: ignore[arg-type]
 
     def __sub__(self, earlier: Self) -> Self:
-        """The work done since `earlier`."""
         return type(self)(**{each.name: getattr(self, each.name) - getattr(earlier, each.name) for each in fields(self)})
 
 

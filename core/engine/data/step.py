@@ -48,7 +48,6 @@ class DecodeBatch:
         self._changed: list[Sequence] = []
 
     def __len__(self) -> int:
-        """Number of members."""
         return len(self.members)
 
     def context_lens(self) -> NDArray[numpy.int32]:
@@ -166,11 +165,9 @@ class ScheduledStep:
         """Members whose tables have changed since the step before."""
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.individual) + len(self.members)
 
     def __iter__(self) -> Iterator[ScheduledSequence]:
-        """Every sequence, in the step's order."""
         yield from self.individual
         for seq, context_len in zip(self.members, self.context_lens.tolist(), strict=True):
             yield ScheduledSequence(seq, 1, context_len, True)
@@ -265,6 +262,28 @@ class StepInput:
     """Adapters that slots are to hold before the step runs."""
     shows_logits: bool = False
     """Whether somebody looks at the step's logits, so that all ranks put them together."""
+
+    @classmethod
+    def going_on(
+        cls,
+        rows: NDArray[numpy.int32],
+        context_lens: NDArray[numpy.int32],
+        new_pages: tuple[NewPages, ...] = (),
+        state_indices: NDArray[numpy.int32] | None = None,
+    ) -> StepInput:
+        """A step in which every sequence goes on with the token that was sampled last: what most steps are."""
+        count = len(rows)
+        return cls(
+            rows=rows,
+            query_lens=numpy.ones(count, dtype=numpy.int32),
+            context_lens=context_lens,
+            num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
+            samples=numpy.ones(count, dtype=numpy.bool_),
+            token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
+            goes_on=True,
+            new_pages=new_pages,
+            state_indices=state_indices,
+        )
 
     @property
     def num_seqs(self) -> int:

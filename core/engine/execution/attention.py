@@ -126,13 +126,9 @@ def copy_slots(caches: Sequence[LayerCache], groups: Sequence[CacheGroup], copie
         for layer in group.layers:
             cache = caches[layer]
             for name in cache.tensors:
-                rows = _indexable(cache.by_slot(name))
+                rows = cache.by_slot(name)
+                rows = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows  # torch cannot index fp8
                 rows[target, slot] = rows[source, slot]
-
-
-def _indexable(rows: Tensor) -> Tensor:
-    """The same memory in an element type that torch can index, which fp8 is not."""
-    return rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
 
 
 Plans = dict[AttentionSpec, Plan]
@@ -240,7 +236,6 @@ class PagedAttention:
         return plans
 
     def _plan(self, spec: AttentionSpec, view: AttentionMetadata, backends: Backends) -> Plan:
-        """The plan of the layers whose cache has this spec."""
         gathering = self._gathering.get(spec) if view.phase is Phase.EXTEND else None
         if gathering is not None and latent.gathers(view, spec, self.layers.expanded[spec]):
             return latent.plan_gathered(view, gathering)
@@ -269,7 +264,6 @@ class PagedAttention:
         return self.caches[group.layers[0]].geometry.num_blocks if group.layers else 0
 
     def _views(self, metadata: GroupMetadata) -> list[AttentionMetadata]:
-        """For each distinct spec, the metadata of its group."""
         if isinstance(metadata, AttentionMetadata):
             return [metadata] * len(self._kinds)
         return [metadata[group] for group in self.groups]
@@ -372,9 +366,5 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer:
     _LIVE[handle].run(layer, q, k, v, out)
 
 
-def _attention_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, handle: int, layer: int) -> None:
-    return None
-
-
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
-_library.impl("attention", _attention_fake, "Meta")
+_library.impl("attention", lambda *given: None, "Meta")

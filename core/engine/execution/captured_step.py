@@ -160,8 +160,9 @@ class CapturedStep(ABC):
         self.num_rows = len(self._scales)
         """Rows of logits, padding included."""
         groups = zip(plans.items(), step.attention.groups, strict=True) if metadata[0].upper_bound_lens else ()
-        replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups if _replans(backends[spec])}
-        self._replanned = list(replanned.values())
+        replanned = {id(plan): (backends[spec], plan, group) for (spec, plan), group in groups}
+        nothing = AttentionBackend.plan_for_replay  # of a backend that has nothing to bring up to date
+        self._replanned = [each for each in replanned.values() if type(each[0]).plan_for_replay is not nothing]
         """Plans that every replay brings up to date; none where lengths are fixed. No dictionary of specs: hashing them takes
         longer than the rest."""
         # Compiles what is not compiled yet, and finds missing memory while that can still be mended.
@@ -190,7 +191,6 @@ class CapturedStep(ABC):
         """Run the model over the static inputs: hidden states of the rows that are sampled, [rows, hidden_size]."""
 
     def _logits_memory(self) -> Tensor | None:
-        """Memory into which logits are computed; None: there is none yet."""
         logits, rows = self._step.logits, self.num_rows
         # The first and largest makes the buffer. A copy of logits that the model had put elsewhere would write them twice.
         return None if logits is None or len(logits) < rows else logits[:rows]
@@ -214,14 +214,16 @@ class CapturedStep(ABC):
         if out is None:
             step.logits = self._logits
         assert out is None or self._logits.data_ptr() == out.data_ptr()
-        self._chosen = step.choose(self._logits, self._scales, self._keys)
+        ops = step.sampling
+        self._chosen = ops.greedy(self._logits) if ops.choose is None else ops.choose(self._logits, self._scales, self._keys)
         self.tokens = self._finish(self._chosen)
         return self.tokens
 
     @torch.inference_mode()
     def filter(self) -> Tensor:
         """After `run`, choose the tokens of rows that filter; returns those of all rows, like `run`."""
-        chosen = self._step.filter(self._logits, self._chosen, self._keys, self._filters)
+        assert self._step.sampling.filter is not None, "no row asks for filters"
+        chosen = self._step.sampling.filter(self._logits, self._chosen, self._keys, self._filters)
         self.filtered = self._finish(chosen)
         return self.filtered
 
@@ -350,11 +352,6 @@ def _begin_states(
         recomputed=recomputed,
     )
     return states.begin_graph(metadata)
-
-
-def _replans(backend: AttentionBackend) -> bool:
-    """A backend has something to bring up to date before a replay."""
-    return type(backend).plan_for_replay is not AttentionBackend.plan_for_replay
 
 
 def name_of(backends: Backends) -> str:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -68,7 +69,6 @@ class _AttentionCall:
     out: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> None:
-        """Attend for the first `count` tokens."""
         if count == len(self.q):
             attention.run(self.layer, self.q, self.k, self.v, self.out)
         else:
@@ -85,14 +85,11 @@ class _StateCall:
     out: Tensor
 
     def run(self, attention: PagedAttention, count: int) -> None:
-        """Run the first `count` tokens through the layer."""
         assert attention.states is not None
         attention.states.run(self.layer, self.x[:count], [gate[:count] for gate in self.gates], self.out[:count])
 
 
 class _PiecewiseGraph:
-    """The model over `size` tokens, as pieces."""
-
     def __init__(
         self, size: int, calls: list[_AttentionCall | _StateCall], graphs: list[Callable[[], None]], hidden: Tensor
     ) -> None:
@@ -204,7 +201,6 @@ class PiecewiseGraphs:
         return self._room((q.shape[1], self._attention.value_head_dims[layer]), q)
 
     def _state_out(self, layer: int, x: Tensor) -> Tensor:
-        """Where a layer with a state writes."""
         assert self._attention.states is not None
         return self._room((self._attention.states.out_channels(layer),), x)
 
@@ -212,7 +208,7 @@ class PiecewiseGraphs:
         """Memory for an output of this shape for each of the tokens of `like`."""
         room = self._outs.get(shape)
         if room is None:  # zeros: padding rows are computed with, and nobody reads what comes of them
-            room = self._outs[shape] = torch.zeros(self._inputs.shape[1], *shape, dtype=like.dtype, device=like.device)
+            room = self._outs[shape] = like.new_zeros((self._inputs.shape[1], *shape))
         return room[: like.shape[0]]
 
     def run(self, ids: Tensor, positions: Tensor, slots: Tensor | None = None) -> Tensor | None:
@@ -230,7 +226,6 @@ class PiecewiseGraphs:
 
 
 Graph = TypeVar("Graph", bound=CapturedStep)
-Arguments = ParamSpec("Arguments")
 
 _USUAL_LENGTH = 1024
 """Tokens of a sequence for which the backend of a verification's graph is chosen."""
@@ -330,7 +325,7 @@ class DecodeGraphs:
                     refused.add(name)
                     self._explain(backends)
                     continue
-                graph = _captured(recorder, self._step.ranks, DecodeGraph, self._step, inputs, size, backends)
+                graph = _captured(recorder, self._step.ranks, partial(DecodeGraph, self._step, inputs, size, backends))
                 if graph is None:
                     too_large.append(size)
                 else:
@@ -419,7 +414,7 @@ class PrefillGraphs:
             if not all(backend.captures(size) and not spec.batch_invariant for spec, backend in fastest.items()):
                 refused.add(name)
                 continue
-            graph = _captured(recorder, step.ranks, PrefillGraph, step, inputs, size, fastest, positions)
+            graph = _captured(recorder, step.ranks, partial(PrefillGraph, step, inputs, size, fastest, positions))
             if graph is None:
                 log.warning("CUDA graphs: no memory for a prompt of %d tokens", size)
             else:
@@ -478,7 +473,7 @@ class VerifyGraphs:
                     log.warning("CUDA graphs: verification with %s is launched in pieces: %s", name_of(fastest), refusal.brief)
                 self._refused = name_of(fastest)
                 continue
-            graph = _captured(recorder, step.ranks, VerifyGraph, step, inputs, size, width, fastest, logits)
+            graph = _captured(recorder, step.ranks, partial(VerifyGraph, step, inputs, size, width, fastest, logits))
             if graph is None:
                 log.warning("CUDA graphs: no memory for verification by %d sequences of %d tokens", size, width)
             else:
@@ -503,16 +498,10 @@ class VerifyGraphs:
         return self._graphs[width, size], ""
 
 
-def _captured(
-    recorder: GraphRecorder,
-    ranks: Ranks,
-    kind: Callable[Arguments, Graph],
-    *arguments: Arguments.args,
-    **options: Arguments.kwargs,
-) -> Graph | None:
+def _captured(recorder: GraphRecorder, ranks: Ranks, make: Callable[[], Graph]) -> Graph | None:
     """A step that has been made and captured; None where memory does not suffice."""
     try:
-        graph = kind(*arguments, **options)
+        graph = make()
         graph.capture(recorder)
     except torch.OutOfMemoryError:
         if ranks.size > 1:  # the others have the graph, and wait in it for this one

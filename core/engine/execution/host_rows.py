@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from headway.core.contract.errors import ConfigError, PluginError, made_by
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
+from headway.core.engine.data.stats import LaunchFacts
 from headway.core.engine.data.step import Sampled, SampledExtras, StartedRow
 from headway.core.sampling.batch_processors import ENGINE_PROCESSORS, ProcessorBatch
 from headway.core.sampling.grammar import Grammar, GrammarCompiler, GrammarError
 from headway.core.sampling.grammar_queue import GrammarQueue
 from headway.core.sampling.logprobs import Scores, TokenLogprobs
 from headway.core.sampling.params import LogitsProcessor, SamplingParams
-from headway.core.sampling.sampler import Gathers
 
 
 class HostResults:
@@ -121,30 +121,20 @@ class DeviceExtras:
 
 
 @dataclass(slots=True)
-class Launched:
-    """A launched step of this process: its `InFlight`."""
+class Launched(LaunchFacts):
+    """A step that this process has launched, and whose tokens may still be on their way."""
 
     tokens: HostCopy
     """The tokens, int64 [rows] in the order of `order`, or [rows, drafts + 2] as in `Verified`."""
     order: NDArray[numpy.int64] | None
     """Index of each row among the step's sampling sequences; None: rows are in their order."""
-    backends: tuple[str, ...] = ()
-    graph: bool = False
-    piecewise: bool = False
-    no_graph: str = ""
-    compiled: tuple[str, ...] = ()
-    first_nan: str | None = None
-    after_model: tuple[str, ...] = ()
-    waited_for: tuple[str, ...] = ()
-    wait_seconds: float = 0.0
-    gathers: Gathers | None = None
     extras: DeviceExtras | None = None
     check: Callable[[], None] | None = None
     """Raises where what the step has left is void, though the device reports no fault: another rank has been lost."""
     _sampled: Sampled | None = field(default=None, init=False)
 
     def wait(self) -> Sampled:
-        """The sampled tokens; waits for the device."""
+        """Wait for the step's tokens; may be called again. A kernel's fault is raised here at the latest."""
         if self._sampled is None:
             self._sampled = self._read()
         return self._sampled
@@ -162,13 +152,6 @@ class Launched:
             ordered[self.order] = tokens
             tokens = ordered
         return Sampled(tokens, counts, None if self.extras is None else self.extras.on_host())
-
-
-class Waitable(Protocol):
-    """A launched step."""
-
-    def wait(self) -> Sampled:
-        """Wait for the tokens of the step."""
 
 
 @dataclass
@@ -221,7 +204,7 @@ class HostRows:
         self._makers: dict[str, Callable[[Mapping[str, Any]], Callable[..., Any]]] = {}
         self._queue: GrammarQueue | None = None
         self._rows: dict[int, HostRow] = {}
-        self._unread: list[tuple[Waitable, list[tuple[int, HostRow]]]] = []
+        self._unread: list[tuple[Launched, list[tuple[int, HostRow]]]] = []
         """Launched steps whose tokens have not been taken, and which of their sequences are in which row."""
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
@@ -272,14 +255,13 @@ class HostRows:
         row.take(started.token_ids[started.num_prompt_tokens :])
 
     def _made(self, name: str, params: SamplingParams) -> Callable[..., Any]:
-        """Make the processor of one completion; raises as `made_by`."""
         return made_by(f"logits processor {name!r}", lambda: self._makers[name](params.extra_args or {}), "__call__")
 
     def refuse(self, started: StartedRow, why: str) -> None:
         """A sequence begins in a row, and is to end with its first token, for this reason."""
         self._rows[started.row] = HostRow(list(started.token_ids), started.params, error=why)
 
-    def launched(self, step: Waitable, rows: NDArray[numpy.int32]) -> None:
+    def launched(self, step: Launched, rows: NDArray[numpy.int32]) -> None:
         """A step was launched that samples in these rows, in its own order."""
         if self._rows:
             members = [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
@@ -370,7 +352,6 @@ class HostRows:
 
 
 def _with_prompt(function: Callable[..., Any]) -> LogitsProcessor:
-    """The function as one of (prompt_token_ids, token_ids, logits)."""
     try:
         count = len(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built in

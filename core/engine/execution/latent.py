@@ -52,17 +52,18 @@ def attend(
     if phase is Phase.PREFILL:
         if cache.geometry.dtype != latent.dtype:  # as decode will read them, however a prompt is cut into chunks
             latent = _cached(cache, slots.clamp_min(0), latent.dtype)
-        backend.prefill(q, *heads.expand(latent), cache, plan, out)
+        k, v = heads.expand(latent)
+        backend.prefill(q, k, v, cache, plan, out)
         return
     if isinstance(plan, Gathered):
         k, v = heads.expand(_cached(cache, plan.slots, latent.dtype))
         spec, layout, size = plan.backend.spec, plan.backend.layout, plan.backend.block_size
-        blocks = {name: t.view(-1, size, *t.shape[1:]) for name, t in (("key", k), ("value", v))}
+        blocks = {name: t.view((-1, size, *t.shape[1:])) for name, t in (("key", k), ("value", v))}
         own = LayerCache.wrap(blocks, layout, spec)
         plan.backend.prefill(q, k.index_select(0, plan.new), v.index_select(0, plan.new), own, plan.plan, out)
         return
     queries, value_dim = heads.absorb(q), cache.geometry.v_head_dim
-    attended = queries.new_empty(*queries.shape[:2], value_dim)
+    attended = queries.new_empty((*queries.shape[:2], value_dim))
     value = latent[..., :value_dim]
     if writes:
         backend.write_and_decode(queries, latent, value, cache, plan, attended)

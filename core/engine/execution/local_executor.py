@@ -144,7 +144,7 @@ class DeviceParts:
 
 
 class LocalExecutor:
-    """The `Executor` of one process and one device. Only here are model, backends and cache in one place."""
+    """Runs steps on one device, in the order in which they are launched. Only here are model, backends and cache in one place."""
 
     def __init__(self, parts: DeviceParts, make_mover: MakePageMover | None = None) -> None:
         """make_mover: makes what keeps pages beyond the pool; None: nothing does.
@@ -222,14 +222,20 @@ class LocalExecutor:
                 log.info("CUDA graphs: compiled for them: %s", ", ".join(compiled))
         if self._parts.compile_ahead is not None:
             self._settle(watch)
-        self._runner.watch_compilations(watch)
+        self._runner.compilations = watch
 
     def _capture_graphs(self, recorder: GraphRecorder) -> None:
         sizes = self._parts.config.cudagraph_capture_sizes or capture_sizes(self._parts.config.max_num_seqs)
         self._runner.capture(sizes, piecewise_sizes(self._parts.config.step_tokens), recorder, self._parts.max_decode_len)
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
-        """See `Executor`. Graphs hold addresses of weights and cache, and are captured anew when both are there again."""
+        """Give the memory of weights and cache back, between two steps; none may be launched until both have been woken.
+
+        Graphs hold addresses of both, and are captured anew then. lost: weights that are zero when they have woken, and are read
+        anew then; the others lie in the host's memory meanwhile.
+
+        :raises ConfigError: this executor cannot.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._runner.release_graphs()
@@ -243,7 +249,7 @@ class LocalExecutor:
             torch.cuda.empty_cache()
 
     def wake(self, part: str) -> None:
-        """See `Executor`."""
+        """Allocate the memory of WEIGHTS or of the CACHE again, which is empty then."""
         self._released.pop(part).restore()
         if part == WEIGHTS and (adapters := adapters_of(self._parts.model)) is not None:
             adapters.arrange()
@@ -251,7 +257,6 @@ class LocalExecutor:
             self._capture_graphs(self._recorder)
 
     def _settle(self, watch: CompilationWatch) -> None:
-        """Run every kind of step until none of them compiles anything."""
         for _ in range(_MOST_ROUNDS):
             began = time.perf_counter()
             watch.take()
@@ -262,13 +267,6 @@ class LocalExecutor:
                 return
         log.warning("warm-up: %s compiled in every round: requests will wait for them", ", ".join(sorted(set(compiled))))
 
-    def attention_us(self, num_seqs: int, query_len: int, kv_len: int) -> float:
-        """Microseconds of the attention of a decode step with the fastest backend, by the crossover table; infinite without one.
-
-        query_len, kv_len: new tokens of each sequence, and cached and new ones together.
-        """
-        return self.selector.decode_us(num_seqs, query_len, kv_len)
-
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
         """Call a function in every step with the rows that sample, int32 [rows], and their logits, [rows, vocab_size].
 
@@ -277,11 +275,14 @@ class LocalExecutor:
         self._runner.observe = look
 
     def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """See `HostRows.prepare`."""
+        """Begin what a request needs before its first step; see `HostRows.prepare`."""
         return self._hosts.prepare(params)
 
     def launch(self, step: StepInput) -> Launched:
-        """Start a step. On a CPU it has run when this returns."""
+        """Start a step; on a CPU it has run when this returns. Whatever a backend raises comes through.
+
+        What the step says about its rows holds even then.
+        """
         if self.mover is not None:
             self.mover.before(step)
         if step.adapter_loads and self.adapters is not None:
@@ -289,13 +290,16 @@ class LocalExecutor:
         return self._runner.launch(step)
 
     def failed(self, error: Exception) -> None:
-        """See `Executor`: the next step may run."""
+        """Note what a step has raised, at its launch or at the wait for it. Where this returns, as here, other steps may run.
+
+        :raises ExecutorLostError: none can.
+        """
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """See `Executor`: nothing of it can end alone."""
+        """Call a bound method when no step can run any more, in another thread and perhaps while none runs; here never."""
 
     def shutdown(self) -> None:
-        """See `Executor`: nothing of it runs elsewhere."""
+        """End what runs beside this process, which here is nothing; no step may be launched afterwards."""
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -343,7 +347,6 @@ def _check_caches(selector: Selector, specs: Sequence[AttentionSpec], caches: Se
 def _log_setup(
     selector: Selector, selection: Selection, layers: LayerSpecs, layouts: Sequence[CacheLayout], capacity: Capacity
 ) -> None:
-    """Say which backends serve, over which layouts, and how large the pool is."""
     log.info("attention: %s", selection)
     for spec, dense in layers.expanded.items():
         gathering = selector.gathering.get(spec)

@@ -84,7 +84,6 @@ class ReleasedMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """What tensors lie in, each once."""
     found = (each.untyped_storage() for each in tensors if each.layout == torch.strided)
     return {storage._cdata: storage for storage in found}
 

@@ -54,7 +54,6 @@ class CompilationWatch:
     """
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """tell: called with each name, too."""
         self._tell = tell
         self._names: list[str] = []
         listen(self._add)
@@ -153,7 +152,8 @@ class ModelRunner:
         self._adapted_graphs: GraphSet | None = None
         """Graphs of steps in which a sequence has an adapter; the others hold nothing of adapters."""
         self._adapted_pieces = PiecewiseGraphs(model, attention, self._device, ranks, self._adapters)
-        self._compilations: CompilationWatch | None = None
+        self.compilations: CompilationWatch | None = None
+        """Names the kernels that were compiled for a step, with its results; None: nothing does."""
         self.observe: Callable[[NDArray[numpy.int32], Tensor], None] | None = None
         """Function that every step calls with the rows that sample and their logits, which the next step overwrites. On several
         ranks those are shown of steps that say so."""
@@ -195,15 +195,11 @@ class ModelRunner:
         """Start every row anew, after the steps of a warm-up."""
         self._newest.zero_()
 
-    def watch_compilations(self, watch: CompilationWatch) -> None:
-        """From now on, name the kernels that were compiled for a step with its results."""
-        self._compilations = watch
-
     @torch.inference_mode()
     def launch(self, step: StepInput) -> Launched:
         """Start a step. On a CPU it has run when this returns."""
-        if self._compilations is not None:
-            self._compilations.take()  # for others in this process
+        if self.compilations is not None:
+            self.compilations.take()  # for others in this process
         self._tables.update(step)
         self._sampler.update(step.started)
         self._prompt_scorer.update(step.started)
@@ -217,7 +213,7 @@ class ModelRunner:
         if graph is None and self._graphs is not None and not ran.piecewise and self._piecewise.largest:
             no_graph = f"more than {self._piecewise.largest} tokens"
         backends = graph.backends if graph is not None else self._attention.serving
-        compiled = self._compilations.take_late() if self._compilations is not None else ()
+        compiled = self.compilations.take_late() if self.compilations is not None else ()
         extras = self._extras(ran)
         launched = Launched(
             tokens=self._results.copy(ran.tokens),
@@ -310,7 +306,6 @@ class ModelRunner:
         return _DeviceResults(chosen, tokens, owners, prompts, piecewise)
 
     def _extras(self, ran: _DeviceResults) -> DeviceExtras | None:
-        """What a step brings beyond tokens, on its way to the host; None: nothing."""
         chosen, prompts = ran.chosen, ran.prompts
         if chosen.scores is None and not prompts and not chosen.errors:
             return None
@@ -394,7 +389,6 @@ class ModelRunner:
         return draws
 
     def _show(self, step: StepInput, rows: NDArray[numpy.int32], logits: Tensor) -> None:
-        """Show the logits of a step to who observes them, on this rank or on rank 0."""
         if self.observe is None and not step.shows_logits:
             return
         whole = self._vocabulary.whole(logits, "shown")

@@ -57,16 +57,6 @@ class ModelStep:
         """The row of `newest` that belongs to no sequence."""
         return len(self.newest) - 1
 
-    def choose(self, logits: Tensor, scales: Tensor, keys: Tensor) -> Tensor:
-        """A token for each row of logits; the most likely ones where no operation draws in the same pass."""
-        ops = self.sampling
-        return ops.greedy(logits) if ops.choose is None else ops.choose(logits, scales, keys)
-
-    def filter(self, logits: Tensor, chosen: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
-        """The tokens `chosen`, but newly drawn for rows that filter, from what their filters keep."""
-        assert self.sampling.filter is not None, "no row asks for filters"
-        return self.sampling.filter(logits, chosen, keys, filters)
-
 
 _ALIGN = 4
 """Fields, and the planes of those that have several, begin at multiples of this many elements: of 16 bytes or more, which kernels
@@ -136,7 +126,6 @@ def _spans(shapes: Shapes) -> Iterator[tuple[slice, torch.dtype, int, int, tuple
 
 
 def _views(flat: Tensor, shapes: Shapes) -> StepFields[Tensor]:
-    """The fields of a flat buffer of int32."""
     return StepFields(
         *(
             flat[span].view(dtype).view(count, stride)[:, : math.prod(shape) // count].view(shape)
@@ -146,7 +135,6 @@ def _views(flat: Tensor, shapes: Shapes) -> StepFields[Tensor]:
 
 
 def _length(shapes: Shapes) -> int:
-    """Elements of int32 that the fields take."""
     length: int = max(span.stop for span, *_ in _spans(shapes))
     return length
 
@@ -181,7 +169,6 @@ class StaticInputs:
     filled."""
 
     def __init__(self, step: ModelStep, shapes: Iterable[Shapes]) -> None:
-        """shapes: of the graphs that the buffer serves."""
         device, length = step.newest.device, max(map(_length, shapes))
         self.buffer = torch.zeros(length, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"

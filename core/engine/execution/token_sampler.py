@@ -121,7 +121,6 @@ class TokenSampler:
         hosts: HostRows | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """ops: choose from logits of the whole vocabulary."""
         self.vocabulary = vocabulary_of(ops, vocab_size, ranks)
         """What chooses from the logits that the model computes."""
         self._vocab_size = vocab_size

@@ -203,7 +203,8 @@ class WarmUp:
         try:
             decodes = metadata.decode is not None
             self._attention.begin(metadata, self._selector.backends_for(Phase.PREFILL) if decodes else backends, backends)
-            self._attention(layer, *(tensor[: metadata.num_tokens] for tensor in tensors))
+            q, k, v = (tensor[: metadata.num_tokens] for tensor in tensors)
+            self._attention(layer, q, k, v)
         except Exception as error:
             self._note(f"{name_of(backends)} {(metadata.decode or metadata).phase}", error)
 

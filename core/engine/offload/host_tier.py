@@ -158,7 +158,6 @@ class HostTiers:
 
 
 def _by_kind(names: Iterable[PageName]) -> tuple[list[PageName], list[PageName]]:
-    """Names of pages, and those of states."""
     every = list(names)
     states = [name for name in every if name[0] == STATES]
     return [name for name in every if name[0] != STATES] if states else every, states

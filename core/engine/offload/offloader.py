@@ -30,8 +30,6 @@ RECOMPUTE, SWAP, AUTO = "recompute", "swap", "auto"
 
 
 class _Swapped(NamedTuple):
-    """What is locked for a sequence that was swapped."""
-
     length: int
     """Tokens that it holds: pages and, where layers keep states, a state."""
     names: list[PageName]
@@ -85,7 +83,7 @@ class Offloader:
         self._swapped: dict[Sequence, _Swapped] = {}
         blocks.keeper = self
         if blocks.checkpoints is not None:
-            blocks.checkpoints.keeper = self
+            blocks.checkpoints.evicted = lambda digest, slot: self._put((STATES, digest), slot)
 
     # Calls of the block manager (`PageKeeper`).
 
@@ -114,10 +112,6 @@ class Offloader:
         self._disk.forget_unwritten()
         if everywhere:
             self._disk.empty()
-
-    def evicted(self, digest: bytes, slot: int) -> None:
-        """See StateKeeper."""
-        self._put((STATES, digest), slot)
 
     # Calls of the scheduler.
 
@@ -210,7 +204,6 @@ class Offloader:
             self._forget_lost(names, error)
 
     def _finish_copies(self) -> None:
-        """Take note of copies that have ended, and forget the pages of those that have failed."""
         for copying in [each for each in self._copying if each[0].done()]:
             self._copying.remove(copying)
             pending, names = copying
@@ -273,7 +266,6 @@ class Offloader:
         self._stats.states_swapped += 1
 
     def _swap_pays(self, seq: Sequence, names: list[PageName]) -> bool:
-        """Whether a sequence should be swapped rather than computed again."""
         if self._mode == RECOMPUTE or not names or not self.tier.have_room(names):
             return False
         cost = self.costs.recompute(seq.num_known)
@@ -283,7 +275,6 @@ class Offloader:
         return self.costs.copy_out(absent) + self.costs.copy_back(names) < cost
 
     def _pool_holds(self, name: PageName) -> bool:
-        """Whether the pool holds a page, or a slot of the device a checkpoint."""
         group, digest = name
         if group == STATES:
             return self._blocks.checkpoints is not None and self._blocks.checkpoints.knows(digest)
@@ -306,7 +297,6 @@ class Offloader:
         return names
 
     def _keep(self, page: int, group: int) -> None:
-        """Copy a page out before the next step."""
         index = self._blocks.prefixes[group].index
         digest = index.digest_of(page)
         assert digest is not None, "a page without a name is not dirty"

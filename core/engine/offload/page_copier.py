@@ -56,8 +56,6 @@ class CopyInFlight:
 
 
 class _Copied(NamedTuple):
-    """A chunk of pages that is being copied."""
-
     event: torch.cuda.Event
     pages: Sequence[int]
     slots: Sequence[int]

@@ -5,79 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.cache.prefix_lookup import packed
-from headway.core.engine.data.groups import NULL_PAGE
 from headway.core.engine.data.page_mover import STATES, KeptPage, PageMover, PageName, Pending
-from headway.core.engine.data.sequence import PageTable, Sequence
+from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.offload.costs import OffloadFailures
 from headway.core.engine.offload.disk_tier import DiskTier
 from headway.core.engine.offload.host_tier import HostTiers
-
-
-class AbsentPage(NamedTuple):
-    """A page of a sequence whose content is to be brought into the pool; or its state, whose group is STATES."""
-
-    group: int
-    place: int
-    """Index in the sequence's table; 0 for a state."""
-    page: int
-    """Page of the pool that the content is to be copied into; of a state, the slot."""
-
-
-def attach_pages(blocks: BlockManager, seq: Sequence, length: int) -> list[AbsentPage] | None:
-    """Give a sequence without pages those of its first `length` tokens, and where layers keep states, the slot of one.
-
-    Pages that the pool holds are shared; the others are new and returned, for the caller to fill: a last page that is not whole,
-    which only a sequence with a state has, and the state are among them, the state being the last. Until the caller sets
-    `num_computed` to length, nothing of the sequence counts as computed. None, and nothing changed: there is not enough room.
-    """
-    seq.tables = [PageTable(group.page_size) for group in blocks.groups]
-    seq.num_computed = length
-    taken: list[int] = []
-    absent: list[tuple[int, int]] = []
-    for number, (group, prefixes, table) in enumerate(zip(blocks.groups, blocks.prefixes, seq.tables, strict=True)):
-        first, end, whole = group.num_behind(length), -(-length // group.page_size), length // group.page_size
-        table.pages = [NULL_PAGE] * end
-        table.num_given_back = table.num_published = first
-        for place in range(first, end):
-            page = prefixes.find(seq, place) if place < whole else None
-            if page is None:
-                absent.append((number, place))
-            else:
-                table.pages[place] = page
-                taken.append(page)
-                blocks.take(page)
-    able = blocks.has_room(seq, seq.num_to_compute, beside=len(absent))
-    seq.num_computed = 0
-    state = _hold_state(blocks, seq, length) if able and blocks.checkpoints is not None else None
-    if not able or (state is None and blocks.checkpoints is not None):
-        for page in reversed(taken):
-            blocks.give(page)
-        seq.tables = []
-        return None
-    made = [AbsentPage(number, place, blocks.hand_out()) for number, place in absent]
-    for number, place, page in made:
-        seq.tables[number].pages[place] = page
-    seq.table_changes = [(number, 0, list(table.pages)) for number, table in enumerate(seq.tables) if table.pages]
-    return made if state is None else made + state
-
-
-def _hold_state(blocks: BlockManager, seq: Sequence, length: int) -> list[AbsentPage] | None:
-    """Give a sequence the slot of the state after its first `length` tokens; returned is what is to come into the slot.
-
-    None: every slot is needed by others.
-    """
-    assert blocks.checkpoints is not None
-    digest = blocks.name_of_start(seq, length)
-    here = blocks.checkpoints.knows(digest)
-    slot = seq.held_state = seq.restored_from = blocks.checkpoints.hold(digest)
-    if slot is None:
-        return None
-    return [] if here else [AbsentPage(STATES, 0, slot)]
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +80,7 @@ class PendingRestores:
             return False
         on_disk = [name for name in names if name not in self._tier]
         self._tier.lock(names)
-        made = attach_pages(self._blocks, seq, length) if not (on_disk and self._tier.overbooked) else None
+        made = self._blocks.attach_pages(seq, length) if not (on_disk and self._tier.overbooked) else None
         if made is None:
             self._tier.unlock(names)
             return False
@@ -215,7 +151,6 @@ class PendingRestores:
                 self._came(restore)
 
     def _came(self, restore: Restore) -> None:
-        """End a restore whose pages and state are here."""
         seq, kept = restore.seq, self._blocks.checkpoints
         seq.num_computed = restore.length
         self._blocks.advance(seq)
@@ -281,7 +216,6 @@ class PendingRestores:
         self._release(restore)
 
     def _cancel(self, restore: Restore) -> None:
-        """End a restore whose pages are not wanted any more."""
         if restore.moving is not None and restore.moving.done():
             try:
                 restore.moving.result()

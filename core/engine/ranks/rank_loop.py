@@ -120,7 +120,6 @@ def _beat(progress: LifeSigns, parent: int) -> None:
 
 
 def _failed(error: BaseException) -> RankFailed:
-    """What to tell of an exception, in one line."""
     from headway.core.contract.errors import HeadwayError
     from headway.core.engine.ranks.torch_ranks import MeetingError
 

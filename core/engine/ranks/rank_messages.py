@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy
 
-from headway.core.engine.data.step import NEWEST, NewPages, StartedRow, StepInput
+from headway.core.engine.data.step import NewPages, StartedRow, StepInput
 from headway.core.sampling.params import SamplingParams
 from headway.core.system.shared_ring import RingSize
 
@@ -51,17 +51,7 @@ def decode(message: bytes) -> StepInput:
     count, states, num_pages = numbers[:3].tolist()
     arrays = numbers[3 : 3 + (2 + states) * count].reshape(2 + states, count)
     pages = numbers[len(numbers) - num_pages :].tolist()
-    return StepInput(
-        rows=arrays[0],
-        query_lens=numpy.ones(count, dtype=numpy.int32),
-        context_lens=arrays[1],
-        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
-        samples=numpy.ones(count, dtype=numpy.bool_),
-        token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
-        goes_on=True,
-        new_pages=_pages_of(pages),
-        state_indices=arrays[2] if states else None,
-    )
+    return StepInput.going_on(arrays[0], arrays[1], _pages_of(pages), arrays[2] if states else None)
 
 
 def _pages_of(numbers: list[int]) -> tuple[NewPages, ...]:

@@ -55,8 +55,6 @@ class RankProcess(NamedTuple):
 
 
 class _Fault(NamedTuple):
-    """Why the ranks must end."""
-
     rank: int
     where: str
     cause: str
@@ -156,7 +154,6 @@ class RankWatch:
         self._kill()
 
     def _listen(self, rank: RankProcess) -> None:
-        """Pass on what a rank says, until its process ends."""
         with suppress(EOFError, OSError, ValueError):
             while True:
                 self._heard.put((rank.rank, rank.wire.receive()))
@@ -380,7 +377,6 @@ class RankProcesses:
         self._watch.ready = True
 
     def _await(self, kind: type[Any]) -> dict[int, Any]:
-        """Wait for a message of each rank, and return the messages by rank."""
         found: dict[int, Any] = {}
         while len(found) < self.size - 1:
             rank, message = self._watch.next_message()

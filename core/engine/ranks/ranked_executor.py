@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,57 +13,44 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.step import StepInput
+from headway.core.engine.execution.captured_step import GraphRecorder
 from headway.core.engine.execution.host_rows import Launched
-from headway.core.engine.execution.local_executor import LocalExecutor
+from headway.core.engine.execution.local_executor import DeviceParts, LocalExecutor
 from headway.core.engine.ranks.rank_messages import encode
 from headway.core.engine.ranks.rank_processes import RankProcesses
-from headway.core.sampling.params import SamplingParams
 
 
-class RankedExecutor:
-    """An `Executor` of which this process runs rank 0. All ranks get equal steps in equal order, and sample equal tokens.
+class RankedExecutor(LocalExecutor):
+    """The executor of rank 0, which hands each step to the others too. All get equal steps in equal order, and sample equal
+    tokens.
 
-    A step that fails on one rank leaves the others in the middle of it: it is the engine's last.
+    A step that fails on one rank leaves the others in the middle of it: it is the engine's last. Blocks beyond the pool are
+    refused where the options are checked.
     """
 
-    mover = None
-    """Blocks beyond the pool are refused where the options are checked."""
-
-    def __init__(self, local: LocalExecutor, processes: RankProcesses) -> None:
-        """local: rank 0's. processes: the other ranks, which have joined."""
-        self._local = local
+    def __init__(self, parts: DeviceParts, processes: RankProcesses) -> None:
+        """processes: the other ranks, which have joined."""
+        super().__init__(parts)
         self._processes = processes
         self._shows_logits = False
-        self.capacity = local.capacity
-        self.selector = local.selector
-        self.selection = local.selection
-        self.adapters = local.adapters
 
     @property
     def pids(self) -> list[int]:
         """Process ids of ranks 1 and above."""
         return self._processes.pids
 
-    def capture(self) -> None:
-        """See `Executor`; waits until all ranks are ready."""
-        self._local.capture()
-        self._processes.wait_ready(self._local.facts)
-
-    def attention_us(self, num_seqs: int, query_len: int, kv_len: int) -> float:
-        """See `Executor`; of rank 0's heads."""
-        return self._local.attention_us(num_seqs, query_len, kv_len)
+    def capture(self, recorder: GraphRecorder | None = None) -> None:
+        """Capture as one device does, and wait until all ranks are ready."""
+        super().capture(recorder)
+        self._processes.wait_ready(self.facts)
 
     def observe(self, look: Callable[[NDArray[numpy.int32], Tensor], None] | None) -> None:
-        """See `Executor`; all ranks put the logits of every step together, and rank 0 shows them."""
+        """Show logits as one device does; all ranks put those of every step together."""
         self._shows_logits = look is not None
-        self._local.observe(look)
-
-    def prepare(self, params: SamplingParams) -> Future[None] | None:
-        """See `Executor`; rank 0 alone compiles forms and calls logits processors."""
-        return self._local.prepare(params)
+        super().observe(look)
 
     def launch(self, step: StepInput) -> Launched:
-        """See `Executor`.
+        """Start a step on all ranks.
 
         :raises ExecutorLostError: a rank is lost, or this one has failed.
         """
@@ -74,7 +60,7 @@ class RankedExecutor:
         self._processes.send(encode(step))
         progress.begin_step()
         try:
-            launched = self._local.launch(step)
+            launched = super().launch(step)
         except Exception as error:
             self._processes.fail(error)
         except BaseException as error:  # a second Ctrl-C: the others wait in the middle of the step
@@ -86,21 +72,18 @@ class RankedExecutor:
         return launched
 
     def sleep(self, lost: Sequence[Tensor]) -> None:
-        """See `Executor`: several ranks do not sleep."""
+        """:raises ConfigError: always; several ranks do not sleep."""
         size = len(self._processes.pids) + 1
         raise ConfigError("sleep", "tensor_parallel_size=1", size, "del llm frees the devices' memory")
 
-    def wake(self, part: str) -> None:
-        """See `Executor`; there is nothing to wake."""
-
     def failed(self, error: Exception) -> None:
-        """See `Executor`: every failure is the last."""
+        """:raises ExecutorLostError: always; every failure is the last."""
         self._processes.fail(error)
 
     def call_when_lost(self, tell: Callable[[ExecutorLostError], None]) -> None:
-        """See `Executor`."""
+        """Call a bound method when a rank is lost."""
         self._processes.call_when_lost(tell)
 
     def shutdown(self) -> None:
-        """See `Executor`: ends the other ranks."""
+        """End the other ranks."""
         self._processes.end()

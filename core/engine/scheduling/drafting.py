@@ -35,8 +35,6 @@ COSTLY, NO_GUESS, MEASURING = "costs more than it gains", "no guess", "measuring
 
 @dataclass(slots=True)
 class _GuessRecord:
-    """How well one sequence's guesses have held."""
-
     proposer: SequenceProposer | None
     """The proposer of this sequence; None: it has raised."""
     share: float = 0.0
@@ -195,7 +193,6 @@ class Drafting:
         return known
 
     def _guesses(self, ready: list[Sequence], known: list[_GuessRecord], most: int) -> list[list[int]]:
-        """Ask for the guesses of all sequences: at once, where the proposer is one for batches."""
         if self._at_once is None:
             return [self._guess(seq, each, most) for seq, each in zip(ready, known, strict=True)]
         counts = [max(min(most, seq.max_len - seq.num_tokens - 1), 0) for seq in ready]

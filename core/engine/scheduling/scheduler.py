@@ -20,6 +20,7 @@ from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import DecodeBatch, ScheduledSequence, ScheduledStep
 from headway.core.engine.offload.offloader import RECOMPUTE, Offloader
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
+from headway.core.engine.scheduling.drafting import Drafting
 
 log = logging.getLogger("headway")
 
@@ -30,8 +31,6 @@ _FARTHEST = 1024
 
 @dataclass(slots=True)
 class _StepPlan:
-    """The next step, still being put together."""
-
     budget: int
     """Tokens that may still be added."""
     has_members: bool
@@ -46,11 +45,9 @@ class _StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether no sequence takes part so far."""
         return not (self.prompts or self.decodes or self.joining or self.has_members)
 
     def add(self, scheduled: ScheduledSequence) -> None:
-        """Schedule a sequence by itself."""
         (self.decodes if scheduled.phase is Phase.DECODE else self.prompts).append(scheduled)
         self.budget -= scheduled.num_new_tokens
 
@@ -93,6 +90,8 @@ class Scheduler:
         self.stats = EngineStats() if stats is None else stats
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.drafting: Drafting | None = None
+        """Has tokens guessed for running sequences; None: nothing does."""
         self._by_priority = by_priority
         self._free_rows = list(range(max_num_seqs))  # a heap: rows that follow one another keep their states side by side
         self._batch = DecodeBatch()
@@ -126,21 +125,23 @@ class Scheduler:
             self.waiting.extendleft(reversed(seqs))
 
     def _insert(self, queue: deque[Sequence] | list[Sequence], seq: Sequence) -> None:
-        """Put a sequence into a queue where its turn is."""
         if self._by_priority:
             insort(queue, seq, key=_turn)
         else:
             queue.append(seq)
 
     def dissolve_batch(self) -> None:
-        """Schedule every running sequence by itself in the next step, because some have drafts."""
+        """Schedule every running sequence by itself in the next step, as where some have drafts."""
         self._batch.clear()
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, all_read: bool = True) -> ScheduledStep:
         """Choose the next step: sequences that prefill or extend first, then those that decode.
 
-        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages.
+        The step is empty if all running sequences only wait for a token under way, and all waiting ones for pages. all_read:
+        whether every launched step has been read, so that tokens may be guessed.
         """
+        if self.drafting is not None and self.drafting.plan(self.running if all_read else ()):
+            self.dissolve_batch()
         if self.offloader is not None:
             self.add_first(self.offloader.take_returned())
         step = None
@@ -284,7 +285,6 @@ class Scheduler:
         return (passed is None or passed.num_passed < self.max_num_seqs) and self.adapters.has_slot_for(seq.adapter)
 
     def _start(self, seq: Sequence, place: int) -> None:
-        """Give the waiting sequence at this place a row, and its adapter a slot, and move it to the running ones."""
         del self.waiting[place]
         if seq.adapter is not None and self.adapters is not None:
             slot = self.adapters.occupy(seq.adapter)
@@ -297,7 +297,6 @@ class Scheduler:
         seq.row = heappop(self._free_rows)
 
     def _num_tokens(self, seq: Sequence, budget: int) -> int:
-        """Tokens that a sequence gets of what is left of a step."""
         if seq.num_to_compute > budget and not self.enable_chunked_prefill:
             return 0
         return self.blocks.whole_chunk(seq, self.blocks.fitting(seq, min(seq.num_to_compute, budget)))
@@ -322,7 +321,6 @@ class Scheduler:
         return True
 
     def _preempt_last(self) -> Sequence:
-        """Preempt and return the last of the running sequences."""
         seq = self.running[-1]
         self._preempt(seq, RECOMPUTE if self.offloader is None else self.offloader.preempt(seq))
         return seq

@@ -17,7 +17,6 @@ from torch import Tensor
 from headway.core.contract.adapters import NO_ADAPTER
 from headway.core.engine.data.groups import CacheGroup
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.data.stats import EngineStats
 from headway.core.engine.data.step import (
     NEWEST,
     NO_TOKEN_LEFT,
@@ -32,7 +31,6 @@ from headway.core.engine.data.step import (
     StepInput,
 )
 from headway.core.engine.scheduling.adapter_slots import AdapterTable
-from headway.core.engine.scheduling.drafting import Drafting
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.sampler import NOT_A_TOKEN, OF_TOKENS, need_of
@@ -46,10 +44,9 @@ _delta: Callable[[tuple[Any, ...]], OutputDelta] = partial(tuple.__new__, Output
 class StepResults:
     """Appends what steps have sampled to their sequences, and makes the deltas that clients get."""
 
-    def __init__(self, scheduler: Scheduler, drafting: Drafting | None, stats: EngineStats) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._drafting = drafting
-        self._stats = stats
+        self._stats = scheduler.stats
 
     def take(
         self, step: Items[Sequence], sampling: Items[Sequence], sampled: Sampled, first_nan: str | None
@@ -107,9 +104,9 @@ class StepResults:
                 self._scheduler.append_sampled(seq, [])
                 continue
             fault, known = tokens[-1], len(seq.token_ids)
-            if seq.num_unverified and self._drafting is not None:
+            if seq.num_unverified and self._scheduler.drafting is not None:
                 self._stats.num_accepted_tokens += len(tokens) - 1
-                self._drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
+                self._scheduler.drafting.verified(seq, seq.num_unverified, len(tokens) - 1)
             new = self._scheduler.append_sampled(seq, tokens[:-1] if fault < 0 else tokens)
             if fault < 0 and not seq.finished:
                 seq.fail(_reason_for(seq, fault, errors.get(index), first_nan))
@@ -217,7 +214,7 @@ def _without_states(step: ScheduledStep, groups: Items[CacheGroup]) -> StepInput
     for seq in step.changed:
         _tell(seq, started, new_pages)
     if not step.individual:
-        return _members_alone(step, tuple(new_pages))
+        return StepInput.going_on(step.rows, step.context_lens, tuple(new_pages))
     copies: list[PageCopy] = []
     token_ids: list[int] = []
     embedded: list[tuple[int, Tensor]] = []
@@ -253,7 +250,7 @@ def _with_members(
 ) -> StepInput:
     """The individual sequences of a step, and after them the members of the batch. token_ids: of the former."""
     seqs, counts, contexts, samples, drafts = zip(*step.individual, strict=True)
-    members = _members_alone(step)
+    members = StepInput.going_on(step.rows, step.context_lens)
     # Where drafts are made all tokens have been read, and a graph that verifies takes none from the device.
     drafting = any(drafts)
     newest = numpy.array([seq.token_ids[-1] for seq in step.members], dtype=numpy.int64) if drafting else members.token_ids
@@ -273,28 +270,12 @@ def _with_members(
     )
 
 
-def _members_alone(step: ScheduledStep, new_pages: tuple[NewPages, ...] = ()) -> StepInput:
-    """The members of the batch: what most steps consist of."""
-    count = len(step.members)
-    return StepInput(
-        rows=step.rows,
-        query_lens=numpy.ones(count, dtype=numpy.int32),
-        context_lens=step.context_lens,
-        num_draft_tokens=numpy.zeros(count, dtype=numpy.int32),
-        samples=numpy.ones(count, dtype=numpy.bool_),
-        token_ids=numpy.full(count, NEWEST, dtype=numpy.int64),
-        goes_on=True,
-        new_pages=new_pages,
-    )
-
-
 def _joined(own: Iterable[int | bool | None], others: NDArray[Any]) -> NDArray[Any]:
     numbers = numpy.array(own, dtype=others.dtype)
     return numpy.concatenate([numbers, others]) if len(others) else numbers
 
 
 def _tell(seq: Sequence, started: list[StartedRow], new_pages: list[NewPages]) -> None:
-    """Note what the executor does not know yet of a sequence and its pages."""
     row = seq.row
     assert row is not None, "a scheduled sequence has a row"
     if not seq.started:

@@ -18,8 +18,9 @@ from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, run_backend
 from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, sibling_of
 from headway.core.oracle.inputs import steps_of
-from headway.core.oracle.oracle import attend, distance
+from headway.core.oracle.oracle import attend, distance, expected
 from headway.core.oracle.steps import Before, Lens, Turn, first_step, padding_rows
+from headway.testing.kit.session import Session
 from headway.testing.kit.stage import Stage, close_all, open_all, sequences, without_stray_reads
 
 _LSE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 3e-3}
@@ -28,20 +29,10 @@ _DATA = {torch.float64: 64.0, torch.float32: 64.0, torch.bfloat16: 12.0, torch.f
 """How many times the error that plain arithmetic of a dtype reaches a declared tolerance may be."""
 
 
-def answer(stage: Stage, cell: CheckCell) -> str:
+@without_stray_reads
+def answer(stage: Stage, cell: CheckCell, poison: float) -> None:
     """The steps of one kind of work, in one phase."""
-
     steps = cell_steps(cell)
-    without_stray_reads(lambda poison: _run_steps(stage, cell, steps, poison), stage.poison)
-    return ""
-
-
-def cell_steps(cell: CheckCell) -> list[Lens]:
-    """The lengths of each step of an answer's cell."""
-    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
-
-
-def _run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], poison: float) -> None:
     session = stage.session(cell, steps, poison=poison)
     kept: list[Turn] = []
     for number, lens in enumerate(steps):
@@ -53,6 +44,11 @@ def _run_steps(stage: Stage, cell: CheckCell, steps: Sequence[Lens], poison: flo
             close_all(session, sequences([*kept, *work]))
 
 
+def cell_steps(cell: CheckCell) -> list[Lens]:
+    """The lengths of each step of an answer's cell."""
+    return steps_of(cell.work, cell.phase, cell.block_size) or [first_step(cell.phase, cell.block_size)]
+
+
 def siblings(stage: Stage, cell: CheckCell) -> str:
     """Layers that differ in numbers alone, by turns in one process: what is kept for one must not be taken for the other."""
     own = stage.claimed.spec(cell)
@@ -62,16 +58,20 @@ def siblings(stage: Stage, cell: CheckCell) -> str:
             raise Skipped.refused(support)
     lens = first_step(cell.phase, cell.block_size)
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (other, own)]
+    _run_in_turn(sessions, lens, {1, 2}, "keeps something of one layer for another that differs in numbers alone")
+    return ""
+
+
+def _run_in_turn(sessions: Sequence[Session], lens: Lens, telling: set[int], guess: str) -> None:
+    """Run a step of each of two sessions and of the first one again; a finding in one of the `telling` steps gets the guess."""
     for number, session in enumerate((*sessions, sessions[0])):
         work = open_all(session, lens)
         try:
             session.step(work)
         except Finding as finding:
-            if number:  # the first one was right
-                finding.guess = "keeps something of one layer for another that differs in numbers alone"
+            finding.guess = guess if number in telling else finding.guess
             raise
         close_all(session, sequences(work))
-    return ""
 
 
 def shared(stage: Stage, cell: CheckCell) -> str:
@@ -85,25 +85,14 @@ def shared(stage: Stage, cell: CheckCell) -> str:
     sessions = [stage.session(cell, [lens] * 2, spec=spec) for spec in (own, other)]
     for planning, using in zip(sessions[0].instances, sessions[1].instances, strict=True):
         using.plan = planning.plan  # type: ignore[method-assign]
-    for number, session in enumerate((*sessions, sessions[0])):
-        work = open_all(session, lens)
-        try:
-            session.step(work)
-        except Finding as finding:
-            if number == 1:  # the first one, which has plans of its own, was right
-                finding.guess = "declares shares_plans, and its plan holds sinks or scales"
-            raise
-        close_all(session, sequences(work))
+    # The first one, which has plans of its own, was right.
+    _run_in_turn(sessions, lens, {1}, "declares shares_plans, and its plan holds sinks or scales")
     return ""
 
 
-def bounds(stage: Stage, cell: CheckCell) -> str:
+@without_stray_reads
+def bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     """Decode where the host knows upper bounds of the lengths alone."""
-    without_stray_reads(lambda poison: _bounds(stage, cell, poison), stage.poison)
-    return ""
-
-
-def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
     lens: Lens = [(1, length, 0) for length in (3, 17, cell.block_size, 2 * cell.block_size + 1, 40, 1)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=len(lens) * (cell.block_size + 8))
     work = open_all(session, lens)
@@ -116,9 +105,7 @@ def _bounds(stage: Stage, cell: CheckCell, poison: float) -> None:
         exact, seq_lens_cpu=exact.seq_lens_cpu + slack, max_seq_len=exact.max_seq_len + slack, upper_bound_lens=True
     )
     before = Before(step)
-    with torch.inference_mode():
-        session.attention.begin(step.metadata, *session.backends)
-        session.run(step)
+    session.run(step)
     session.previous.append(exact.seq_lens_cpu.add(slack).tolist())
     session.finish(step, work, before)
 
@@ -187,7 +174,7 @@ def lse(stage: Stage, cell: CheckCell) -> str:
     allowed = _LSE[session.spec.dtype]
     if session.spec.cache_dtype != session.spec.dtype:  # a key may be rounded to the layer's type once its scale is in it
         allowed += (8 + abs(session.numbers.lift)) * torch.finfo(session.spec.dtype).eps
-    answers = [attend(row.spec, row.q, *row.kv(), row.context) for row in step.rows[0]]
+    answers = [expected(row) for row in step.rows[0]]
     most = allowed + session.numbers.slack
     for number, (row, tokens) in enumerate(zip(step.rows[0], step.tokens, strict=True)):
         out, right = answers[number]

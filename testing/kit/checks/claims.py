@@ -16,11 +16,11 @@ from headway.core.contract.errors import HeadwayError
 from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES, KV_DTYPES
 from headway.core.contract.support import Support
-from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import PHASES, CheckCell, Finding, Skipped, check_refusal
 from headway.registry.isolation import TIMEOUT, Trial
 from headway.registry.plugin_sources import NamedPlugin, PluginFile, PluginSource
 from headway.testing.kit import model_layers
-from headway.testing.kit.report import CellResult
+from headway.testing.kit.report import CellResult, new_result
 from headway.testing.kit.stage import Stage
 
 CELL = CheckCell("process")
@@ -40,15 +40,10 @@ def try_plugin(plugin: PluginSource, trial: Trial) -> CellResult:
     started = time.perf_counter()
     (verdict,) = trial([plugin])
     more = f"; {TIMEOUT}=60 in the environment gives it more time" if verdict.fault.startswith("hangs") else ""
-    return CellResult(
-        cell=str(CELL),
-        check=CELL.check,
-        status="failed" if verdict.fault else "passed",
-        reason=f"refused at every start by the trial of plugins: it {verdict.fault}{more}" if verdict.fault else "",
-        guess="does what no plugin may do to a process that is not its own" if verdict.fault else "",
-        seconds=round(time.perf_counter() - started, 4),
-        **CELL.axes,
-    )
+    if not verdict.fault:
+        return new_result(CELL, "passed", "", started=started)
+    reason = f"refused at every start by the trial of plugins: it {verdict.fault}{more}"
+    return new_result(CELL, "failed", reason, "does what no plugin may do to a process that is not its own", started)
 
 
 def process(stage: Stage, cell: CheckCell) -> str:
@@ -136,9 +131,7 @@ def refuse(stage: Stage, cell: CheckCell) -> str:
         raise Finding(
             f"{cell.about}={getattr(cell, cell.about)} must be refused: nothing claims it", guess="accepts what it does not claim"
         )
-    for reason in support.reasons:
-        if not (reason.what and reason.need and reason.got):
-            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    check_refusal(support)
     return str(support).removeprefix("no: ")
 
 

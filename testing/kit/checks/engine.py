@@ -37,7 +37,7 @@ class TinyDecoder:
         self._sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim]
 
         def weights(*shape: int, scale: float) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+            return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
         self._weights = {
             "embed": weights(self.vocab_size, HIDDEN, scale=1.0),
@@ -64,7 +64,8 @@ class TinyDecoder:
         """
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(self.spec, q, *cached(k, v), 0)[0]
+            keys, values = cached(k, v)
+            return attend(self.spec, q, keys, values, 0)[0]
 
         ids = torch.tensor(token_ids)
         return self._forward(self._weights, ids, torch.arange(len(ids)), AttentionFunctions(attention)) @ self._weights["head"].T

@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.core.contract.backend import Plan
 from headway.core.contract.metadata import AttentionMetadata
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import FEW, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import FEW, CheckCell, Finding, Skipped, placed
 from headway.core.oracle.steps import GUARD, Before, Lens, StepInputs
 from headway.testing.kit.session import Session
 from headway.testing.kit.stage import Stage, close_all, open_all, without_stray_reads
@@ -29,46 +29,19 @@ PROMPT = 136
 _ALIGN = 4
 
 
-def graph(stage: Stage, cell: CheckCell) -> str:
+def _check_captured(stage: Stage, tokens: int) -> None:
+    """:raises Skipped: no engine captures a step of so many tokens a sequence."""
+    captures = stage.subject.backend.captures(tokens)
+    if not captures:
+        what, need, got, _ = captures.reasons[0]
+        raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
+
+
+@without_stray_reads
+def graph(stage: Stage, cell: CheckCell, poison: float) -> None:
     """Captured at the longest, replayed at that, at ragged lengths with padding rows, at short ones and at the longest again."""
-    captures = stage.subject.backend.captures(4 if cell.phase == "verify" else 1)
-    if not captures:
-        what, need, got, _ = captures.reasons[0]
-        raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
-    without_stray_reads(lambda poison: _replays(stage, cell, poison), stage.poison)
-    return ""
-
-
-def prompt(stage: Stage, cell: CheckCell) -> str:
-    """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
-    captures = stage.subject.backend.captures(PROMPT)
-    if not captures:
-        what, need, got, _ = captures.reasons[0]
-        raise Skipped(f"{what}: needs {need}, got {got}, so no engine captures it")
-    # An engine's pool is finite where no token lies, and padding may attend there.
-    session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)
-    captured = _CapturedPrompt(session)
-    b = cell.block_size
-    for number, count in enumerate((PROMPT, 1, b, b + 1, 2 * b - 1, PROMPT - 3)):
-        count = min(count, PROMPT)
-        work = open_all(session, [(count, 0, 0)])
-        step = session.lay_out(work)
-        before = Before(step)
-        captured.load(step.metadata)
-        captured.replay()
-        for given in step.inputs:
-            given.guarded[GUARD + count :].fill_(math.nan)  # what padding computes is nobody's, and the verdict looks here
-        try:
-            session.finish(step, work, before)
-        except Finding as finding:
-            finding.args = (f"replay {number + 1}, {count} tokens, of a prompt that was captured at {PROMPT}: {finding}",)
-            raise
-        close_all(session, [turn.seq for turn in work])
-    return ""
-
-
-def _replays(stage: Stage, cell: CheckCell, poison: float) -> None:
     tokens = 4 if cell.phase == "verify" else 1
+    _check_captured(stage, tokens)
     device = stage.subject.device.type
     longest = _FEW_ON_A_CPU if cell.work == FEW and device == "cpu" else LONGEST[device]
     turns = _turns(longest, cell.block_size, tokens)
@@ -82,12 +55,31 @@ def _replays(stage: Stage, cell: CheckCell, poison: float) -> None:
         step.metadata = captured.load(step.metadata)
         before = Before(step)
         captured.replay()
-        try:
+        with placed(f"replay {number + 1} of a decode that was planned at length {longest}"):
             session.finish(step, work, before)
-        except Finding as finding:
-            finding.args = (f"replay {number + 1} of a decode that was planned at length {longest}: {finding}",)
-            raise
         close_all(session, [turn.seq for turn in work])
+
+
+def prompt(stage: Stage, cell: CheckCell) -> str:
+    """One prompt captured at a length, replayed with shorter ones and padding after them: what an idle engine runs."""
+    _check_captured(stage, PROMPT)
+    # An engine's pool is finite where no token lies, and padding may attend there.
+    session = stage.session(cell, [[(PROMPT, 0, 0)]], poison=0.0)
+    captured = _CapturedPrompt(session)
+    b = cell.block_size
+    for number, count in enumerate((PROMPT, 1, b, b + 1, 2 * b - 1, PROMPT - 3)):
+        count = min(count, PROMPT)
+        work = open_all(session, [(count, 0, 0)])
+        step = session.lay_out(work)
+        before = Before(step)
+        captured.load(step.metadata)
+        captured.replay()
+        for given in step.inputs:
+            given.guarded[GUARD + count :].fill_(math.nan)  # what padding computes is nobody's, and the verdict looks here
+        with placed(f"replay {number + 1}, {count} tokens, of a prompt that was captured at {PROMPT}"):
+            session.finish(step, work, before)
+        close_all(session, [turn.seq for turn in work])
+    return ""
 
 
 def _turns(longest: int, block_size: int, tokens: int) -> list[Lens]:
@@ -116,12 +108,10 @@ class _Recorded:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _record(self) -> None:
-        """Run once, then capture what ran."""
         self._run()
         self._graph = capture(self._run) if self._session.spec.device.type == "cuda" else None
 
     def replay(self) -> None:
-        """Run the layers over the static tensors."""
         if self._graph is not None:
             self._graph.replay()
             torch.cuda.synchronize()

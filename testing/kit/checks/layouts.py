@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.contract.layout import SCALES, CacheGeometry, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.cells import CACHE_TYPES, FP8_SCALES, CheckCell, Finding, Skipped
+from headway.core.oracle.cells import CACHE_TYPES, FP8_SCALES, CheckCell, Finding, Skipped, check_refusal
 from headway.core.oracle.steps import bits
 from headway.testing.kit.stage import Stage
 
@@ -41,9 +41,7 @@ def layout(stage: Stage, cell: CheckCell) -> str:
     spec, value = layout_spec(stage, cell), stage.subject.layouts[cell.layout]
     support = value.check(spec, cell.block_size)
     if not support:
-        for reason in support.reasons:
-            if not (reason.what and reason.need and reason.got):
-                raise Finding(f"check() must say what it needs and what it got: {reason!r}")
+        check_refusal(support, "check() must say what it needs and what it got")
         raise Skipped.refused(support)
     geometry = CacheGeometry.of(spec, BLOCKS, cell.block_size)
     try:

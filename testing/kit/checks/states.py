@@ -14,11 +14,11 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.spec import DTYPE_NAMES
 from headway.core.contract.state import CONV, MAMBA1, STATE_KINDS, StateMetadata
 from headway.core.contract.state_backend import StateBackend
-from headway.core.oracle.cells import PHASES, Finding, Skipped
+from headway.core.oracle.cells import PHASES, Finding, Skipped, check_refusal, placed
 from headway.core.oracle.state_cases import StateCase, make_state_case, run_states
 from headway.testing.diagnosis.state_verdict import Judge, same_bits
 from headway.testing.kit.checks.graphs import capture
-from headway.testing.kit.checks.steps import no_growth
+from headway.testing.kit.checks.steps import no_growth, no_waiting
 from headway.testing.kit.state_session import Course, Served, StateSession
 from headway.testing.kit.state_subject import CONVOLUTIONS, WORK, StateCell, StateSubject
 
@@ -74,9 +74,8 @@ def refuse(subject: StateSubject, cell: StateCell) -> str:
     if any(answers):
         value = getattr(cell, cell.about)
         raise Finding(f"{cell.about}={value} must be refused: nothing claims it", guess="accepts what it does not claim")
-    for reason in (reason for support in answers for reason in support.reasons):
-        if not (reason.what and reason.need and reason.got):
-            raise Finding(f"a refusal says what was looked at, what is needed and what was got: {reason!r}")
+    for support in answers:
+        check_refusal(support)
     return str(answers[0]).removeprefix("no: ")
 
 
@@ -137,10 +136,8 @@ def repeat(subject: StateSubject, cell: StateCell) -> str:
 
 def memory(subject: StateSubject, cell: StateCell) -> str:
     """Memory does not grow from step to step."""
-    backend, cases = (
-        subject.make(cell),
-        [_case(subject, cell.plain("memory", phase=phase)) for phase in sorted(subject.phases(cell))],
-    )
+    backend = subject.make(cell)
+    cases = [_case(subject, cell.plain("memory", phase=phase)) for phase in sorted(subject.phases(cell))]
     number = 0
 
     def steps(count: int) -> None:
@@ -166,18 +163,9 @@ def sync(subject: StateSubject, cell: StateCell) -> str:
         calls.append((backend.scan, slice(0, n), backend.plan(case.metadata.prefill)))
     if case.metadata.decode is not None:
         calls.append((backend.step, slice(n, None), backend.plan(case.metadata.decode)))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting("scan and step"):
         for call, rows, plan in calls:
             call(case.x[rows], [gate[rows] for gate in case.gates], case.parameters, case.cache, plan, out[rows])
-    except Exception as error:
-        raise Finding(
-            f"scan and step must not wait for the device: {' '.join(str(error).split())[:200]}",
-            guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
-        ) from None
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return ""
 
 
@@ -196,11 +184,8 @@ def graph(subject: StateSubject, cell: StateCell) -> str:
         now = _static_case(subject, cell, [tokens - (row + number) % tokens for row in range(real)], tokens, seed=number + 1)
         judge = recorded.load(now)
         recorded.replay()
-        try:
+        with placed(f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows"):
             judge.judge(recorded.out(), subject.backend.tolerance)
-        except Finding as finding:
-            finding.args = (f"replay {number + 1} of a captured step, with {_ROWS - real} padding rows: {finding}",)
-            raise
     return ""
 
 
@@ -261,7 +246,6 @@ class _Recorded:
             static.recomputed.copy_(self._width - torch.tensor(lens))
 
     def replay(self) -> None:
-        """Run the step over the static tensors."""
         if self._graph is None:
             self._run()
             return
@@ -269,7 +253,6 @@ class _Recorded:
         torch.cuda.synchronize()
 
     def out(self) -> Tensor:
-        """The output of the new tokens."""
         return self._out.index_select(0, self._new)
 
     def _run(self) -> None:
@@ -300,7 +283,7 @@ def refusals(subject: StateSubject, plain: StateCell) -> list[StateCell]:
     }
     for axis, (value, kinds) in _UNCLAIMED.items():
         row = None if claimed[axis] else subject.plainest(*kinds)
-        found += [] if row is None else [row[0].plain("refuse", axis, **{axis: value})]
+        found += [] if row is None else [row[0].plain("refuse", axis).having({axis: value})]
     for kind in (kind for kind in STATE_KINDS if kind not in claims.kinds):
         asked = plain.plain("refuse", "kind", kind=kind, conv=CONVOLUTIONS[0] if kind == CONV else plain.conv)
         found += [cell] if (cell := subject.whole(asked)) is not None else []

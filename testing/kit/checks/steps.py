@@ -6,13 +6,14 @@ import ctypes
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import psutil
 import torch
 
-from headway.core.oracle.cells import CheckCell, Finding, Skipped
+from headway.core.oracle.cells import CheckCell, Finding, Skipped, placed
 from headway.core.oracle.steps import Before, Lens, Tokens, Turn, bits, first_step
 from headway.testing.kit.session import Session
 from headway.testing.kit.stage import Stage, close_all, open_all, synchronize, without_stray_reads
@@ -25,12 +26,6 @@ _NOISE_BYTES = 32 * 2**20
 """Growth of a process that says nothing: allocators keep what they once had."""
 
 
-def steps(stage: Stage, cell: CheckCell) -> str:
-    """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
-    without_stray_reads(lambda poison: _steps(stage, cell, poison), stage.poison)
-    return ""
-
-
 def thousand(stage: Stage, cell: CheckCell) -> str:
     """The thousandth step is as right as the first: what counts steps, or fills up, shows late."""
     lens: Lens = [(5, 0, 0), (1, 20, 0), (1, cell.block_size, 0)]
@@ -41,22 +36,19 @@ def thousand(stage: Stage, cell: CheckCell) -> str:
         if number > done:  # steps that are not judged: the same one again and again
             idle = session.lay_out(work)
             before = Before(idle)
-            with torch.inference_mode():
-                for _ in range(number - done):
-                    session.attention.begin(idle.metadata, *session.backends)
-                    session.run(idle)
+            for _ in range(number - done):
+                session.run(idle)
             session.finish(idle, work, before, checked=False)
-        try:
+        with placed(f"step {number + 1} of one instance"):
             session.step(work)
-        except Finding as finding:
-            finding.args = (f"step {number + 1} of one instance: {finding}",)
-            raise
         close_all(session, [turn.seq for turn in work])
         done = number + 1
     return ""
 
 
-def _steps(stage: Stage, cell: CheckCell, poison: float) -> None:
+@without_stray_reads
+def steps(stage: Stage, cell: CheckCell, poison: float) -> None:
+    """Fifty steps in which sequences come, grow in chunks, decode and go, and their blocks become other sequences'."""
     room: list[Lens] = [[(1, 400, 0)] * 4, [(40, 0, 0)] * 4]
     session = stage.session(cell, room, poison=poison, extra_tokens=6 * (cell.block_size + STEPS))
     running: list[Tokens] = []
@@ -68,11 +60,8 @@ def _steps(stage: Stage, cell: CheckCell, poison: float) -> None:
             share = max(running, key=lambda seq: seq.length, default=None)
             context = max(cell.block_size, 1) if share is None or share.length <= cell.block_size else share.length - 1
             work.insert(0, Turn(session.open(min(context, 90), share), 3 + number % 4))
-        try:
+        with placed(f"step {number + 1} of one instance"):
             session.step(work, checked=number in _WATCHED)
-        except Finding as finding:
-            finding.args = (f"step {number + 1} of one instance: {finding}",)
-            raise
         running = [turn.seq for turn in work]
         if len(running) > 5:
             gone = running.pop(0)
@@ -80,13 +69,9 @@ def _steps(stage: Stage, cell: CheckCell, poison: float) -> None:
             session.close(Tokens([block for block in gone.blocks if block not in shared]))
 
 
-def turns(stage: Stage, cell: CheckCell) -> str:
+@without_stray_reads
+def turns(stage: Stage, cell: CheckCell, poison: float) -> None:
     """The subject and the baseline serve one cache by turns, also within a step."""
-    without_stray_reads(lambda poison: _turns(stage, cell, poison), stage.poison)
-    return ""
-
-
-def _turns(stage: Stage, cell: CheckCell, poison: float) -> None:
     lens: Lens = [(9, 0, 0), (20, 2 * cell.block_size, 0), (5, cell.block_size + 3, 0), (1, 33, 0), (1, cell.block_size, 0)]
     session = stage.session(cell, [lens], poison=poison, extra_tokens=6 * len(lens) * cell.block_size)
     subject = session.prefill, session.decode
@@ -109,9 +94,7 @@ def repeat(stage: Stage, cell: CheckCell) -> str:
     for _ in range(4):
         for given in step.inputs:
             given.guarded.fill_(torch.nan)
-        with torch.inference_mode():
-            session.attention.begin(step.metadata, *session.backends)
-            session.run(step)
+        session.run(step)
         found.append([given.out.clone() for given in step.inputs])
     for turn, outs in enumerate(found[1:], start=2):
         for layer, (out, first) in enumerate(zip(outs, found[0], strict=True)):
@@ -142,11 +125,11 @@ def no_growth(steps: Callable[[int], None], device: torch.device) -> str:
     steps(10)
     grown = _growth(steps, STEPS - 10, device)
     for _ in range(_CHANCES):  # caches fill up and stop; what never stops is a leak
-        if not (grown.tensors or grown.python or grown.native or grown.process):
+        if not any(grown.of.values()):
             break
         steps(150)
         grown = _growth(steps, 2 * STEPS, device)
-    for name, size in (("tensors", grown.tensors), ("Python objects", grown.python), *grown.outside):
+    for name, size in grown.of.items():
         if size:
             raise Finding(
                 f"memory must not grow from step to step; {name} grew by {size / 1024:.0f} KiB in {grown.steps} steps",
@@ -156,17 +139,16 @@ def no_growth(steps: Callable[[int], None], device: torch.device) -> str:
 
 
 class _Growth:
+    """Bytes by which some steps grew what; 0 where that says nothing."""
+
     def __init__(self, steps: int, tensors: int, python: int, native: int, process: int) -> None:
         self.steps = steps
-        self.tensors = tensors if tensors >= 64 * steps else 0
-        self.python = python if python >= 1024 * steps else 0
-        self.native = native if native >= 2048 * steps else 0
-        self.process = process if process > _NOISE_BYTES else 0
-
-    @property
-    def outside(self) -> list[tuple[str, int]]:
-        """What grew that neither torch nor Python counts."""
-        return [("native memory (malloc)", self.native), ("the process", self.process)]
+        self.of = {
+            "tensors": tensors if tensors >= 64 * steps else 0,
+            "Python objects": python if python >= 1024 * steps else 0,
+            "native memory (malloc)": native if native >= 2048 * steps else 0,
+            "the process": process if process > _NOISE_BYTES else 0,
+        }
 
 
 class _Stepper:
@@ -178,16 +160,12 @@ class _Stepper:
         self.number = 0
 
     def steps(self, count: int) -> None:
-        """Run steps."""
         session = self.session
         for _ in range(count):
             self.number += 1
             shift = self.number % 19
             work = open_all(session, [(8, 11 + shift, 0), (2 + shift % 11, 0, 0), (1, 3 + shift, 0), (1, 2 * shift + 2, 0)])
-            step = session.lay_out(work)
-            with torch.inference_mode():
-                session.attention.begin(step.metadata, *session.backends)
-                session.run(step)
+            session.run(session.lay_out(work))
             close_all(session, [turn.seq for turn in work])
 
 
@@ -227,7 +205,6 @@ def _native_bytes() -> int:
 
 
 def _tensor_bytes(device: torch.device) -> int:
-    """Bytes of all tensors that are alive."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -247,22 +224,31 @@ def sync(stage: Stage, cell: CheckCell) -> str:
     lens = first_step(cell.phase, cell.block_size)
     session = stage.session(cell, [lens])
     step = session.lay_out(open_all(session, lens))
+    session.run(step)  # compiles
     with torch.inference_mode():
-        session.attention.begin(step.metadata, *session.backends)
-        session.run(step)  # compiles
-        session.attention.begin(step.metadata, *session.backends)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            session.run(step)
-        except Exception as error:
-            raise Finding(
-                f"prefill and decode must not wait for the device: {' '.join(str(error).split())[:200]}",
-                guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
-            ) from None
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        session.begin(step)
+        with no_waiting("prefill and decode"):
+            session.run_layers(step)
     return ""
+
+
+@contextmanager
+def no_waiting(what: str) -> Iterator[None]:
+    """Hold calls to it that they do not wait for the GPU. what: their names.
+
+    :raises Finding: one waits, or raises something else.
+    """
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except Exception as error:
+        raise Finding(
+            f"{what} must not wait for the device: {' '.join(str(error).split())[:200]}",
+            guess="waits for the device (.item(), .cpu(), a boolean of a tensor, indexing with a mask)",
+        ) from None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def cold(stage: Stage, cell: CheckCell) -> str:
@@ -272,10 +258,7 @@ def cold(stage: Stage, cell: CheckCell) -> str:
     for _ in range(2):
         started = time.perf_counter()
         session = stage.session(cell, [lens])
-        step = session.lay_out(open_all(session, lens))
-        with torch.inference_mode():
-            session.attention.begin(step.metadata, *session.backends)
-            session.run(step)
+        session.run(session.lay_out(open_all(session, lens)))
         synchronize(stage.subject.device)
         taken.append(time.perf_counter() - started)
     return f"first call {taken[0]:.2f} s, second {taken[1]:.3f} s"
