@@ -332,7 +332,8 @@ class TileMethod:
         }
         grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
         count = num_pairs // config.num_slots if tiling.whole else num_blocks
-        behind = {"bias_ptr": x if bias is None else bias, "pairs_ptr": pairs, "ends_ptr": ends, "y_ptr": y, "num_blocks": count}
+        behind: dict[str, Tensor | float] = {"bias_ptr": x if bias is None else bias, "pairs_ptr": pairs, "ends_ptr": ends}
+        behind |= {"y_ptr": y, "num_blocks": count}
         if isinstance(weight, Tensor):
             self._plain(x, block_n, gated, sizes)(grid, x_ptr=x, weight_ptr=weight, **behind)
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -349,8 +350,7 @@ class RotationArguments:
     """What kernels that rotate the heads of a product take, and their counters."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrivals: dict[int, Tensor] = {}
+        self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
 
     def __call__(
@@ -360,10 +360,7 @@ class RotationArguments:
         if rotated is None:
             return unused, unused, unused, unused, unused, 0.0
         heads, (cos, sin) = rotated
-        count = heads.num_heads + heads.num_kv_heads
-        arrivals = self._arrivals.get(count)
-        if arrivals is None:
-            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        arrivals = self._arrivals(heads.num_heads + heads.num_kv_heads)
         if heads.q_norm is None or heads.k_norm is None:
             return cos, sin, unused, unused, arrivals, 0.0
         return cos, sin, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps
@@ -376,8 +373,7 @@ class FewRows:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launchers: dict[tuple[ProductCase, int], tuple[FixedLauncher, int]] = {}
+        self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
 
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
@@ -420,10 +416,7 @@ class FewRows:
             bias=linear.bias is not None,
             heads=None if rotated is None else shape_of(rotated[0]),
         )
-        known = self._launchers.get((case, block_m))
-        if known is None:
-            known = self._launchers[case, block_m] = _launcher(case, block_m, self._device)
-        launch, programs = known
+        launch, programs = self._launcher(case, block_m)
         assert isinstance(linear.weight, Tensor)
         cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
         launch(
@@ -450,7 +443,7 @@ def shape_of(heads: Heads) -> tuple[int, int, int, bool]:
     return heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None and heads.k_norm is not None
 
 
-def _launcher(case: ProductCase, block_m: int, device: torch.device) -> tuple[FixedLauncher, int]:
+def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
     """The kernel for a case, and its programs. block_m: rows, rounded up to what the matrix units take; 1 needs none of these."""
     block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
     chunks = triton.cdiv(case.in_features, block_k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,10 +66,6 @@ def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool
     return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
 
 
-_Variant = tuple[ProductCase, WeightBytes, QuantizedCut]
-"""All that the kernel is compiled for."""
-
-
 class InOrder:
     """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
 
@@ -97,17 +94,16 @@ class QuantizedProducts:
     """
 
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
-        self._device = device
         self._cut = cut
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._in_order = InOrder()
         self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._launchers: dict[_Variant, FixedLauncher] = {}
+        self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
-        self._arrivals: dict[int, Tensor] = {}
+        self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters of arrivals by their number, zero between launches; never freed: captured graphs keep addresses."""
-        self._sums: dict[int, Tensor] = {}
+        self._sums = cache(lambda count: torch.empty(count, device=device))
         """Room for the sums of programs that share one; likewise."""
 
     def reads(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
@@ -149,10 +145,7 @@ class QuantizedProducts:
             bias=linear.bias is not None,
             heads=None if rotated is None else shape_of(rotated[0]),
         )
-        variant = case, described, cut
-        launch = self._launchers.get(variant)
-        if launch is None:
-            launch = self._launchers[variant] = self._launcher(variant)
+        launch = self._launcher(case, described, cut)
         grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
         x, norm_weight = self._in_order(x, norm, linear)
         codes, scales, zeros = tensors
@@ -194,38 +187,32 @@ class QuantizedProducts:
         """Room for the sums of programs that share one, and counters of their arrivals."""
         tiles = grid[0] * grid[2] if cut.splits > 1 else 0
         count = tiles * cut.splits * (cut.block_n * (2 if gated else 1) + 1) * cut.block_m
-        sums = self._sums.get(count)
-        if sums is None:
-            sums = self._sums[count] = torch.empty(count, device=self._device)
-        counters = self._arrivals.get(tiles)
-        if counters is None:
-            counters = self._arrivals[tiles] = torch.zeros(tiles, dtype=torch.int32, device=self._device)
-        return sums, counters
+        return self._sums(count), self._arrivals(tiles)
 
-    def _launcher(self, variant: _Variant) -> FixedLauncher:
-        """The kernel for a variant."""
-        case, weight, cut = variant
-        constants: dict[str, Any] = {
-            **case.constants(cut.block_n),
-            "ROW": weight.row,
-            "WEIGHT": weight.kind,
-            "HALF": weight.half,
-            "SCALES": weight.scales,
-            "SCALE_SPAN": weight.scale_span,
-            "SCALE_ROWS": weight.scale_rows,
-            "ZEROS": weight.zeros,
-            "BLOCK_N": cut.block_n,
-            "BLOCK_M": cut.block_m,
-            "SPAN": cut.span,
-            "SLICES": cut.slices,
-            "STAGES": cut.stages,
-            "PREFETCH": 0 if INTERPRETED else cut.prefetch,
-            "SPLITS": cut.splits,
-            "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
-            "ASSEMBLY": cut.assembly and not INTERPRETED,
-            "EARLY": cut.early,
-        }
-        return FixedLauncher(quantized_product, cut.num_warps, self._device, constants)
+
+def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut: QuantizedCut) -> FixedLauncher:
+    """The kernel for all that it is compiled for."""
+    constants: dict[str, Any] = {
+        **case.constants(cut.block_n),
+        "ROW": weight.row,
+        "WEIGHT": weight.kind,
+        "HALF": weight.half,
+        "SCALES": weight.scales,
+        "SCALE_SPAN": weight.scale_span,
+        "SCALE_ROWS": weight.scale_rows,
+        "ZEROS": weight.zeros,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_M": cut.block_m,
+        "SPAN": cut.span,
+        "SLICES": cut.slices,
+        "STAGES": cut.stages,
+        "PREFETCH": 0 if INTERPRETED else cut.prefetch,
+        "SPLITS": cut.splits,
+        "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
+        "ASSEMBLY": cut.assembly and not INTERPRETED,
+        "EARLY": cut.early,
+    }
+    return FixedLauncher(quantized_product, cut.num_warps, device, constants)
 
 
 _PROGRAMS = 2

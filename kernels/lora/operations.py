@@ -53,7 +53,7 @@ class PlainAdditions:
         """See Additions."""
         size, rank = product.out_features, product.rank
         y = both[:, :size].clone()
-        lows = both[:, size:].reshape(len(both), *product.a.shape[:2])
+        lows = both[:, size:].reshape((len(both), *product.a.shape[:2]))
         for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
             rows = (slots == slot).nonzero().squeeze(1)
             for start, end, module in product.parts:
@@ -164,14 +164,16 @@ class AdaptedOperations:
         x = x.contiguous()
         if norm is None:
             return x, None
-        return self._additions.normed(x, norm, *adapted) or (self._inner.norm(x, norm), None)
+        product, slots = adapted
+        return self._additions.normed(x, norm, product, slots) or (self._inner.norm(x, norm), None)
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
         """The product of x, normed first if it is to be, with what adapters add."""
-        if adapted[0].joined is not None:
-            return self._additions.joined(self._both(x, norm, adapted[0].joined), *adapted)
+        product, slots = adapted
+        if product.joined is not None:
+            return self._additions.joined(self._both(x, norm, product.joined), product, slots)
         normed, low = self._normed(x, norm, adapted)
-        return self._additions.add(self._inner.product(normed, linear), normed, *adapted, low)
+        return self._additions.add(self._inner.product(normed, linear), normed, product, slots, low)
 
     def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
         """The product of x, normed first if it is to be, and of the A of every slot behind it."""
@@ -198,16 +200,17 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
-        if adapted[0].joined is not None:
-            both = self._both(x, norm, adapted[0].joined)
-            y = self._additions.joined_activated(both, *adapted, activation)
-            return self._inner.activated(self._additions.joined(both, *adapted), activation, gated=True) if y is None else y
+        product, slots = adapted
+        if product.joined is not None:
+            both = self._both(x, norm, product.joined)
+            y = self._additions.joined_activated(both, product, slots, activation)
+            return self._inner.activated(self._additions.joined(both, product, slots), activation, True) if y is None else y
         normed, low = self._normed(x, norm, adapted)
         both = self._inner.product(normed, linear)
-        y = self._additions.activated(both, normed, *adapted, activation, low)
+        y = self._additions.activated(both, normed, product, slots, activation, low)
         if y is not None:
             return y
-        return self._inner.activated(self._additions.add(both, normed, *adapted, low), activation, gated=True)
+        return self._inner.activated(self._additions.add(both, normed, product, slots, low), activation, gated=True)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -223,10 +226,11 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.add_product(residual, x, linear)
-        if adapted[0].joined is not None:
-            return self._additions.joined(self._both(x, None, adapted[0].joined), *adapted, add_to=residual)
+        product, slots = adapted
+        if product.joined is not None:
+            return self._additions.joined(self._both(x, None, product.joined), product, slots, add_to=residual)
         x = x.contiguous()
-        return self._additions.add(self._inner.add_product(residual, x, linear), x, *adapted)
+        return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """See Operations."""

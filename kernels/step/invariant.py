@@ -87,16 +87,22 @@ class InvariantOperations:
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations."""
-        tiles = zip(*map(self._tiles, (x, *(rope or ()))), strict=True)
-        parts = [self._inner.norm_qkv(rows, norm, linear, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
-        q, k, v = (torch.cat(tensors)[: x.shape[0]] for tensors in zip(*parts, strict=True))
-        return q, k, v
+        return self._by_tile(lambda rows, turn: self._inner.norm_qkv(rows, norm, linear, heads, turn), x, rope)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations."""
-        tiles = zip(*map(self._tiles, (qkv, *(rope or ()))), strict=True)
-        parts = [self._inner.turn_heads(rows, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
-        q, k, v = (torch.cat(tensors)[: qkv.shape[0]] for tensors in zip(*parts, strict=True))
+        return self._by_tile(lambda rows, turn: self._inner.turn_heads(rows, heads, turn), qkv, rope)
+
+    def _by_tile(
+        self, step: Callable[[Tensor, Rope | None], tuple[Tensor, Tensor, Tensor]], x: Tensor, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v that a step gives of the rows of x, tile by tile."""
+        tiles = self._tiles(x)
+        turns: Iterable[Rope | None] = [None] * len(tiles)
+        if rope is not None:
+            turns = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
+        parts = [step(rows, turn) for rows, turn in zip(tiles, turns, strict=True)]
+        q, k, v = (torch.cat([part[place] for part in parts])[: x.shape[0]] for place in range(3))
         return q, k, v
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:

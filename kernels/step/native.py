@@ -145,7 +145,6 @@ class _CountedAttention:
 
 _STORE, _ADD, _GATED = range(3)
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_NO_NORM = (None, 0.0)
 
 
 class NativeOperations(TorchOperations):
@@ -161,8 +160,19 @@ class NativeOperations(TorchOperations):
         if norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES:
             return super().norm(x, norm)
         out = x.new_empty(x.shape)
-        rows, size = x.shape
-        self.functions.norm(NormStruct(x.data_ptr(), out.data_ptr(), rows, x.stride(0), size, *_norm(norm), TYPES[x.dtype]))
+        (rows, size), (factors, least) = x.shape, _norm(norm)
+        self.functions.norm(
+            NormStruct(
+                x=x.data_ptr(),
+                out=out.data_ptr(),
+                rows=rows,
+                ldx=x.stride(0),
+                size=size,
+                norm=factors,
+                norm_least=least,
+                type=TYPES[x.dtype],
+            )
+        )
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -201,13 +211,29 @@ class NativeOperations(TorchOperations):
         x, norm = self._before(x, norm)
         dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
         qkv = x.new_empty(len(x), panels.out_features // dim, dim)
-        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
+        (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
         self.functions.product(
             ProductStruct(
-                panels.described, x.data_ptr(), qkv.data_ptr(), cos, sin, len(x), x.stride(0), panels.out_features,
-                dim, heads.num_heads, turned, *_norm(norm), *_norm(heads.q_norm), *_norm(heads.k_norm), TYPES[x.dtype],
+                weight=panels.described,
+                x=x.data_ptr(),
+                out=qkv.data_ptr(),
+                cos=None if rope is None else rope[0].data_ptr(),
+                sin=None if rope is None else rope[1].data_ptr(),
+                rows=len(x),
+                ldx=x.stride(0),
+                ldo=panels.out_features,
+                head_dim=dim,
+                q_heads=heads.num_heads,
+                heads=turned,
+                norm=factors,
+                norm_least=least,
+                q_norm=q_factors,
+                q_norm_least=q_least,
+                k_norm=k_factors,
+                k_norm_least=k_least,
+                type=TYPES[x.dtype],
             )
-        )  # fmt: skip
+        )
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -230,12 +256,22 @@ class NativeOperations(TorchOperations):
         return out
 
     def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
+        factors, least = _norm(norm)
         self.functions.product(
             ProductStruct(
-                panels.described, x.data_ptr(), out.data_ptr(), None, None, len(x), x.stride(0), out.stride(0), 0, 0, 0,
-                *_norm(norm), *_NO_NORM, *_NO_NORM, TYPES[x.dtype], mode, _ACTIVATIONS[activation],
+                weight=panels.described,
+                x=x.data_ptr(),
+                out=out.data_ptr(),
+                rows=len(x),
+                ldx=x.stride(0),
+                ldo=out.stride(0),
+                norm=factors,
+                norm_least=least,
+                type=TYPES[x.dtype],
+                mode=mode,
+                activation=_ACTIVATIONS[activation],
             )
-        )  # fmt: skip
+        )
 
 
 def _panels(x: Tensor, linear: Linear) -> Panels | None:
@@ -251,6 +287,6 @@ def _normed(norm: Norm | None) -> bool:
 def _norm(norm: Norm | None) -> tuple[int | None, float]:
     """Address of a norm's factors, and what is added to the squared length."""
     if norm is None:
-        return _NO_NORM
+        return None, 0.0
     assert norm.by_length is not None
     return norm.by_length[0].data_ptr(), norm.weight.shape[0] * norm.eps

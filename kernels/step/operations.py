@@ -64,7 +64,7 @@ class PlainLatentLayer:
     def absorb(self, q: Tensor) -> Tensor:
         """See LatentLayer."""
         still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
-        out = q.new_empty(*q.shape[:2], self._rank + turned.shape[-1])
+        out = q.new_empty((*q.shape[:2], self._rank + turned.shape[-1]))
         torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
         out[..., self._rank :] = turned
         return out
@@ -74,7 +74,7 @@ class PlainLatentLayer:
         rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
         both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
         still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
-        return torch.cat([still, turned.expand(*still.shape[:2], -1)], dim=-1), v
+        return torch.cat([still, turned.expand((*still.shape[:2], -1))], dim=-1), v
 
     def project(self, attended: Tensor, out: Tensor) -> None:
         """See LatentLayer."""
@@ -285,7 +285,8 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         y = y * factor
     y = y.reshape(len(y), y.shape[1] // gate.size, gate.size)
     if gate.norm.by_length is not None and len(gate.norm.weight) == gate.size:
-        y = norm_by_length(y, *gate.norm.by_length).flatten(1)
+        factors, least = gate.norm.by_length
+        y = norm_by_length(y, factors, least).flatten(1)
     else:
         weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
         y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(eps, y.flatten(1))[0].view_as(y)
@@ -326,7 +327,8 @@ class TorchOperations:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
         if norm.by_length is not None:
-            return norm_by_length(x.float(), *norm.by_length).to(x.dtype)
+            factors, least = norm.by_length
+            return norm_by_length(x.float(), factors, least).to(x.dtype)
         weight = norm.weight
         exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
         if norm.bias is not None:
