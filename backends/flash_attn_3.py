@@ -210,7 +210,8 @@ class FlashAttention3(AttentionBackend):
         if plan.schedule is not None and (plan.first is None or plan.first is cache):
             plan.first = cache
             self._make_schedule(plan)
-        self._attend(q, *self._rows(cache), plan, out, lse)
+        k, v = self._rows(cache)
+        self._attend(q, k, v, plan, out, lse)
 
     def _step(self, metadata: AttentionMetadata, lengths_hold: bool) -> FlashStep:
         paged = metadata.phase is not Phase.PREFILL

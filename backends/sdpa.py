@@ -184,8 +184,8 @@ class SDPA(AttentionBackend):
         with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:
-                    shape = (group.count, group.query_len, self.spec.num_kv_heads)
-                    keys, values = (rows[group.tokens].reshape(*shape, -1) for rows in (k, v))
+                    shape = (group.count, group.query_len, self.spec.num_kv_heads, -1)
+                    keys, values = (rows[group.tokens].reshape(shape) for rows in (k, v))
                 else:
                     keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
@@ -194,7 +194,8 @@ class SDPA(AttentionBackend):
         """One padded call for all sequences of the same query length."""
         with self.allowed_kernels():
             for group in plan:
-                self._attend(q, *self._gather(cache, group), group, out, lse)
+                keys, values = self._gather(cache, group)
+                self._attend(q, keys, values, group, out, lse)
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
         """Cached keys and values in the layer's element type; those of a cache of 8 bits times their scales."""
@@ -287,7 +288,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
         scores = scores + bias
     if spec.sinks is not None:  # one more logit a row, whose weight is dropped again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)
         return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
     return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
 
@@ -322,4 +323,4 @@ def alibi(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -
     assert spec.alibi_slopes is not None
     distance = (query_positions - key_positions).float()
     slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=distance.device)
-    return -slopes.view(-1, *[1] * distance.dim()) * distance
+    return -slopes.view((-1, *[1] * distance.dim())) * distance

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -135,16 +136,21 @@ class TorchVarlen(VarlenAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
-        arguments = (q, k, v, plan.starts, plan.starts, plan.max_query_len, plan.max_kv_len)
-        options = {
-            "scale": self.spec.scale,
-            "window_size": self._window,
-            "enable_gqa": self._gqa,
-            "seqused_k": plan.kv_lens if plan.paged else None,
-            "block_table": plan.block_table if plan.paged else None,
-        }
-        if plan.max_query_len == 1 and self._gqa:
-            # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
-            out.copy_(self._attend(*arguments, **options))
-        else:
-            self._attend_out(out, *arguments, **options)
+        # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
+        copies = plan.max_query_len == 1 and self._gqa
+        written = (self._attend if copies else partial(self._attend_out, out))(
+            q,
+            k,
+            v,
+            plan.starts,
+            plan.starts,
+            plan.max_query_len,
+            plan.max_kv_len,
+            scale=self.spec.scale,
+            window_size=self._window,
+            enable_gqa=self._gqa,
+            seqused_k=plan.kv_lens if plan.paged else None,
+            block_table=plan.block_table if plan.paged else None,
+        )
+        if copies:
+            out.copy_(written)

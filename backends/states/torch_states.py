@@ -77,7 +77,7 @@ def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
     taken = taken.permute([order.index(axis) for axis in range(states.dim())])
     if empty is None:
         return taken
-    return taken.masked_fill_(empty.view(-1, *[1] * (states.dim() - 1)), 0.0)
+    return taken.masked_fill_(empty.view((-1, *[1] * (states.dim() - 1))), 0.0)
 
 
 def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -215,7 +215,7 @@ class TorchStates(StateBackend):
         rows = (len(plan.metadata.slots), plan.length)
         tokens, places = plan.order()
         x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
-        result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty(*rows, out.shape[-1])
+        result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty((*rows, out.shape[-1]))
         if len(plan.blocks) == 1:
             self._step_block(plan, plan.blocks[0], x, gates, parameters, cache, result)
         else:
@@ -282,7 +282,7 @@ class _StepStates:
             return read_slots(states, self._slots, self._empty)
         own = states[self._block.in_place]
         if self._empty is not None:
-            own.masked_fill_(self._empty.view(-1, *[1] * (own.dim() - 1)), 0.0)
+            own.masked_fill_(self._empty.view((-1, *[1] * (own.dim() - 1))), 0.0)
         return own.float()
 
     def keep(self, states: Tensor, token: int, values: Tensor) -> None:

@@ -75,8 +75,8 @@ class Decode:
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         self._block_size = block_size
         self._scaled = layout.has_scales
-        row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
-        self.configs = decode_configs(setup.arch, *row)
+        block_d, split = max(layer.block_d, layer.block_dv), layout.x(spec.cache_dtype) > 1
+        self.configs = decode_configs(setup.arch, block_d, spec.cache_dtype.itemsize, block_size, split)
         self.workspace = setup.workspace
         self._scalars = tuple(layer.scalars.values())
         self._own = id(layer)

@@ -76,9 +76,9 @@ class Prefill:
         spec = self._spec
         dense = metadata.phase is Phase.PREFILL and not rereads(spec)
         paged = 0 if dense else self._block_size
-        row = (max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv), spec.dtype.itemsize)
+        block_d = max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
-        config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
+        config = prefill_config(self._arch, block_d, spec.dtype.itemsize, longest, spec.group_size, paged)
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
             config = replace(config, tma=False)
         rule = self._rule(config)
@@ -192,9 +192,9 @@ class Prefill:
             *variant.strides,
         )
         grid = (self._spec.num_kv_heads, plan.schedule.programs, 1)
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        first = (q, *read, out, sums, *scales)
-        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
+        first, warps, stages = (q, *read, out, sums, *scales), config.num_warps, config.num_stages
+        constants = variant.constants
+        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, constants, num_warps=warps, num_stages=stages)
         merge = None
         if split:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
