@@ -211,23 +211,23 @@ def _weights(
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
-    keeps = (_never, _never)
     own = functions() if device.type == "cpu" and keep_quantized else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    if keep_quantized:
-        keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
+    keeps = partial(reads_as_it_is, dtype=dtype, device=device) if keep_quantized else _never
+    keeps_experts = partial(reads_experts, dtype=dtype, device=device) if keep_quantized else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
         if stored is not None:
-            return DummyInFormat(drawn, stored.rules[0].format, *keeps)
-        return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], *keeps)
-    weights = Weights(folder, dtype, device, config.names.aliases, stored, *keeps)
-    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], *keeps)
+            return DummyInFormat(drawn, stored.rules[0].format, keeps, keeps_experts)
+        weights: WeightSource = drawn
+    else:
+        weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
 
 
 def _never(weight: QuantizedWeight) -> bool:
@@ -264,12 +264,12 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
         raise ModelError(f"model: config.json cannot be used ({_first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True, generates: bool = True) -> Any:
-    """The configuration of a model folder, as transformers reads it. plain: see `config_of`; generates: see `check_folder`.
+def read_config(folder: Path, plain: bool = True) -> Any:
+    """The configuration of a model folder, as transformers reads it. plain: see `config_of`.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    return config_of(folder, check_folder(folder, generates), plain)
+    return config_of(folder, check_folder(folder), plain)
 
 
 def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> Any:

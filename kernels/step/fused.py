@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 import triton
@@ -27,16 +27,15 @@ from headway.kernels.step.operations import (
     Gate,
     Heads,
     Norm,
+    Operations,
     Rope,
-    add_one_by_one,
     apply_gate,
     norm_heads,
-    softcap,
 )
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 
 
-class Fused:
+class Fused(Operations):
     """Operations of one model, on a GPU or under Triton's interpreter.
 
     No call synchronises or looks at values, so all of it can be captured in a CUDA graph, and a graph runs the kernels that the
@@ -307,10 +306,6 @@ class Fused:
             return residual.add_(self._product(x, None, linear, way))
         return linear.add_to(residual, x)
 
-    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """As many launches as products."""
-        return add_one_by_one(self, residual, terms)
-
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
     ) -> tuple[Tensor, Tensor]:
@@ -348,10 +343,6 @@ class Fused:
             grid = rows, triton.cdiv(triton.cdiv(width, size), groups), 1
             launch(grid, x_ptr=x, by_ptr=by, weight_ptr=weight, y_ptr=y, eps=eps)
         return y
-
-    def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        """Three launches, of torch's."""
-        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
         """Layers of one kind share launchers, counters, and the choice between ways of computing them."""

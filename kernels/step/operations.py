@@ -164,16 +164,21 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Operations(Protocol):
-    """The steps of one model. Rows are independent of each other in every one of them."""
+    """The steps of one model. Rows are independent of each other in every one of them.
+
+    Those with a body are what a device does that has nothing better; who subclasses inherits them.
+    """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """Prepare a norm and the next product once, before any step: the two returned compute together what the two given do.
 
         For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
         """
+        return norm, linear
 
     def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
         """Kinds of a model's products that choose among ways of computing them. products: all of them, and which are gated."""
+        return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
@@ -234,12 +239,14 @@ class Operations(Protocol):
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """residual + products of several x and their Linear, as `add_product`."""
+        return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place (Gemma 2)."""
+        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """A layer of experts after its norm, made once before any step."""
@@ -294,21 +301,13 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
 
-class TorchOperations:
+class TorchOperations(Operations):
     """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
         self._inv_freq = inv_freq
         self._factors = factors
-
-    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """As they are."""
-        return norm, linear
-
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
-        """None: a layer multiplies in one way."""
-        return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
@@ -402,17 +401,9 @@ class TorchOperations:
         """See Operations."""
         return linear.add_to(residual, x)
 
-    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """See Operations."""
-        return add_one_by_one(self, residual, terms)
-
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""
         return apply_gate(x, by, gate)
-
-    def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        """See Operations."""
-        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """One expert after the other.

@@ -156,7 +156,10 @@ def latent_attention(config: Any) -> dict[str, Any]:
     if rank is not None and (type(rank) is not int or rank < 1):
         raise ModelError(f"q_lora_rank: needs null or a whole number of at least 1, got {rank!r}")
     latent = LatentConfig(
-        **{name: getattr(config, name) for name in _SIZES},
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
         q_lora_rank=rank,
         # DeepSeek-V2 is computed on pairs of neighbours; V3's configuration tells.
         interleaved=bool(getattr(config, "rope_interleave", True)),

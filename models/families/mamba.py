@@ -115,8 +115,12 @@ def granite_hybrid(config: Any) -> dict[str, Any]:
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
     if config.num_local_experts:
-        sizes = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
-        options["experts"] = ExpertsConfig(*sizes, shared_intermediate_size=config.shared_intermediate_size)
+        options["experts"] = ExpertsConfig(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            shared_intermediate_size=config.shared_intermediate_size,
+        )
     return options
 
 
@@ -230,8 +234,12 @@ def jamba(config: Any) -> dict[str, Any]:
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
     if any(count > 1 for count in counts):
-        sizes = config.num_experts, config.num_experts_per_tok, config.intermediate_size
-        options["experts"] = ExpertsConfig(*sizes, renormalize=False)
+        options["experts"] = ExpertsConfig(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            renormalize=False,
+        )
         options["dense_layers"] = {index for index, count in enumerate(counts) if count == 1}
     return options
 
