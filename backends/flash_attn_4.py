@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
@@ -65,9 +65,7 @@ class FlashAttention4(VarlenAttention):
     )
     graph_level = GraphLevel.UNIFORM
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._forward = find(MODULE, ENTRY, HINT)[0]
         self._left = None if spec.sliding_window is None else spec.sliding_window - 1  # keys left of the query itself

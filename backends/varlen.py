@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
@@ -103,9 +103,7 @@ class TorchVarlen(VarlenAttention):
         non_causal=True,
     )
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._attend = find(MODULE, "varlen_attn", HINT)[0]
         self._attend_out = find(MODULE, "varlen_attn_out", HINT)[0]

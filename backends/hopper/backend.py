@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.compiled import upload
@@ -259,9 +259,7 @@ class HopperAttention(HopperBackend):
     graph_level = GraphLevel.UNIFORM  # a prompt's items are fixed by its length, which a captured prompt keeps
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._attention = HopperKernels(spec, block_size, count_of(self.name, options, "num_splits"))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headway.backends.hopper.backend import HopperAttention, HopperBackend, has_rows_of_16_bytes
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
 from headway.backends.triton.decode import Decode, DecodePlan
@@ -271,9 +271,7 @@ class HopperDecoding(CutDecoding):
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence's keys, in place of the built-in rule"}
     decode_writes = True
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._decode = HopperDecode(setup_of(spec, layout, block_size), count_of(self.name, options, "num_splits"))
 

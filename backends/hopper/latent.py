@@ -17,7 +17,7 @@ from triton import next_power_of_2
 from headway.backends.hopper.backend import has_rows_of_16_bytes
 from headway.backends.hopper.decode import CutDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.chunk_kernel import most_chunks
 from headway.backends.triton.configs import DecodeConfig
 from headway.backends.triton.decode import DecodePlan
@@ -236,9 +236,7 @@ class HopperLatent(CutDecoding):
         "cluster": "blocks of threads that copy keys for each other, 1 or 2, in place of 2 where a token has 128 heads",
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         tile = HeadTile.of(spec.num_heads, count_of(self.name, options, "cluster"))
         assert tile is not None, "asked by supports"

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
@@ -61,9 +61,7 @@ class TritonAttention(AttentionBackend):
         "extend_splits": "splits of the longest query tile's keys in prefill and extend, in place of the built-in rule",
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._debug = os.environ.get("HEADWAY_DEBUG") == "1"
         cuda = spec.device.type == "cuda"

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
+from headway.kernels.linear.cuda_products import CudaProducts
 from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized import QuantizedProducts
 from headway.kernels.linear.quantized_choice import DEQUANTIZED, SCALED, MeasuredWay
 from headway.kernels.linear.unpack_kernels import dequantize_rows, quantize_rows
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.operations import Norm
 
-if TYPE_CHECKING:
-    from headway.kernels.step.config import Activation
-    from headway.kernels.step.operations import Heads, Rope
-
-
-class FusedProducts(Protocol):
-    """Kernels that compute what comes before and after a product, too."""
-
-    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
-        """Whether the heads of a product are rotated, too."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None = None,
-        gated: bool = False,
-        activation: Activation | None = None,
-        add_to: Tensor | None = None,
-        rotated: tuple[Heads, Rope] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `FewRows`, whose arguments these are."""
+FusedProducts = QuantizedProducts | CudaProducts
+"""Kernels that compute what comes before and after a product, too."""
 
 
 class ProductWay(MeasuredWay, ABC):

@@ -24,16 +24,47 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway")
 
 
-class PlainAdditions:
+RANK_MULTIPLE = 16
+"""Ranks that the matrix units of a GPU sum over at once."""
+
+
+class Additions(Protocol):
+    """Adds what rows' adapters say to products. Who inherits leaves to the operations what has a body here."""
+
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
+        return None
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
+        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
+
+        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
+        """
+
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
+
+        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        """
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """As `activated`, of what `joined` is given."""
+        return None
+
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
+        operations, and nothing was added."""
+        return None
+
+
+class PlainAdditions(Additions):
     """Adds to rows that have an adapter, and to no others. The host looks at the rows' slots, so that no graph can hold it."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
         """tile_rows: rows of every product, so that a row's bits depend on no other (see `InvariantOperations`); None: any."""
         self._tile_rows = tile_rows
-
-    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> None:
-        """See Additions: left to the operations."""
-        return
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
         """Return y with what each row's adapter adds, in place.
@@ -61,16 +92,6 @@ class PlainAdditions:
                 y[:, start:end].index_add_(0, rows, self._multiplied(low, product.b[slot, start:end]))
         return y if add_to is None else add_to.add_(y)
 
-    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> None:
-        """See Additions: left to the operations."""
-        return
-
-    def activated(
-        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: object = None
-    ) -> None:
-        """See Additions: left to the operations."""
-        return
-
     def _multiplied(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, k] times weight [n, k]: [rows, n]."""
         size = self._tile_rows
@@ -78,38 +99,6 @@ class PlainAdditions:
             return torch.mm(x, weight.t())
         tiles = torch.split(pad(x, (0, 0, 0, -len(x) % size)), size)
         return torch.cat([torch.mm(tile, weight.t()) for tile in tiles])[: len(x)]
-
-
-RANK_MULTIPLE = 16
-"""Ranks that the matrix units of a GPU sum over at once."""
-
-
-class Additions(Protocol):
-    """Adds what rows' adapters say to products."""
-
-    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
-
-    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
-        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
-
-        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
-        """
-
-    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
-
-        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
-        """
-
-    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """As `activated`, of what `joined` is given."""
-
-    def activated(
-        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
-    ) -> Tensor | None:
-        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
-        operations, and nothing was added."""
 
 
 class AdaptedOperations:

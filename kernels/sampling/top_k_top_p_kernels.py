@@ -417,45 +417,23 @@ class TopKTopPSampler:
         masses, candidates = buffer(COUNTERS, dtype=torch.int64), buffer(capacity, dtype=torch.int64)
         targets, best = buffer(dtype=torch.int64), buffer(dtype=torch.int64)
         grid = rows, parts, 1
-        strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
-        behind = {**strides, "vocab_size": vocab}
-        """The arguments with which most kernels end."""
+        read = {"logits": logits, "filters": filters}
         bracket = {"part_max_keys": part_max_keys, "thresholds": thresholds, "counts": counts, "masses": masses}
-        state = {"logits": logits, "filters": filters, **bracket}
-        """The arguments with which the next kernels begin."""
+        found = {"candidates": candidates, "ties": ties, "targets": targets, "cutoffs": cutoffs, "last_ids": last_ids}
+        found["chosen"] = chosen
+        strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
+        behind: dict[str, int] = {**strides, "vocab_size": vocab}
+        """The arguments with which most kernels end."""
 
-        get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **state, best=best, **behind)
-        get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **state, targets=targets, **behind)
+        get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **behind)
+        get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **behind)
         for stage in (0, 1):
-            get(count_above_thresholds, 4, {"ROUND": 1 + stage, **limits})(grid, **state, targets=targets, **behind)
+            get(count_above_thresholds, 4, {"ROUND": 1 + stage, **limits})(grid, **read, **bracket, targets=targets, **behind)
             list_kernel = get(list_candidates, 4, {"STAGE": stage, **limits, "LANES": LANES})
-            list_kernel(grid, **state, targets=targets, candidates=candidates, ties=ties, **behind)
-            get(find_cutoffs, 16, {"STAGE": stage, **limits, "LANES": LANES})(
-                (rows, 1, 1),
-                logits=logits,
-                filters=filters,
-                keys=keys,
-                others=others,
-                **bracket,
-                candidates=candidates,
-                ties=ties,
-                targets=targets,
-                cutoffs=cutoffs,
-                last_ids=last_ids,
-                chosen=chosen,
-                **strides,
-                parts=parts,
-                vocab_size=vocab,
+            list_kernel(grid, **read, **bracket, targets=targets, candidates=candidates, ties=ties, **behind)
+            cutoff_kernel = get(find_cutoffs, 16, {"STAGE": stage, **limits, "LANES": LANES})
+            cutoff_kernel(
+                (rows, 1, 1), **read, keys=keys, others=others, **bracket, **found, **strides, parts=parts, vocab_size=vocab
             )
-        get(draw_kept, 4, {"LANES": LANES})(
-            grid,
-            logits=logits,
-            filters=filters,
-            keys=keys,
-            counts=counts,
-            cutoffs=cutoffs,
-            last_ids=last_ids,
-            best=best,
-            chosen=chosen,
-            **behind,
-        )
+        drawn = {"counts": counts, "cutoffs": cutoffs, "last_ids": last_ids, "best": best, "chosen": chosen}
+        get(draw_kept, 4, {"LANES": LANES})(grid, **read, keys=keys, **drawn, **behind)
