@@ -23,7 +23,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, Ca
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger
@@ -88,9 +88,7 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def available(cls) -> Support:
         """Whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
-        if INTERPRETED or torch.cuda.is_available():
-            return YES
-        return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
+        return can_launch()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

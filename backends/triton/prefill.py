@@ -200,22 +200,11 @@ class Prefill:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
             rest = (plan.rows[plan.schedule.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
             grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.schedule.merges)
-            constants = self._merging(config, lse is not None)
+            merged = max(1, min(8, 2048 // (self._merge_rows * self._layer.block_dv)))
+            constants = self._layer.merging(config.block_m, self._merge_rows, merged, lse is not None)
             merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:5], rest, constants, num_warps=1)
         if kernel is not None:
             plan.launches[key] = (kernel, merge, variant.tma)
-
-    def _merging(self, config: PrefillConfig, lse: bool) -> dict[str, Any]:
-        """Compile-time constants of the merge."""
-        shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
-        return {
-            **{name: self._layer.constants[name] for name in shared},
-            "BLOCK_M": config.block_m,
-            "ROWS": self._merge_rows,
-            "MERGED": max(1, min(8, 2048 // (self._merge_rows * self._layer.block_dv))),
-            "HAS_LSE": lse,
-            "PDL": self._pdl,
-        }
 
     def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
         """Strides, and all that is compiled in, for one way to read keys."""

@@ -11,6 +11,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from headway.core.contract.compiled import AHEAD
+from headway.core.contract.support import YES, Support
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
@@ -173,6 +174,13 @@ def aligned(*pointers: int) -> bool | tuple[bool, ...]:
 def specialised(*numbers: int) -> tuple[object, ...]:
     """What Triton compiles for, of each integer argument: whether it is 1, a multiple of 16, and in 32 bits."""
     return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
+
+
+def can_launch() -> Support:
+    """Whether Triton can run kernels here: on a GPU with a driver, or in the interpreter."""
+    if INTERPRETED or torch.cuda.is_available():
+        return YES
+    return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
 
 
 def launches_early(device: torch.device) -> bool:
