@@ -18,7 +18,7 @@ from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
 from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
-from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.decode import Decode, DecodePlan, NewRows
 from headway.backends.triton.layer import KernelSetup, Layer
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import Capabilities
@@ -140,13 +140,7 @@ class HopperDecode(Decode):
         return plan
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
         """As `Decode.run`."""
         if len(plan.chunks.table) == 0:

@@ -20,7 +20,7 @@ from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
 from headway.backends.options import Options, count_of
 from headway.backends.triton.chunk_kernel import most_chunks
 from headway.backends.triton.configs import DecodeConfig
-from headway.backends.triton.decode import DecodePlan
+from headway.backends.triton.decode import DecodePlan, NewRows
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup
 from headway.core.contract.capabilities import Capabilities
@@ -136,13 +136,7 @@ class HopperLatentDecode(LatentDecode):
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         assert new is None

@@ -64,6 +64,10 @@ class DecodePlan:
         return len(self.chunks.seq_lens) <= AHEAD_SEQUENCES
 
 
+NewRows = tuple[Tensor, Tensor] | None
+"""k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence, which are not in the cache yet, and are written there."""
+
+
 class Decode:
     """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
 
@@ -159,18 +163,9 @@ class Decode:
             plan.chunks.cut(self.launch_cut, splits)
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
-
-        new: k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence; they are not in the cache yet, and written there.
-        """
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1

@@ -512,7 +512,7 @@ class Router:
         if counted:
             counts = torch.empty((triton.cdiv(num_tokens, block_t), config.num_all), dtype=torch.int32, device=self._device)
         normed = torch.empty_like(x)
-        arguments = {
+        arguments: dict[str, Tensor | float] = {
             "x_ptr": x,
             "norm_ptr": norm.weight,
             "router_ptr": weights.router,
