@@ -24,7 +24,7 @@ from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.kernels.runtime.compile_ahead import compile_ahead
-from headway.kernels.sampling.choice import fastest_sampling
+from headway.kernels.sampling import fastest_sampling
 from headway.machine.memory import bound_kernel_caches, set_threads
 from headway.models.loader import LoadedModel, load_model
 from headway.tuning.autotune import TableRequest
