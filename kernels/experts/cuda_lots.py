@@ -199,7 +199,6 @@ class CudaLots(CudaMethod):
     kind = "lots"
 
     def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
-        """See CudaMethod."""
         super().__init__(lot, config, router, device, arranged)
         self._made = cache(lambda variant: _Launcher(variant, device, self._multiprocessors))
 

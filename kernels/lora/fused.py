@@ -267,4 +267,4 @@ def _block_n(product: AdaptedProduct) -> tuple[int, int]:
     if block < _FEWEST:
         names = ", ".join(product.origin.modules)
         raise ModelError(f"enable_lora: needs modules whose rows are multiples of 16 on a GPU, got {names} with parts at {edges}")
-    return block, math.gcd(_BLOCK_N, *edges, product.out_features // 2)
+    return block, math.gcd(block, product.out_features // 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from headway.core.contract.adapters import NO_ADAPTER, AdapterSlots
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown_size
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Operations, Rope, add_one_by_one
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 log = logging.getLogger("headway")
 

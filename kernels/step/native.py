@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,14 +12,10 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.core.contract.model import Attention, WatchedAttention
-from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, ProductStruct, Recording
+from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, Panels, ProductStruct, Recording
 from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Rope, TorchOperations
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.linear import Linear
-    from headway.kernels.runtime.native.library import Panels
-    from headway.kernels.step.operations import Heads, Norm
+from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
 """All layers of a decoder: x [num_tokens, hidden_size], used up, and cos and sin of each rotary embedding."""
@@ -151,7 +147,6 @@ class NativeOperations(TorchOperations):
     """Steps whose product is over a weight in panels; torch's functions compute the others."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions) -> None:
-        """See TorchOperations."""
         super().__init__(inv_freq, factors)
         self.functions = functions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,6 @@ def gemma2(config: Any) -> dict[str, Any]:
     }
 
 
-def gemma3(config: Any) -> dict[str, Any]:
-    """Norms of heads, and two rotary embeddings, which the common reading finds."""
-    return {**gemma2(config), "qk_norm": "head"}
-
-
 def qwen3(config: Any) -> dict[str, Any]:
     """Norms of heads."""
     return {**biases(config), "qk_norm": "head"}
@@ -42,11 +37,6 @@ def qwen3(config: Any) -> dict[str, Any]:
 def olmo2(config: Any) -> dict[str, Any]:
     """Norms of all heads as one, and none before a part."""
     return {**biases(config), "qk_norm": "whole"}
-
-
-def starcoder2(config: Any) -> dict[str, Any]:
-    """LayerNorm and a plain MLP, with RoPE."""
-    return layer_norm(config.use_bias, config.norm_epsilon)
 
 
 def granite(config: Any) -> dict[str, Any]:
