@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.core.contract.errors import ModelError
 from headway.models.config import BeyondDecoderError, TensorNames
+
+
+def size_of(config: Any, key: str, least: int = 1) -> int:
+    """:raises ModelError: a size that is no whole number."""
+    value = getattr(config, key, None)
+    if type(value) is not int or value < least:
+        raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
+    return value
 
 
 def biases(config: Any) -> dict[str, Any]:

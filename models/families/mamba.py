@@ -10,10 +10,10 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.state import MAMBA1, MAMBA2, StateSpec
 from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
-from headway.models.families.dense import biases
+from headway.models.families.dense import biases, size_of
 from headway.models.families.dense import granite as granite_factors
 from headway.models.families.experts import sigmoid_experts
-from headway.models.families.hybrid import LINEAR_OR_FULL, STATE, parts_of, size_of, state_dtype
+from headway.models.families.hybrid import LINEAR_OR_FULL, STATE, parts_of, state_dtype
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
 _MAMBA2 = StateNames(
