@@ -157,7 +157,7 @@ class _Host(NamedTuple):
     finals: Sequence[int]
     """Slot after the last token; below 0: none."""
     marks: Sequence[Sequence[int]]
-    """Of the step: rows of `StateMetadata.checkpoints`."""
+    """Rows of `StateMetadata.checkpoints` in this step."""
 
 
 def _block(metadata: StateMetadata, host: _Host, rows: Sequence[int], most_tokens: int) -> SequenceBlock:
