@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
@@ -51,9 +51,7 @@ class FlashAttention2(VarlenAttention):
     # from the block table's width, and lengths are read on the device.
     graph_level = GraphLevel.UNIFORM
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._library = find(MODULE, ENTRY, HINT)[0]
         self._slopes = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headway.backends.flash_attn_3_library import GENERATION, find_library
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend, GraphLevel, Lengths, StepLimits, fits
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError
@@ -73,9 +74,7 @@ class FlashAttention3(AttentionBackend):
     )
     graph_level = GraphLevel.UNIFORM
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         library, support = find_library()
         if library is None:
@@ -210,7 +209,8 @@ class FlashAttention3(AttentionBackend):
         if plan.schedule is not None and (plan.first is None or plan.first is cache):
             plan.first = cache
             self._make_schedule(plan)
-        self._attend(q, *self._rows(cache), plan, out, lse)
+        k, v = self._rows(cache)
+        self._attend(q, k, v, plan, out, lse)
 
     def _step(self, metadata: AttentionMetadata, lengths_hold: bool) -> FlashStep:
         paged = metadata.phase is not Phase.PREFILL

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.backends.varlen import VarlenAttention, VarlenStep
 from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
@@ -65,9 +66,7 @@ class FlashAttention4(VarlenAttention):
     )
     graph_level = GraphLevel.UNIFORM
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._forward = find(MODULE, ENTRY, HINT)[0]
         self._left = None if spec.sliding_window is None else spec.sliding_window - 1  # keys left of the query itself
@@ -109,46 +108,26 @@ class FlashAttention4(VarlenAttention):
         return f"FlashAttentionForward{generation} (flash-attn-4, {'varlen' if phase is Phase.PREFILL else 'paged'})"
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """As `VarlenAttention.attend`."""
-        if plan.paged:
-            self._paged(q, k, v, plan, out)
-            return
-        self._forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=plan.starts,
-            cu_seqlens_k=plan.starts,
-            max_seqlen_q=plan.max_query_len,
-            max_seqlen_k=plan.max_kv_len,
-            softmax_scale=self.spec.scale,
-            causal=True,
-            window_size_left=self._left,
-            learnable_sink=self._sinks,
-            score_mod=self._score_mod,
-            out=out,
-        )
-
-    def _paged(self, q: Tensor, key: Tensor, value: Tensor, plan: VarlenStep, out: Tensor) -> None:
-        """One kernel for extensions and decode; batched where all sequences have the same number of new tokens."""
+        """As `VarlenAttention.attend`; over the cache batched where all sequences have the same number of new tokens."""
         starts: Tensor | None = plan.starts
-        if plan.uniform:  # [num_seqs, query_len, num_heads, head_dim] spares the kernel its search for each tile's sequence
+        keys: dict[str, Any] = {"cu_seqlens_k": plan.starts}
+        if plan.paged:
+            keys = {"seqused_k": plan.kv_lens, "page_table": plan.block_table, "num_splits": self._splits}
+        if plan.paged and plan.uniform:  # [num_seqs, query_len, heads, dim] spares the kernel its search for a tile's sequence
             shape = (plan.num_seqs, plan.max_query_len, self.spec.num_heads, self.spec.head_dim)
             q, out, starts = q.view(shape), out.view(shape), None
         self._forward(
             q,
-            key,
-            value,
+            k,
+            v,
             cu_seqlens_q=starts,
-            seqused_k=plan.kv_lens,
+            **keys,
             max_seqlen_q=plan.max_query_len,
             max_seqlen_k=plan.max_kv_len,
-            page_table=plan.block_table,
             softmax_scale=self.spec.scale,
             causal=True,
             window_size_left=self._left,
             learnable_sink=self._sinks,
-            num_splits=self._splits,
             score_mod=self._score_mod,
             out=out,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.errors import UnsupportedError
@@ -53,9 +53,7 @@ class NativeAttention(AttentionBackend):
         exact_host_lengths=True,
     )
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         found = functions()
         if found is None:
@@ -137,15 +135,15 @@ class NativeAttention(AttentionBackend):
         """k, v: to be written first, if any."""
         q, target = _by_head(q), out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
         call = DecodeStruct(
-            ctypes.pointer(self._step if is_recording() and plan is self._newest else plan.step),
-            ctypes.pointer(_described(cache)),
-            q.data_ptr(),
-            None if k is None else k.data_ptr(),
-            None if v is None else v.data_ptr(),
-            target.data_ptr(),
-            q.stride(0),
-            0 if k is None else k.stride(0),
-            0 if v is None else v.stride(0),
+            step=ctypes.pointer(self._step if is_recording() and plan is self._newest else plan.step),
+            cache=ctypes.pointer(_described(cache)),
+            q=q.data_ptr(),
+            k=None if k is None else k.data_ptr(),
+            v=None if v is None else v.data_ptr(),
+            out=target.data_ptr(),
+            q_row=q.stride(0),
+            k_row=0 if k is None else k.stride(0),
+            v_row=0 if v is None else v.stride(0),
         )
         self._functions.decode(call)
         if target is not out:
@@ -158,9 +156,10 @@ def _by_head(rows: Tensor) -> Tensor:
 
 
 def _described(cache: LayerCache) -> CacheStruct:
-    strides = []
+    described = CacheStruct(block_size=cache.block_size)
     for name in ("key", "value"):
         tensor, axes = cache.tensors[name], cache.layout.tensors[name]
-        stride = tensor.stride()
-        strides += [stride[axes.index(axis)] for axis in ("block", "slot", "head")]
-    return CacheStruct(cache.key.data_ptr(), cache.tensors["value"].data_ptr(), *strides, cache.block_size)
+        setattr(described, name, tensor.data_ptr())
+        for axis in ("block", "slot", "head"):
+            setattr(described, f"{name}_{axis}", tensor.stride(axes.index(axis)))
+    return described

@@ -1,4 +1,4 @@
-"""Options of backends that are numbers."""
+"""Options of backends: what `--attn-opt` gives one, and those that are numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 from headway.core.contract.errors import ConfigError
 
+Options = Mapping[str, str] | None
+"""The options of one backend, by name; None if none is given."""
 
-def count_of(backend: str, options: Mapping[str, str] | None, name: str, most: int | None = None) -> int | None:
+
+def count_of(backend: str, options: Options, name: str, most: int | None = None) -> int | None:
     """Return the number that `--attn-opt BACKEND.NAME` asks for; None if it is not given, and the built-in rule chooses.
 
     :raises ConfigError: if it is not a number from 1 to `most`.

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, FEATURES, Capabilities
 from headway.core.contract.errors import ConfigError
@@ -103,9 +104,7 @@ class SDPA(AttentionBackend):
         batch_invariant=True,
     )
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self.on_gpu = spec.device.type == "cuda"
         cudnn = (options or {}).get("cudnn", "0")
@@ -184,8 +183,8 @@ class SDPA(AttentionBackend):
         with self.allowed_kernels():
             for group in plan:
                 if group.slots is None:
-                    shape = (group.count, group.query_len, self.spec.num_kv_heads)
-                    keys, values = (rows[group.tokens].reshape(*shape, -1) for rows in (k, v))
+                    shape = (group.count, group.query_len, self.spec.num_kv_heads, -1)
+                    keys, values = (rows[group.tokens].reshape(shape) for rows in (k, v))
                 else:
                     keys, values = self._gather(cache, group)
                 self._attend(q, keys, values, group, out, lse)
@@ -194,7 +193,8 @@ class SDPA(AttentionBackend):
         """One padded call for all sequences of the same query length."""
         with self.allowed_kernels():
             for group in plan:
-                self._attend(q, *self._gather(cache, group), group, out, lse)
+                keys, values = self._gather(cache, group)
+                self._attend(q, keys, values, group, out, lse)
 
     def _gather(self, cache: LayerCache, group: DenseGroup) -> tuple[Tensor, Tensor]:
         """Cached keys and values in the layer's element type; those of a cache of 8 bits times their scales."""
@@ -287,7 +287,7 @@ def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sp
         scores = scores + bias
     if spec.sinks is not None:  # one more logit a row, whose weight is dropped again; folded heads are rows here
         sinks = torch.tensor(spec.sinks, device=q.device).view(1, scores.shape[1], -1, 1)
-        scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+        scores = torch.cat([scores, sinks.expand((*scores.shape[:3], 1))], -1)
         return (scores.softmax(-1)[..., :-1] @ values).to(q.dtype), scores.logsumexp(-1)
     return (scores.softmax(-1) @ values).to(q.dtype), scores.logsumexp(-1)
 
@@ -322,4 +322,4 @@ def alibi(query_positions: Tensor, key_positions: Tensor, spec: AttentionSpec) -
     assert spec.alibi_slopes is not None
     distance = (query_positions - key_positions).float()
     slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=distance.device)
-    return -slopes.view(-1, *[1] * distance.dim()) * distance
+    return -slopes.view((-1, *[1] * distance.dim())) * distance

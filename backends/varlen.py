@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.layout import NHD, CacheLayout, LayerCache
@@ -102,9 +103,7 @@ class TorchVarlen(VarlenAttention):
         non_causal=True,
     )
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._attend = find(MODULE, "varlen_attn", HINT)[0]
         self._attend_out = find(MODULE, "varlen_attn_out", HINT)[0]
@@ -135,16 +134,21 @@ class TorchVarlen(VarlenAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenStep, out: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], or the cache's [num_blocks, block_size, num_kv_heads, head_dim]."""
         # cu_seq_k of a paged call: only its shape is looked at, seqused_k rules.
-        arguments = (q, k, v, plan.starts, plan.starts, plan.max_query_len, plan.max_kv_len)
-        options = {
-            "scale": self.spec.scale,
-            "window_size": self._window,
-            "enable_gqa": self._gqa,
-            "seqused_k": plan.kv_lens if plan.paged else None,
-            "block_table": plan.block_table if plan.paged else None,
-        }
-        if plan.max_query_len == 1 and self._gqa:
-            # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
-            out.copy_(self._attend(*arguments, **options))
-        else:
-            self._attend_out(out, *arguments, **options)
+        # One token a sequence: FlashAttention swaps heads and rows, and what its varlen form then writes is a copy of `out`.
+        copies = plan.max_query_len == 1 and self._gqa
+        written = (self._attend if copies else partial(self._attend_out, out))(
+            q,
+            k,
+            v,
+            plan.starts,
+            plan.starts,
+            plan.max_query_len,
+            plan.max_kv_len,
+            scale=self.spec.scale,
+            window_size=self._window,
+            enable_gqa=self._gqa,
+            seqused_k=plan.kv_lens if plan.paged else None,
+            block_table=plan.block_table if plan.paged else None,
+        )
+        if copies:
+            out.copy_(written)

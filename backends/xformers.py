@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headway.backends.options import Options
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import ALL_PHASES, Capabilities
 from headway.core.contract.errors import BackendError, ConfigError
@@ -72,9 +73,7 @@ class XFormersAttention(AttentionBackend):
         "prefill_op": "prefill by cutlass or flash (unset: flash where it works: it was faster in every cell measured)"
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._masks = import_module(f"{MODULE}.attn_bias")
         self._inputs = import_module(f"{MODULE}.common").Inputs

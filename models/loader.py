@@ -73,70 +73,81 @@ class LoadedModel:
         return self.decoder.rounding if isinstance(self.decoder, Decoder) else ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What few models are loaded with."""
+
+    batch_invariant: bool = False
+    """What deterministic mode needs; see Decoder."""
+    torch_compile: bool | None = False
+    """Compile the layers of a model that transformers computes; None: if it works."""
+    quantization: str | None = None
+    """What products' plain weights are rounded to, see ON_LOADING; None: they stay plain."""
+    keep_quantized: bool = True
+    """False: quantised weights are expanded, whatever the device's products read."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, by what `locate` takes; None: in the model's folder."""
+    origin: ModelOrigin = AS_IT_IS
+    """Which files the model has."""
+    slots: AdapterSlots | None = None
+    """For adapters; None: none."""
+    max_model_len: int | None = None
+    """Tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own."""
+
+
 def load_model(
     name: str,
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     load_format: str = "auto",
     skip_tokenizer_init: bool = False,
-    batch_invariant: bool = False,
     model_impl: str = "auto",
-    torch_compile: bool | None = False,
     ranks: Ranks = ONE_RANK,
-    quantization: str | None = None,
-    keep_quantized: bool = True,
-    tokenizer: str | None = None,
-    origin: ModelOrigin = AS_IT_IS,
-    slots: AdapterSlots | None = None,
-    max_model_len: int | None = None,
+    options: LoadOptions | None = None,
 ) -> LoadedModel:
     """Find and load a model.
 
     dtype: auto, float32, bfloat16 or float16; auto is float32 on a CPU (which computes bfloat16 slower), else the checkpoint's.
     A float32 that is named is computed in float32: blocks of a .gguf file are expanded where their products would round.
     load_format: auto or dummy. A dummy needs a config.json alone; its tokenizer is read if the folder has one.
-    batch_invariant: what deterministic mode needs; see Decoder.
     model_impl: what computes the model, see MODEL_IMPLS; the log names it, and why auto took transformers.
-    torch_compile: compile the layers of a model that transformers computes; None: if it works.
     ranks: of several, this one's part of the model is loaded alone; every rank calls.
-    quantization: what products' plain weights are rounded to, see ON_LOADING; None: they stay plain.
-    keep_quantized: False: quantised weights are expanded, whatever the device's products read.
-    origin: which files the model has. slots: for adapters; None: none.
-    tokenizer: where the tokenizer is, by what `locate` takes; None: in the model's folder.
-    max_model_len: tokens of the longest sequence, which decides between the factors of `longrope`; None means the model's own.
 
     :raises ModelError: unknown, unreadable or unsupported model.
     :raises ConfigError: unknown dtype, load_format or model_impl, or a model that does not divide among the ranks.
     """
-    check_load_options(dtype, load_format, model_impl, quantization)
-    dummy = load_format == "dummy"
-    folder, device = locate(name, weights=not dummy, origin=origin), torch.device(device)
+    options = options or LoadOptions()
+    check_load_options(dtype, load_format, model_impl, options.quantization)
+    dummy, max_model_len = load_format == "dummy", options.max_model_len
+    folder, device = locate(name, weights=not dummy, origin=options.origin), torch.device(device)
     stated = check_folder(folder)
     config = config_of(folder, stated, plain=model_impl != "transformers")
     stored = read_quantization(folder, stated)
-    quantization = _on_loading(quantization, stored)
+    quantization = _on_loading(options.quantization, stored)
     chosen, long = chosen_dtype(dtype, config, device), takes_long_factors(config, max_model_len)
     decoder: Decoder | TransformersModel
     live: LiveWeights | None = None
     native = None if model_impl == "transformers" else decoder_config(config, model_impl == "headway", max_model_len)
     if native is not None:
-        stores = _Stores(stored, quantization, keep_quantized, dtype == "float32")
+        stores = _Stores(stored, quantization, options.keep_quantized, dtype == "float32")
         weights = _weights(native, folder, chosen, device, dummy, stores)
         with torch.inference_mode():
-            decoder = Decoder(native, weights, batch_invariant, ranks, slots)
+            decoder = Decoder(native, weights, options.batch_invariant, ranks, options.slots)
         if isinstance(weights, DummyWeights) or (isinstance(weights, Weights) and weights.quantization is None):
             again = partial(_weights, native, folder, chosen, device, stores=_Stores(stored, None))
             live = LiveWeights(decoder, again, dummy) if ranks.size == 1 else None
         implementation = "Headway's decoder" + (f", rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else "")
     else:
-        _refuse_adapted(name, stored, batch_invariant=batch_invariant, ranks=ranks, quantization=quantization, slots=slots)
+        _refuse_adapted(name, stored, quantization, ranks, options)
         from headway.models.transformers_adapter.load import load_adapted
 
         whole = config_of(folder, stated, plain=False)
-        decoder = load_adapted(folder, whole, chosen, device, dummy, torch_compile, max_model_len)
+        decoder = load_adapted(folder, whole, chosen, device, dummy, options.torch_compile, max_model_len)
         implementation = decoder.implementation
     log.info("model: %s, computed by %s", name, implementation)
-    place = None if skip_tokenizer_init else folder if tokenizer in (None, name) else locate(tokenizer, weights=False)
+    place, tokenizer = None if skip_tokenizer_init else folder, options.tokenizer
+    if place is not None and tokenizer not in (None, name):
+        place = locate(tokenizer, weights=False)
     if dummy and place == folder and not (folder / "tokenizer_config.json").is_file():
         place = None
     read = None if place is None else read_tokenizer(place)
@@ -144,28 +155,22 @@ def load_model(
     return LoadedModel(name, folder, decoder, implementation, read, ends, place, live, long)
 
 
-def _refuse_adapted(
-    name: str,
-    stored: Quantization | None,
-    *,
-    batch_invariant: bool,
-    ranks: Ranks,
-    quantization: str | None,
-    slots: AdapterSlots | None,
-) -> None:
-    """Check that nothing is asked that transformers' code cannot do. stored: format of the checkpoint's weights.
+def _refuse_adapted(name: str, stored: Quantization | None, quantization: str | None, ranks: Ranks, options: LoadOptions) -> None:
+    """Check that nothing is asked that transformers' code cannot do.
+
+    stored: format of the checkpoint's weights; quantization: what plain ones are to be rounded to.
 
     :raises HeadwayError: it cannot, with the option's name.
     """
     need, hint = "a model that Headway's decoder computes", "model_impl='headway' says what Headway's decoder lacks"
-    if batch_invariant:
+    if options.batch_invariant:
         raise ConfigError("deterministic", need, name, "transformers' code is not batch-invariant")
     if ranks.size > 1:
         got = f"{ranks.size} with {name}"
         raise ConfigError("tensor_parallel_size", f"1, or {need}", got, f"transformers' code runs on one rank; {hint}")
     if quantization is not None:
         raise ConfigError("quantization", f"none, or {need}", f"{quantization} with {name}", hint)
-    if slots is not None:
+    if options.slots is not None:
         raise ConfigError("enable_lora", need, name, f"transformers' code has no slots for adapters; {hint}")
     if stored is not None:
         raise ModelError(
@@ -208,23 +213,23 @@ def _weights(
     if stored is not None and quantization is not None:
         hint = "leave quantization out: the checkpoint's format is kept"
         raise ConfigError("quantization", "plain weights", f"{quantization} for weights in {stored.label} ({stored.place})", hint)
-    keeps = (_never, _never)
     own = functions() if device.type == "cpu" and keep_quantized else None
     if stored is None and quantization is None and own is not None and not (exact and own.x_bits):
         stored = kept_blocks(folder)
     if quantization is not None and own is not None and not dummy and kept_blocks(folder) is not None:
         left = "weights: the blocks of the .gguf file are not kept, since quantization=%s rounds the expanded weights once more"
         log.warning(left + "; leave it out to keep them, in fewer bytes", quantization)
-    if keep_quantized:
-        keeps = partial(reads_as_it_is, dtype=dtype, device=device), partial(reads_experts, dtype=dtype, device=device)
+    keeps = partial(reads_as_it_is, dtype=dtype, device=device) if keep_quantized else _never
+    keeps_experts = partial(reads_experts, dtype=dtype, device=device) if keep_quantized else _never
     if dummy:
         unit = [] if config.experts is None else [f"{config.names.embed}.weight"]
         drawn = DummyWeights(dtype, device, unit=unit)
         if stored is not None:
-            return DummyInFormat(drawn, stored.rules[0].format, *keeps)
-        return drawn if quantization is None else QuantizeOnLoading(drawn, ON_LOADING[quantization], *keeps)
-    weights = Weights(folder, dtype, device, config.names.aliases, stored, *keeps)
-    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], *keeps)
+            return DummyInFormat(drawn, stored.rules[0].format, keeps, keeps_experts)
+        weights: WeightSource = drawn
+    else:
+        weights = Weights(folder, dtype, device, config.names.aliases, stored, keeps, keeps_experts)
+    return weights if quantization is None else QuantizeOnLoading(weights, ON_LOADING[quantization], keeps, keeps_experts)
 
 
 def _never(weight: QuantizedWeight) -> bool:
@@ -261,12 +266,12 @@ def decoder_config(config: Any, required: bool, longest: int | None = None) -> D
         raise ModelError(f"model: config.json cannot be used ({first_line(error)})") from error
 
 
-def read_config(folder: Path, plain: bool = True, generates: bool = True) -> Any:
-    """The configuration of a model folder, as transformers reads it. plain: see `config_of`; generates: see `check_folder`.
+def read_config(folder: Path, plain: bool = True) -> Any:
+    """The configuration of a model folder, as transformers reads it. plain: see `config_of`.
 
     :raises ModelError: none there, one that cannot be read, or a checkpoint of a kind that Headway does not compute.
     """
-    return config_of(folder, check_folder(folder, generates), plain)
+    return config_of(folder, check_folder(folder), plain)
 
 
 def config_of(folder: Path, stated: Mapping[str, Any], plain: bool = True) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headway.backends.hopper.schedule import Problem, Schedule, choose
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS, MAX_GROUP, UNEQUAL, AttentionTile, box_of, tiles_of, variant_of
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.compiled import upload
@@ -45,7 +45,7 @@ class HopperPlan:
     launch: Launch | None
     box: int
     """Slots that one copy of keys takes."""
-    addresses: tuple[int, ...]
+    addresses: tuple[int, int, int, int, int]
     """Addresses of items and block table, then of partial results, tickets and queue."""
     table_row: int
     numbers: tuple[int | float, ...]
@@ -78,7 +78,8 @@ class HopperKernels:
         self._partials = torch.empty(0, dtype=torch.float32, device=spec.device)
         self._tickets = torch.zeros(0, dtype=torch.int32, device=spec.device)
         self._outgrown: list[Tensor] = []
-        self._arguments = Arguments(*3 * (bytes(MAP_BYTES),), bytes(ARGUMENTS.size))
+        blank = bytes(MAP_BYTES)
+        self._arguments = Arguments(blank, blank, blank, bytes(ARGUMENTS.size))
         self._kernels: dict[tuple[AttentionTile, bool], Kernel] = {}
         self._launches: dict[tuple[AttentionTile, int], Launch] = {}
         self._maps: dict[tuple[object, ...], bytes] = {}
@@ -107,18 +108,18 @@ class HopperKernels:
         table = metadata.block_table
         schedule = choose(Problem.of(metadata, spec, self._programs), candidates, self._num_splits)
         if len(schedule.items) == 0:
-            return HopperPlan(dense, None, None, 0, (), 0, (), schedule, ())
+            return HopperPlan(dense, None, None, 0, (0, 0, 0, 0, 0), 0, (), schedule, ())
         tile = schedule.tile
         items = upload(torch.from_numpy(schedule.items), spec.device)
         self._grow(schedule)
         programs = min(self._programs, len(schedule.items) * spec.num_kv_heads)
-        buffers = (self._partials, self._tickets, self._queue)
+        partials, tickets, queue = self._partials, self._tickets, self._queue
         return HopperPlan(
             dense=dense,
             kernel=self.kernel(tile, dense),
             launch=self._launch(tile, programs),
             box=box_of(tile, None if dense else self._block_size),
-            addresses=(items.data_ptr(), table.data_ptr(), *(buffer.data_ptr() for buffer in buffers)),
+            addresses=(items.data_ptr(), table.data_ptr(), partials.data_ptr(), tickets.data_ptr(), queue.data_ptr()),
             table_row=table.stride(0),
             numbers=(
                 len(schedule.items),
@@ -130,7 +131,7 @@ class HopperKernels:
                 *self._scaling,
             ),
             schedule=schedule,
-            kept=(items, table, *buffers),
+            kept=(items, table, partials, tickets, queue),
         )
 
     def _launch(self, tile: AttentionTile, programs: int) -> Launch:
@@ -166,12 +167,8 @@ class HopperKernels:
             *plan.numbers,
         )
         cached = None if plan.dense else cache
-        maps = (
-            self._query_map(q, plan.schedule.tile),
-            self._map(keys, cached, "key", plan.box),
-            self._map(values, cached, "value", plan.box),
-        )
-        self._arguments.set(*maps, arguments)
+        key_map, value_map = self._map(keys, cached, "key", plan.box), self._map(values, cached, "value", plan.box)
+        self._arguments.set(self._query_map(q, plan.schedule.tile), key_map, value_map, arguments)
         plan.kernel(plan.launch, self._arguments)
 
     def workspace_bytes(self) -> int:
@@ -230,7 +227,19 @@ CAPABILITY = (9, 0)
 _HINT = "name triton, which runs on every GPU"
 
 
-class HopperAttention(AttentionBackend):
+class HopperBackend(AttentionBackend):
+    """Base of our backends for H100 and H200."""
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
+        """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
+        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
+        if spec.scale <= 0:
+            support &= Support.no("scale", "a positive number", spec.scale)
+        return support
+
+
+class HopperAttention(HopperBackend):
     """Our CUDA C++ prefill and extend for H100 and H200: warp-specialised, persistent, keys split where rows are few."""
 
     name = "hopper"
@@ -250,9 +259,7 @@ class HopperAttention(AttentionBackend):
     graph_level = GraphLevel.UNIFORM  # a prompt's items are fixed by its length, which a captured prompt keeps
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of the longest sequence's keys, in place of the built-in rule"}
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._attention = HopperKernels(spec, block_size, count_of(self.name, options, "num_splits"))
 
@@ -263,14 +270,6 @@ class HopperAttention(AttentionBackend):
         if support:
             support &= is_hopper(torch.device("cuda"))
         return support & find_compiler()[1]
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
-        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
-        if spec.scale <= 0:
-            support &= Support.no("scale", "a positive number", spec.scale)
-        return support
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from struct import Struct
 from typing import ClassVar
@@ -12,14 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.hopper.backend import HopperAttention, has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import HopperAttention, HopperBackend, has_rows_of_16_bytes
 from headway.backends.hopper.tiles import ARCH, HEAD_DIMS
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.backend import GRAPH_CONTEXT, TritonAttention
 from headway.backends.triton.configs import DecodeConfig, architecture
-from headway.backends.triton.decode import Decode, DecodePlan
+from headway.backends.triton.decode import Decode, DecodePlan, NewRows
 from headway.backends.triton.layer import KernelSetup, Layer
-from headway.core.contract.backend import AttentionBackend, GraphLevel
+from headway.core.contract.backend import GraphLevel
 from headway.core.contract.capabilities import Capabilities
 from headway.core.contract.layout import HND, NHD, CacheLayout, LayerCache
 from headway.core.contract.metadata import AttentionMetadata, Phase
@@ -118,11 +119,10 @@ class HopperDecode(Decode):
         """:raises UnsupportedError: no compiler. BackendError: the kernel does not compile."""
         super().__init__(setup, num_splits)
         spec = setup.spec
-        self._ring = Ring.of(spec.head_dim)
-        self.configs = (config_of(self._ring),)
-        self._kernels: dict[int, Kernel] = {}
+        self.configs = (config_of(Ring.of(spec.head_dim)),)
+        self._kernel = cache(partial(_kernel, spec, setup.block_size))
         self._arguments = Arguments(bytes(ARGUMENTS.size))
-        self._grids: dict[tuple[int, int], Launch] = {}
+        self._launch = cache(partial(_launch, spec.head_dim))
         cap = spec.softcap
         self._scales = (spec.scale * _LOG2E, 0.0) if cap is None else (spec.scale / cap, cap * _LOG2E)
         self._kernel(row_blocks(spec.group_size, spec.head_dim))
@@ -140,13 +140,7 @@ class HopperDecode(Decode):
         return plan
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
         """As `Decode.run`."""
         if len(plan.chunks.table) == 0:
@@ -156,13 +150,20 @@ class HopperDecode(Decode):
         q = q if _lies_in_words(q, 2) else q.contiguous()
         k, v = (q, q) if new is None else (each if _lies_in_words(each, 8) else each.contiguous() for each in new)
         key, value = cache.logical_key, cache.logical_value
-        tensors = (plan.block_table, plan.chunks.table, self._layer.sinks, plan.partial, plan.lse, plan.arrivals)
         packed = ARGUMENTS.pack(
-            *(each.data_ptr() for each in (q, key, value)),
-            *((0, 0) if new is None else (k.data_ptr(), v.data_ptr())),
+            q.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            0 if new is None else k.data_ptr(),
+            0 if new is None else v.data_ptr(),
             written.data_ptr(),
             0 if lse is None else lse.data_ptr(),
-            *(each.data_ptr() for each in tensors),
+            plan.block_table.data_ptr(),
+            plan.chunks.table.data_ptr(),
+            self._layer.sinks.data_ptr(),
+            plan.partial.data_ptr(),
+            plan.lse.data_ptr(),
+            plan.arrivals.data_ptr(),
             *q.stride()[:2],
             *written.stride()[:2],
             0 if lse is None else lse.stride(0),
@@ -184,21 +185,15 @@ class HopperDecode(Decode):
         if written is not out:
             out.copy_(written)
 
-    def _kernel(self, blocks: int) -> Kernel:
-        kernel = self._kernels.get(blocks)
-        if kernel is None:
-            kernel = self._kernels[blocks] = load(
-                variant_of(self._spec, self._block_size, blocks), "decode", self._spec.device, ARCH
-            )
-            kernel.allow_shared(shared_bytes(self._spec.head_dim, blocks))
-        return kernel
 
-    def _launch(self, programs: int, blocks: int) -> Launch:
-        launch = self._grids.get((programs, blocks))
-        if launch is None:
-            shared = shared_bytes(self._spec.head_dim, blocks)
-            launch = self._grids[programs, blocks] = Launch((programs, 1, 1), 32 * self._ring.warps, shared, overlaps=True)
-        return launch
+def _kernel(spec: AttentionSpec, block_size: int, blocks: int) -> Kernel:
+    kernel = load(variant_of(spec, block_size, blocks), "decode", spec.device, ARCH)
+    kernel.allow_shared(shared_bytes(spec.head_dim, blocks))
+    return kernel
+
+
+def _launch(head_dim: int, programs: int, blocks: int) -> Launch:
+    return Launch((programs, 1, 1), 32 * Ring.of(head_dim).warps, shared_bytes(head_dim, blocks), overlaps=True)
 
 
 def _lies_in_words(rows: Tensor, elements: int) -> bool:
@@ -220,7 +215,7 @@ def setup_of(spec: AttentionSpec, layout: CacheLayout, block_size: int) -> Kerne
     )
 
 
-class CutDecoding(AttentionBackend):
+class CutDecoding(HopperBackend):
     """Base of our backends for H100 and H200 whose keys are cut by Triton's kernel."""
 
     graph_level = GraphLevel.UNIFORM
@@ -270,19 +265,9 @@ class HopperDecoding(CutDecoding):
     options: ClassVar[Mapping[str, str]] = {"num_splits": "splits of every sequence's keys, in place of the built-in rule"}
     decode_writes = True
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._decode = HopperDecode(setup_of(spec, layout, block_size), count_of(self.name, options, "num_splits"))
-
-    @classmethod
-    def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
-        """The claim, the GPU's generation, and a scale that the softmax can take the maximum before."""
-        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
-        if spec.scale <= 0:
-            support &= Support.no("scale", "a positive number", spec.scale)
-        return support
 
     @classmethod
     def accepts(cls, cache: LayerCache) -> Support:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from struct import Struct
 from typing import ClassVar
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from headway.backends.hopper.backend import has_rows_of_16_bytes, is_hopper
+from headway.backends.hopper.backend import has_rows_of_16_bytes
 from headway.backends.hopper.decode import CutDecoding, setup_of
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.chunk_kernel import most_chunks
 from headway.backends.triton.configs import DecodeConfig
-from headway.backends.triton.decode import DecodePlan
+from headway.backends.triton.decode import DecodePlan, NewRows
 from headway.backends.triton.latent_kernel import LatentDecode
 from headway.backends.triton.layer import KernelSetup
 from headway.core.contract.capabilities import Capabilities
@@ -111,7 +112,7 @@ class HopperLatentDecode(LatentDecode):
         self._kernel = load(variant_of(spec, tile, block_size), "latent", spec.device, ARCH)
         self._kernel.allow_shared(SHARED_BYTES)
         self._arguments = Arguments(bytes(MAP_BYTES), bytes(MAP_BYTES), bytes(ARGUMENTS.size))
-        self._grids: dict[int, Launch] = {}
+        self._launch = cache(partial(_launch, tile.cluster))
 
     def _configs(self, max_query_len: int) -> tuple[DecodeConfig]:
         """What the split rule assumes: tiles of one sequence are at work together, and read keys out of the L2 cache."""
@@ -135,13 +136,7 @@ class HopperLatentDecode(LatentDecode):
         return most * ROWS * (self._spec.v_head_dim + 1) * 4
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
         """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         assert new is None
@@ -149,13 +144,14 @@ class HopperLatentDecode(LatentDecode):
             return
         if out.data_ptr() & 15 or (out.stride(0) | out.stride(1)) & 7:
             raise BackendError(f"hopper_mla: out needs rows at multiples of 16 bytes, got strides {out.stride()}")
-        addresses = (plan.block_table, plan.chunks.table, plan.partial, plan.lse)
         packed = ARGUMENTS.pack(
             out.data_ptr(),
             0 if lse is None else lse.data_ptr(),
-            *(tensor.data_ptr() for tensor in addresses),
-            out.stride(0),
-            out.stride(1),
+            plan.block_table.data_ptr(),
+            plan.chunks.table.data_ptr(),
+            plan.partial.data_ptr(),
+            plan.lse.data_ptr(),
+            *out.stride()[:2],
             0 if lse is None else lse.stride(0),
             plan.block_table.stride(0),
             self._spec.num_heads,
@@ -163,7 +159,7 @@ class HopperLatentDecode(LatentDecode):
             plan.rows,
             self._spec.scale * _LOG2E,
         )
-        self._arguments.set(self._query_map(q), self._key_map(cache), packed)
+        self._arguments.set(self._query_map(q), self._key_map(cache.logical_key), packed)
         self._kernel(self._launch(plan.items * len(plan.chunks.table)), self._arguments)
         if not plan.chunks.split:
             return
@@ -175,21 +171,18 @@ class HopperLatentDecode(LatentDecode):
         elif (bound := self._merge(plan, out, sums, lse, (key, plan.rows))) is not None:
             plan.launches[key] = bound
 
-    def _launch(self, programs: int) -> Launch:
-        launch = self._grids.get(programs)
-        if launch is None:
-            cluster = 1, self._tile.cluster, 1
-            grid = programs // self._tile.cluster, self._tile.cluster, 1
-            launch = self._grids[programs] = Launch(grid, THREADS, SHARED_BYTES, overlaps=True, cluster=cluster)
-        return launch
-
     def _query_map(self, q: Tensor) -> bytes:
         """Queries as [token, kv head, head, dim], by tiles."""
         return tensor_map(q.unsqueeze(1), (self._tile.tokens, 1, self._tile.heads, _PANEL))
 
-    def _key_map(self, cache: LayerCache) -> bytes:
-        """Latents as [block, head, slot, dim]."""
-        return tensor_map(cache.logical_key.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
+    def _key_map(self, latents: Tensor) -> bytes:
+        """Latents as [block, head, slot, dim], of a cache's [block, slot, head, dim, 1]."""
+        return tensor_map(latents.squeeze(4).transpose(1, 2), (1, 1, math.gcd(KEYS, self._block_size), _PANEL))
+
+
+def _launch(cluster: int, programs: int) -> Launch:
+    grid = programs // cluster, cluster, 1
+    return Launch(grid, THREADS, SHARED_BYTES, overlaps=True, cluster=(1, cluster, 1))
 
 
 def config_of(bytes_per_us: float) -> DecodeConfig:
@@ -236,9 +229,7 @@ class HopperLatent(CutDecoding):
         "cluster": "blocks of threads that copy keys for each other, 1 or 2, in place of 2 where a token has 128 heads",
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         tile = HeadTile.of(spec.num_heads, count_of(self.name, options, "cluster"))
         assert tile is not None, "asked by supports"
@@ -248,14 +239,12 @@ class HopperLatent(CutDecoding):
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:
         """The claim, the GPU's generation, absorbed latent attention, and query heads that fill equal tiles."""
-        support = super().supports(spec, layout, block_size, phase) & is_hopper(spec.device)
+        support = super().supports(spec, layout, block_size, phase)
         if not spec.value_in_key or spec.num_kv_heads != 1:
             got = f"{spec.num_kv_heads} kv heads, value_in_key={spec.value_in_key}"
             support &= Support.no("layer", "absorbed latent attention, of one kv head", got)
         if HeadTile.of(spec.num_heads) is None:
             support &= Support.no("query heads", f"equal parts of at most {ROWS}", spec.num_heads, _HINT)
-        if spec.scale <= 0:
-            support &= Support.no("scale", "a positive number", spec.scale)
         return support
 
     @classmethod

@@ -218,4 +218,5 @@ def choose(problem: Problem, tiles: Sequence[AttentionTile], num_splits: int | N
         if best is None or time < best[0]:
             best = time, tile, rows, run
     assert best is not None
-    return cut(problem, *best[1:])
+    _, tile, rows, run = best
+    return cut(problem, tile, rows, run)

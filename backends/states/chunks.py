@@ -60,7 +60,7 @@ def operands(spec: StateSpec, parameters: StateParameters, x: Tensor, gates: Seq
     q = q if spec.scale == 1.0 else q * spec.scale
     assert parameters.decay_rate is not None
     if spec.kind == LIGHTNING:
-        g = parameters.decay_rate.expand(*x.shape[:2], spec.num_heads)
+        g = parameters.decay_rate.expand((*x.shape[:2], spec.num_heads))
         if valid is not None:
             g, k = g * valid[..., None], k * valid[..., None, None]
         return Operands(q, k, v, g)
@@ -146,7 +146,7 @@ def scan_selective(
     """
     x, dt, B, C = (torch.unflatten(part, 1, (-1, chunk)) for part in (inputs.x, inputs.dt, inputs.B, inputs.C))
     chunks = x.shape[1]
-    own = state[:, None].clone() if chunks == 1 else state.new_zeros(state.shape[0], chunks, *state.shape[1:])  # [n, J, K, H]
+    own = state[:, None].clone() if chunks == 1 else state.new_zeros((state.shape[0], chunks, *state.shape[1:]))  # [n, J, K, H]
     out = _run(replace(inputs, x=x, dt=dt, B=B, C=C), own, lambda token: None)
     if chunks == 1:
         after(0, own[:, 0])
@@ -258,7 +258,7 @@ def widen(rows: Tensor, heads: int) -> Tensor:
     """Repeat key heads [..., key heads, dim] so that each of `heads` has its own."""
     if rows.shape[-2] == heads:
         return rows
-    return rows[..., None, :].expand(*rows.shape[:-1], heads // rows.shape[-2], rows.shape[-1]).flatten(-3, -2)
+    return rows[..., None, :].expand((*rows.shape[:-1], heads // rows.shape[-2], rows.shape[-1])).flatten(-3, -2)
 
 
 def _scores_by_head(q: Tensor, k: Tensor, g: Tensor, delta: bool) -> _Scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +96,8 @@ def plan_scan(metadata: StateMetadata, conv_width: int, room: Room) -> ScanPlan:
     finals: list[int] = metadata.out_slots_cpu[:, 0].tolist()
     marks = [] if metadata.checkpoints_cpu is None else metadata.checkpoints_cpu.tolist()
     order = sorted((row for row in range(len(lens)) if reads[row] >= 0 and lens[row]), key=lambda row: -lens[row])
-    blocks = [_block(metadata, rows, starts, lens, fresh, finals, marks, room) for rows in _alike(order, lens, room.sequences)]
+    host = _Host(device, starts, lens, fresh, finals, marks)
+    blocks = [_block(metadata, host, rows, room.tokens) for rows in _alike(order, lens, room.sequences)]
     # Sequence, tokens after which its state is kept, and where the slot stands: in out_slots, or behind, among checkpoints.
     kept = [(row, lens[row], row) for row in order if finals[row] >= 0]
     kept += [(row, tokens, len(lens) + index) for index, (row, tokens, slot) in enumerate(marks) if slot >= 0 and reads[row] >= 0]
@@ -142,29 +144,35 @@ def _windows(kept: Sequence[tuple[int, int, int]], width: int) -> tuple[Tensor, 
     return torch.where(old, sequence[:, None] * (width - 1) + (width - 1) + position, start[:, None] + position), old
 
 
-def _block(
-    metadata: StateMetadata,
-    rows: Sequence[int],
-    starts: Sequence[int],
-    lens: Sequence[int],
-    fresh: Sequence[bool],
-    finals: Sequence[int],
-    marks: Sequence[Sequence[int]],
-    room: Room,
-) -> SequenceBlock:
-    device = metadata.slots.device
+class _Host(NamedTuple):
+    """What the host knows of each sequence of a step."""
+
+    device: torch.device
+    starts: Sequence[int]
+    """First packed token."""
+    lens: Sequence[int]
+    """New tokens."""
+    fresh: Sequence[bool]
+    """Whether there is no context."""
+    finals: Sequence[int]
+    """Slot after the last token; below 0: none."""
+    marks: Sequence[Sequence[int]]
+    """Rows of `StateMetadata.checkpoints` in this step."""
+
+
+def _block(metadata: StateMetadata, host: _Host, rows: Sequence[int], most_tokens: int) -> SequenceBlock:
+    device = host.device
     sequences = upload(torch.tensor(rows), device)
-    longest = _padded(lens[rows[0]])
+    longest = _padded(host.lens[rows[0]])
     chunk = min(longest, CHECKPOINT_TOKENS)
-    span = max(room.tokens // len(rows) // chunk, 1) * chunk
+    span = max(most_tokens // len(rows) // chunk, 1) * chunk
     segments = []
     for first in range(0, longest, span):
         length = min(span, longest - first)
-        checkpoints = _checkpoints(metadata, marks, rows, first, length)
-        segments.append(_segment(device, rows, starts, lens, first, length, checkpoints))
-    kept = [place for place, row in enumerate(rows) if finals[row] >= 0]
+        segments.append(_segment(host, rows, first, length, _checkpoints(metadata, host.marks, rows, first, length)))
+    kept = [place for place, row in enumerate(rows) if host.finals[row] >= 0]
     places = upload(torch.tensor(kept, dtype=torch.int64), device)
-    empty = [fresh[row] for row in rows]
+    empty = [host.fresh[row] for row in rows]
     return SequenceBlock(
         sequences,
         metadata.slots.index_select(0, sequences),
@@ -175,17 +183,10 @@ def _block(
     )
 
 
-def _segment(
-    device: torch.device,
-    rows: Sequence[int],
-    starts: Sequence[int],
-    lens: Sequence[int],
-    first: int,
-    length: int,
-    checkpoints: Mapping[int, Writes],
-) -> Segment:
-    begin = torch.tensor([starts[row] for row in rows])[:, None]
-    size = torch.tensor([lens[row] for row in rows])[:, None]
+def _segment(host: _Host, rows: Sequence[int], first: int, length: int, checkpoints: Mapping[int, Writes]) -> Segment:
+    device = host.device
+    begin = torch.tensor([host.starts[row] for row in rows])[:, None]
+    size = torch.tensor([host.lens[row] for row in rows])[:, None]
     position = first + torch.arange(length)[None]
     valid = position < size
     tokens = (begin + torch.minimum(position, size - 1)).flatten()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def read_slots(states: Tensor, slots: Tensor, empty: Tensor | None) -> Tensor:
     taken = taken.permute([order.index(axis) for axis in range(states.dim())])
     if empty is None:
         return taken
-    return taken.masked_fill_(empty.view(-1, *[1] * (states.dim() - 1)), 0.0)
+    return taken.masked_fill_(empty.view((-1, *[1] * (states.dim() - 1))), 0.0)
 
 
 def write_slots(states: Tensor, slots: Tensor, values: Tensor) -> None:
@@ -105,6 +106,11 @@ _AT_ONCE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Bytes, about, of the float32 tensors that are computed at once: on a CPU they should stay near its caches."""
 _ELEMENTS = {"cpu": 2**16, "cuda": 2**24}
 """Elements of the states that `mamba1` moves on at once: on a CPU chunks side by side cost more and win nothing."""
+
+
+class _Layer(NamedTuple):
+    parameters: StateParameters
+    cache: StateCache
 
 
 class TorchStates(StateBackend):
@@ -154,89 +160,68 @@ class TorchStates(StateBackend):
                 write_slots(cache.logical_conv, plan.remembered.slots, kept)
         for block in plan.blocks:
             past = None if history is None else history.index_select(0, block.sequences)
-            self._scan_block(block, past, x, gates, parameters, cache, out)
+            self._scan_block(block, past, x, gates, _Layer(parameters, cache), out)
 
     def _scan_block(
-        self,
-        block: SequenceBlock,
-        history: Tensor | None,
-        x: Tensor,
-        gates: Sequence[Tensor],
-        parameters: StateParameters,
-        cache: StateCache,
-        out: Tensor,
+        self, block: SequenceBlock, history: Tensor | None, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
     ) -> None:
         """Run the segments of one block; history: float32 [n, conv_width - 1, channels], the inputs before the block's first."""
-        state = read_slots(cache.logical_recurrent, block.slots, block.empty) if self.spec.recurrent else None
+        state = read_slots(layer.cache.logical_recurrent, block.slots, block.empty) if self.spec.recurrent else None
         for segment in block.segments:
             taken = _taken(x, segment)
             inputs = taken.float()
             if history is not None:
                 joined = torch.cat((history, inputs), dim=1)
-                inputs, history = convolve(self.spec, parameters, joined), joined[:, segment.length :]
+                inputs, history = convolve(self.spec, layer.parameters, joined), joined[:, segment.length :]
             if state is None:
                 result = inputs
             else:
                 taken_gates = [_taken(gate, segment) for gate in gates]
-                result, state = self._scan_segment(block.chunk, segment, inputs, taken_gates, parameters, cache, state)
+                result, state = self._scan_segment(block.chunk, segment, inputs, taken_gates, layer, state)
             rows = result.reshape(-1, out.shape[-1])
             rows = rows if segment.places is None else rows.index_select(0, segment.places)
             out.index_copy_(0, segment.targets, rows.to(out.dtype))
         if state is not None:
-            self._write_rows(cache, block.last, state)
+            self._write_rows(layer.cache, block.last, state)
 
     def _scan_segment(
-        self,
-        chunk: int,
-        segment: Segment,
-        x: Tensor,
-        gates: Sequence[Tensor],
-        parameters: StateParameters,
-        cache: StateCache,
-        state: Tensor,
+        self, chunk: int, segment: Segment, x: Tensor, gates: Sequence[Tensor], layer: _Layer, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence of one segment; returns the output and the state after it."""
         spec, selective = self.spec, self.spec.kind == MAMBA1
 
         def after(index: int, reached: Tensor) -> None:
             if index in segment.checkpoints:
-                self._write_rows(cache, segment.checkpoints[index], _by_channel(reached) if selective else reached)
+                self._write_rows(layer.cache, segment.checkpoints[index], _by_channel(reached) if selective else reached)
 
         if selective:
-            read = selective_operands(parameters, x, gates, segment.valid)
+            read = selective_operands(layer.parameters, x, gates, segment.valid)
             result, last = scan_selective(chunk, read, _by_element(state), after)
             return result, _by_channel(last)
-        return scan_chunks(chunk, operands(spec, parameters, x, gates, segment.valid), state, after)
+        return scan_chunks(chunk, operands(spec, layer.parameters, x, gates, segment.valid), state, after)
 
     def step(
         self, x: Tensor, gates: Sequence[Tensor], parameters: StateParameters, cache: StateCache, plan: StepPlan, out: Tensor
     ) -> None:
         """See `StateBackend.step`."""
-        rows = (len(plan.metadata.slots), plan.length)
+        rows, layer = (len(plan.metadata.slots), plan.length), _Layer(parameters, cache)
         tokens, places = plan.order()
         x, *gates = (torch.unflatten(_unpacked(part, tokens), 0, rows) for part in (x, *gates))
-        result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty(*rows, out.shape[-1])
+        result = torch.unflatten(out, 0, rows) if tokens is None else out.new_empty((*rows, out.shape[-1]))
         if len(plan.blocks) == 1:
-            self._step_block(plan, plan.blocks[0], x, gates, parameters, cache, result)
+            self._step_block(plan, plan.blocks[0], x, gates, layer, result)
         else:
             for block in plan.blocks:
                 some = block.rows
-                self._step_block(plan, block, x[some], [gate[some] for gate in gates], parameters, cache, result[some])
+                self._step_block(plan, block, x[some], [gate[some] for gate in gates], layer, result[some])
         if places is not None:
             out.copy_(result.flatten(0, 1).index_select(0, places))
 
     def _step_block(
-        self,
-        plan: StepPlan,
-        block: StepBlock,
-        x: Tensor,
-        gates: Sequence[Tensor],
-        parameters: StateParameters,
-        cache: StateCache,
-        out: Tensor,
+        self, plan: StepPlan, block: StepBlock, x: Tensor, gates: Sequence[Tensor], layer: _Layer, out: Tensor
     ) -> None:
         """Run some sequences of a step; x, gates, out: [n, L, ...]."""
-        spec, states = self.spec, _StepStates(plan, block)
+        spec, states, (parameters, cache) = self.spec, _StepStates(plan, block), layer
         inputs = x.float()
         if spec.conv_channels:
             history = states.read(cache.logical_conv).transpose(1, 2)
@@ -282,7 +267,7 @@ class _StepStates:
             return read_slots(states, self._slots, self._empty)
         own = states[self._block.in_place]
         if self._empty is not None:
-            own.masked_fill_(self._empty.view(-1, *[1] * (own.dim() - 1)), 0.0)
+            own.masked_fill_(self._empty.view((-1, *[1] * (own.dim() - 1))), 0.0)
         return own.float()
 
     def keep(self, states: Tensor, token: int, values: Tensor) -> None:

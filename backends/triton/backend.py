@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.triton.configs import architecture
 from headway.backends.triton.decode import Decode, DecodePlan
 from headway.backends.triton.latent_kernel import LatentDecode
@@ -23,7 +23,7 @@ from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, Ca
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 GRAPH_CONTEXT = 8192
 """Tokens for which a captured decode fixes its tiles and the most chunks; each replay chooses how many of those it cuts. A larger
@@ -61,9 +61,7 @@ class TritonAttention(AttentionBackend):
         "extend_splits": "splits of the longest query tile's keys in prefill and extend, in place of the built-in rule",
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         self._debug = os.environ.get("HEADWAY_DEBUG") == "1"
         cuda = spec.device.type == "cuda"
@@ -90,9 +88,7 @@ class TritonAttention(AttentionBackend):
     @classmethod
     def available(cls) -> Support:
         """Whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
-        if INTERPRETED or torch.cuda.is_available():
-            return YES
-        return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
+        return can_launch()
 
     @classmethod
     def supports(cls, spec: AttentionSpec, layout: CacheLayout, block_size: int, phase: Phase) -> Support:

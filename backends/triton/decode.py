@@ -64,6 +64,10 @@ class DecodePlan:
         return len(self.chunks.seq_lens) <= AHEAD_SEQUENCES
 
 
+NewRows = tuple[Tensor, Tensor] | None
+"""k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence, which are not in the cache yet, and are written there."""
+
+
 class Decode:
     """Decode of one layer kind: cuts the sequences into chunks once a step, then launches one kernel a layer."""
 
@@ -75,8 +79,8 @@ class Decode:
         self._num_splits = INVARIANT_SPLITS if spec.batch_invariant and num_splits is None else num_splits
         self._block_size = block_size
         self._scaled = layout.has_scales
-        row = (max(layer.block_d, layer.block_dv), spec.cache_dtype.itemsize, block_size, layout.x(spec.cache_dtype) > 1)
-        self.configs = decode_configs(setup.arch, *row)
+        block_d, split = max(layer.block_d, layer.block_dv), layout.x(spec.cache_dtype) > 1
+        self.configs = decode_configs(setup.arch, block_d, spec.cache_dtype.itemsize, block_size, split)
         self.workspace = setup.workspace
         self._scalars = tuple(layer.scalars.values())
         self._own = id(layer)
@@ -159,18 +163,9 @@ class Decode:
             plan.chunks.cut(self.launch_cut, splits)
 
     def run(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: DecodePlan,
-        out: Tensor,
-        lse: Tensor | None = None,
-        new: tuple[Tensor, Tensor] | None = None,
+        self, q: Tensor, cache: LayerCache, plan: DecodePlan, out: Tensor, lse: Tensor | None = None, new: NewRows = None
     ) -> None:
-        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens].
-
-        new: k, v [num_seqs, num_kv_heads, head_dim] of one token a sequence; they are not in the cache yet, and written there.
-        """
+        """q, out: [num_tokens, num_heads, head_dim or v_head_dim]; lse: float32 [num_heads, num_tokens]."""
         if len(plan.chunks.table) == 0:
             return
         assert new is None or plan.max_query_len == 1
@@ -238,15 +233,11 @@ class Decode:
             plan.lse,
             plan.arrivals,
             *self._scalars,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
+            *q.stride()[:2],
+            *out.stride()[:2],
             0 if lse is None else lse.stride(0),
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
+            *k.stride()[:2],
+            *v.stride()[:2],
             plan.block_table.stride(0),
             *strides,
         )

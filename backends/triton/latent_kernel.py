@@ -207,10 +207,8 @@ class LatentDecode(Decode):
             plan.partial,
             plan.lse,
             *self._scalars,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
+            *q.stride()[:2],
+            *out.stride()[:2],
             sums_stride,
             plan.block_table.stride(0),
             *strides[:3],
@@ -234,7 +232,8 @@ class LatentDecode(Decode):
         sums_stride, v_scale = 0 if lse is None else lse.stride(0), self._layer.scalars["v_scale"]
         rest = (plan.chunks.seqs, self._layer.sinks, plan.partial, plan.lse, v_scale, out.stride(0), out.stride(1), sums_stride)
         grid = (plan.items, plan.rows, len(plan.chunks.seqs))
-        constants, pointers = self._merging(plan, lse is not None), (out.data_ptr(), sums.data_ptr())
+        constants, pointers = self._layer.merging(plan.block_m, 1, MERGED, lse is not None), (out.data_ptr(), sums.data_ptr())
+        constants["TILE_ROWS"] = plan.rows
         return self._launch_merge.bind(key, grid, (out, sums), pointers, rest, constants, num_warps=MERGE_WARPS)
 
     def _latent_constants(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
@@ -253,22 +252,6 @@ class LatentDecode(Decode):
             "PEEK": not INTERPRETED,
             "HAS_LSE": lse,
             "STAGES": plan.config.num_stages,
-            "PDL": launches_early(self._spec.device),
-        }
-
-    def _merging(self, plan: DecodePlan, lse: bool) -> dict[str, Any]:
-        constants = self._layer.constants
-        return {
-            "NUM_KV_HEADS": constants["NUM_KV_HEADS"],
-            "GROUP": constants["GROUP"],
-            "V_HEAD_DIM": constants["V_HEAD_DIM"],
-            "BLOCK_DV": constants["BLOCK_DV"],
-            "BLOCK_M": plan.block_m,
-            "TILE_ROWS": plan.rows,
-            "ROWS": 1,
-            "MERGED": MERGED,
-            "HAS_SINKS": constants["HAS_SINKS"],
-            "HAS_LSE": lse,
             "PDL": launches_early(self._spec.device),
         }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.backends.triton.configs import Architecture
 from headway.core.contract.layout import SCALES, CacheLayout, LayerCache
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, launches_early
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _LOG2E = math.log2(math.e)
@@ -75,6 +75,13 @@ class Layer:
                 "PRECISION": "ieee" if spec.dtype == torch.float32 else "tf32",
             },
         )
+
+    def merging(self, block_m: int, rows: int, merged: int, lse: bool) -> dict[str, Any]:
+        """Compile-time constants of the kernels that merge partial results. merged: those of a row that are in flight at once."""
+        shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
+        constants = {name: self.constants[name] for name in shared}
+        early = launches_early(self.sinks.device)
+        return {**constants, "BLOCK_M": block_m, "ROWS": rows, "MERGED": merged, "HAS_LSE": lse, "PDL": early}
 
     @property
     def value_first(self) -> bool:

@@ -76,9 +76,9 @@ class Prefill:
         spec = self._spec
         dense = metadata.phase is Phase.PREFILL and not rereads(spec)
         paged = 0 if dense else self._block_size
-        row = (max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv), spec.dtype.itemsize)
+        block_d = max(self._layer.block_d + self._layer.constants["TAIL"], self._layer.block_dv)
         longest = ANY_PROMPT if spec.batch_invariant else metadata.max_query_len
-        config = prefill_config(self._arch, *row, longest, spec.group_size, paged)
+        config = prefill_config(self._arch, block_d, spec.dtype.itemsize, longest, spec.group_size, paged)
         if dense and metadata.num_prefill_tokens <= FEW_TOKENS:
             config = replace(config, tma=False)
         rule = self._rule(config)
@@ -183,39 +183,26 @@ class Prefill:
             self._layer.slopes,
             self._layer.sinks,
             *self._scalars,
-            q.stride(0),
-            q.stride(1),
-            out.stride(0),
-            out.stride(1),
+            *q.stride()[:2],
+            *out.stride()[:2],
             sums_stride,
             plan.block_table.stride(0),
             *variant.strides,
         )
         grid = (self._spec.num_kv_heads, plan.schedule.programs, 1)
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        first = (q, *read, out, sums, *scales)
-        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, variant.constants, **options)
+        first, warps, stages = (q, *read, out, sums, *scales), config.num_warps, config.num_stages
+        constants = variant.constants
+        kernel = self._launch.bind(compiled_for, grid, first, pointers, rest, constants, num_warps=warps, num_stages=stages)
         merge = None
         if split:
             v_scale, strides = self._layer.scalars["v_scale"], (out.stride(0), out.stride(1), sums_stride)
             rest = (plan.rows[plan.schedule.programs :], self._layer.sinks, plan.partial, plan.lse, v_scale, *strides)
             grid = (self._spec.num_kv_heads, config.block_m // self._merge_rows, plan.schedule.merges)
-            constants = self._merging(config, lse is not None)
+            merged = max(1, min(8, 2048 // (self._merge_rows * self._layer.block_dv)))
+            constants = self._layer.merging(config.block_m, self._merge_rows, merged, lse is not None)
             merge = self._launch_merge.bind(compiled_for, grid, (out, sums), pointers[3:5], rest, constants, num_warps=1)
         if kernel is not None:
             plan.launches[key] = (kernel, merge, variant.tma)
-
-    def _merging(self, config: PrefillConfig, lse: bool) -> dict[str, Any]:
-        """Compile-time constants of the merge."""
-        shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "BLOCK_DV", "HAS_SINKS")
-        return {
-            **{name: self._layer.constants[name] for name in shared},
-            "BLOCK_M": config.block_m,
-            "ROWS": self._merge_rows,
-            "MERGED": max(1, min(8, 2048 // (self._merge_rows * self._layer.block_dv))),
-            "HAS_LSE": lse,
-            "PDL": self._pdl,
-        }
 
     def _variant(self, keys: Tensor, values: Tensor, cache: LayerCache, plan: PrefillPlan, lse: bool) -> _Variant:
         """Strides, and all that is compiled in, for one way to read keys."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headway.backends.options import count_of
+from headway.backends.options import Options, count_of
 from headway.backends.vllm_paged.decode import MAX_WARPS, PagedDecode, PagedDecodePlan
 from headway.core.contract.backend import AttentionBackend, GraphLevel
 from headway.core.contract.capabilities import FEATURES, Capabilities
@@ -46,9 +46,7 @@ class VllmPagedAttention(AttentionBackend):
         "num_warps": f"warps of a block of threads, 1 to {MAX_WARPS}",
     }
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, block_size: int, options: Options = None) -> None:
         super().__init__(spec, layout, block_size, options)
         cut = count_of(self.name, options, "num_warps", MAX_WARPS), count_of(self.name, options, "num_partitions", None)
         self._decode = PagedDecode(spec, block_size, cut)

@@ -313,6 +313,6 @@ def swap_blocks(key: Tensor, value: Tensor, to_key: Tensor, to_value: Tensor, pa
         return
     block_bytes = key[0].numel() * key.element_size()
     kernel = load(Variant(CSRC, "blocks.cu"), "copy_blocks", pairs.device)
-    caches = (tensor.data_ptr() for tensor in (key, value, to_key, to_value))
-    arguments = Arguments(*caches, pairs.data_ptr(), block_bytes // 16)
+    values = [*(tensor.data_ptr() for tensor in (key, value, to_key, to_value, pairs)), block_bytes // 16]
+    arguments = Arguments(*values)
     kernel(Launch((pairs.shape[0], _COPY_PARTS, 2), _COPY_THREADS), arguments)

@@ -25,7 +25,7 @@ from headway.models.checkpoints.formats.config import read_quantization
 from headway.models.checkpoints.formats.rounding import ON_LOADING
 from headway.models.checkpoints.locate import locate
 from headway.models.layers.decoder import Decoder
-from headway.models.loader import LoadedModel, load_model
+from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.tuning.measure.products import choose_products
 
 AS_STORED = "checkpoint"
@@ -60,7 +60,7 @@ def load_models(
         both = load()
         return DiffModels(both, both)
     stored = _checked(name, load_format, quantization)
-    a = load(quantization=None if quantization == AS_STORED else quantization)
+    a = load(options=LoadOptions(quantization=None if quantization == AS_STORED else quantization))
     assert isinstance(a.decoder, Decoder)
     read, count = sum(linear.reads_quantized for linear, _ in a.decoder.products), len(a.decoder.products)
     plain = DTYPE_NAMES[a.decoder.dtype]
@@ -73,7 +73,7 @@ def load_models(
     weights_a = f"{stored}, {where}" if quantization == AS_STORED else f"rounded to {quantization}, {where}"
     weights_b = f"{stored}, expanded to {plain}" if quantization == AS_STORED else f"the checkpoint's, in {plain}"
     products = tuple(f"{kind.name}: {kind.describe()}" for kind in a.decoder.product_kinds)
-    return DiffModels(a, load(keep_quantized=False), weights_a, weights_b, products)
+    return DiffModels(a, load(options=LoadOptions(keep_quantized=False)), weights_a, weights_b, products)
 
 
 def _checked(name: str, load_format: str, quantization: str) -> str:

@@ -31,7 +31,7 @@ def tell_products(model: str | None, quantization: str | None, dtype: str, devic
     :raises HeadwayError: no model, one that Headway's decoder does not compute, or options that it does not take.
     """
     from headway.models.layers.decoder import Decoder
-    from headway.models.loader import load_model
+    from headway.models.loader import LoadOptions, load_model
     from headway.tuning.measure.device import resolve_device
 
     if model is None:
@@ -44,7 +44,7 @@ def tell_products(model: str | None, quantization: str | None, dtype: str, devic
         "dummy",
         skip_tokenizer_init=True,
         model_impl="headway",
-        quantization=quantization,
+        options=LoadOptions(quantization=quantization),
     )
     assert isinstance(shapes.decoder, Decoder)
     found = explain_products(shapes.decoder.products, place)

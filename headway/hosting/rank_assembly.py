@@ -24,9 +24,9 @@ from headway.core.sampling.sampler import TORCH_SAMPLING
 from headway.core.select.costs import CostTable
 from headway.core.select.layer_specs import LayerSpecs
 from headway.kernels.runtime.compile_ahead import compile_ahead
-from headway.kernels.sampling.choice import fastest_sampling
+from headway.kernels.sampling import fastest_sampling
 from headway.machine.memory import bound_kernel_caches, set_threads
-from headway.models.loader import LoadedModel, load_model
+from headway.models.loader import LoadedModel, LoadOptions, load_model
 from headway.tuning.autotune import TableRequest
 from headway.tuning.measure.all_reduce import choose_all_reduce
 from headway.tuning.measure.device import resolve_device
@@ -173,19 +173,22 @@ def sampling_of(
 
 def load_part(args: EngineArgs, device: torch.device, ranks: Ranks) -> LoadedModel:
     """Load the part of a model that a rank holds; rank 0 alone has the tokenizer."""
+    options = LoadOptions(
+        batch_invariant=args.deterministic,
+        torch_compile=args.compiles_on(device.type),
+        quantization=args.quantization,
+        tokenizer=args.tokenizer,
+        origin=args.origin,
+        slots=args.adapter_slots,
+        max_model_len=args.max_model_len,
+    )
     return load_model(
         args.model,
         dtype=args.dtype,
         device=device,
         load_format=args.load_format,
-        quantization=args.quantization,
         skip_tokenizer_init=args.skip_tokenizer_init or ranks.rank > 0,
-        tokenizer=args.tokenizer,
-        origin=args.origin,
-        batch_invariant=args.deterministic,
         model_impl=args.model_impl,
-        torch_compile=args.compiles_on(device.type),
         ranks=ranks,
-        slots=args.adapter_slots,
-        max_model_len=args.max_model_len,
+        options=options,
     )

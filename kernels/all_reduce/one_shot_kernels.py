@@ -154,17 +154,30 @@ class OneShotAllReduce:
         launch = self._launchers.get((x.dtype, adds))
         if launch is None:
             bits, nothing, instead = _BITS[x.dtype]
-            sizes = {
+            constants = {
                 "SIZE": self._size,
                 "CAPACITY": CAPACITY // x.itemsize,
                 "BLOCK": self._block_bytes // x.itemsize,
                 "EACH": _WORD // x.itemsize,
+                "BITS": bits,
+                "NOTHING": nothing,
+                "INSTEAD": instead,
+                "ONTO": adds,
             }
-            given = {"BITS": bits, "NOTHING": nothing, "INSTEAD": instead, "ONTO": adds}
-            launch = self._launchers[x.dtype, adds] = FixedLauncher(sum_over_ranks, 8, self._device, **sizes, **given)
+            launch = self._launchers[x.dtype, adds] = FixedLauncher(sum_over_ranks, 8, self._device, constants)
         y = x if onto is None else onto
         grid = triton.cdiv(x.nbytes, self._block_bytes), 1, 1
-        launch(grid, x, y, y, self._buffers, self._state, self._ended, x.nbytes // _WORD, self._rank)
+        launch(
+            grid,
+            x_ptr=x,
+            onto_ptr=y,
+            y_ptr=y,
+            buffers_ptr=self._buffers,
+            state_ptr=self._state,
+            ended_ptr=self._ended,
+            words=x.nbytes // _WORD,
+            rank=self._rank,
+        )
         return y
 
     def abort(self) -> None:

@@ -6,13 +6,14 @@ Warps lie side by side along the rows of a weight and share the rows of x, of wh
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
 from headway.kernels.experts.config import ExpertsConfig
-from headway.kernels.experts.cuda_rows import ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
+from headway.kernels.experts.cuda_rows import CudaMethod, ExpertCutRule, ExpertProduct, ExpertVariant, expert_variant
 from headway.kernels.experts.methods import most_blocks
 from headway.kernels.experts.route_kernels import Routed, Router
 from headway.kernels.experts.weights import ExpertWeights
@@ -22,7 +23,6 @@ from headway.kernels.linear.forms import QuantizedWeight, WeightBytes
 from headway.kernels.runtime.nvrtc.compiler import Variant, architecture
 from headway.kernels.runtime.nvrtc.launch import MAP_BYTES, Arguments, Kernel, Launch, tensor_map
 from headway.kernels.runtime.nvrtc.store import load
-from headway.kernels.step.operations import Norm
 
 MOST_TOKENS = 256
 """Tokens up to which the kernel computes."""
@@ -167,9 +167,10 @@ class _Launcher:
         self._beside: Kernel = load(variant.source, "arrange_lots" if variant.of.first else "add_slots", device, specific)
         blocks = multiprocessors * variant.of.each.cut.per_multiprocessor
         self._launch = Launch((blocks, 1, 1), variant.threads, variant.shared_bytes, overlaps=True)
-        self._arguments = Arguments(*[bytes(MAP_BYTES)] * 3, bytes(POINTERS.size), 0)
+        blank = bytes(MAP_BYTES)
+        self._arguments = Arguments(blank, blank, blank, bytes(POINTERS.size), 0)
         self._beside_arguments = Arguments(*[0] * (5 if variant.of.first else 4))
-        self._beside_launches: dict[tuple[int, int, int], Launch] = {}
+        self._beside_launch = cache(partial(Launch, threads=_ARRANGING, overlaps=True))
 
     def multiply(self, x: Tensor, weight: ArrangedWeight, bias: Tensor | None, y: Tensor, table: Tensor) -> None:
         """Launch the product."""
@@ -184,53 +185,26 @@ class _Launcher:
 
     def beside(self, grid: tuple[int, int, int], *tensors: Tensor) -> None:
         """Launch what stands before or behind it."""
-        launch = self._beside_launches.get(grid)
-        if launch is None:
-            launch = self._beside_launches[grid] = Launch(grid, _ARRANGING, overlaps=True)
         self._beside_arguments.set(*[tensor.data_ptr() for tensor in tensors])
-        self._beside(launch, self._beside_arguments)
+        self._beside(self._beside_launch(grid), self._beside_arguments)
 
 
-class CudaLots:
+class CudaLots(CudaMethod):
     """Lots of rows of one expert whose x is arranged before: five launches a layer, for up to MOST_TOKENS tokens.
 
     What experts give a token is added in the order of its slots, in float32: its bits are the same in every run, whatever the
     other tokens are. One thread at a time.
     """
 
-    def __init__(
-        self,
-        lot: int,
-        config: ExpertsConfig,
-        router: Router,
-        device: torch.device,
-        arranged: Arrangements,
-        cut: ExpertCutRule = expert_lots_cut,
-    ) -> None:
-        """lot: of LOTS. arranged: what several of these share."""
-        self.name = f"cuda.lots{lot}"
-        self._lot = lot
-        self._config = config
-        self._router = router
-        self._device = device
-        self._arranged = arranged
-        self._cut = cut
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._launchers: dict[LotsVariant, _Launcher] = {}
+    kind = "lots"
 
-    def cut_by(self, cut: ExpertCutRule, name: str) -> CudaLots:
-        """The same by another rule, for whoever compares cuts."""
-        other = CudaLots(self._lot, self._config, self._router, self._device, self._arranged, cut)
-        other.name = name
-        return other
+    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
+        super().__init__(lot, config, router, device, arranged)
+        self._made = cache(lambda variant: _Launcher(variant, device, self._multiprocessors))
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method."""
         return suits(self._lot, num_tokens, self._config)
-
-    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
-        """See Method."""
-        return self._router.rows(x, norm, weights)
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
@@ -264,12 +238,8 @@ class CudaLots:
         following: Tensor | QuantizedWeight | None,
     ) -> _Launcher:
         after = None if following is None else self._arranged(following).described
-        given = self._config, self._arranged(weight), dtype, self._lot, after, bias is not None
-        variant = lots_variant(*given, self._multiprocessors, self._cut)
-        launcher = self._launchers.get(variant)
-        if launcher is None:
-            launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
-        return launcher
+        arranged, biased = self._arranged(weight), bias is not None
+        return self._made(lots_variant(self._config, arranged, dtype, self._lot, after, biased, self._multiprocessors))
 
 
 def suits(lot: int, num_tokens: int, config: ExpertsConfig) -> bool:

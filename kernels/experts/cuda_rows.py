@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from struct import Struct
+from typing import ClassVar
 
 import numpy
 import torch
@@ -218,39 +220,40 @@ class _Launcher:
         self.arguments = Arguments(bytes(POINTERS.size), bytes(_ROUTED.size), numpy.int32(0))
 
 
-class CudaRows:
+class CudaMethod:
+    """What methods over quantised weights in CUDA C++ share: lots of rows of one expert, routed token by token."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
+        """lot: of the LOTS beside the method. arranged: what several of these share."""
+        self.name = f"cuda.{self.kind}{lot}"
+        self._lot = lot
+        self._config = config
+        self._router = router
+        self._arranged = arranged
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
+        """See Method."""
+        return self._router.rows(x, norm, weights)
+
+
+class CudaRows(CudaMethod):
     """Lots of rows of one expert, in the order of experts: three launches a layer, for up to MOST_TOKENS tokens.
 
     A token's bits depend on neither the other tokens nor their number. One thread at a time.
     """
 
-    def __init__(
-        self,
-        lot: int,
-        config: ExpertsConfig,
-        router: Router,
-        device: torch.device,
-        arranged: Arrangements,
-        cut: ExpertCutRule = expert_rows_cut,
-    ) -> None:
-        """lot: of LOTS. arranged: what several of these share."""
-        self.name = f"cuda.rows{lot}"
-        self._lot = lot
-        self._config = config
-        self._router = router
-        self._device = device
-        self._arranged = arranged
-        self._cut = cut
-        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._launchers: dict[ExpertVariant, _Launcher] = {}
+    kind = "rows"
+
+    def __init__(self, lot: int, config: ExpertsConfig, router: Router, device: torch.device, arranged: Arrangements) -> None:
+        super().__init__(lot, config, router, device, arranged)
+        self._made = cache(lambda variant: _Launcher(variant, device, self._multiprocessors))
 
     def takes(self, num_tokens: int, dtype: torch.dtype) -> bool:
         """See Method. Lots larger than the next smaller are left to that one where they cannot be filled."""
         return num_tokens <= MOST_TOKENS and (self._lot == LOTS[0] or num_tokens > self._lot // 2)
-
-    def route(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
-        """See Method."""
-        return self._router.rows(x, norm, weights)
 
     def add(self, residual: Tensor, routed: Routed, weights: ExpertWeights) -> None:
         """See Method."""
@@ -281,11 +284,7 @@ class CudaRows:
         self, weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, lot: int, first: bool
     ) -> _Launcher:
         arranged = self._arranged(weight)
-        variant = expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors, self._cut)
-        launcher = self._launchers.get(variant)
-        if launcher is None:
-            launcher = self._launchers[variant] = _Launcher(variant, self._device, self._multiprocessors)
-        return launcher
+        return self._made(expert_variant(self._config, arranged, dtype, lot, first, bias is not None, self._multiprocessors))
 
 
 def computes_experts(config: ExpertsConfig, weights: ExpertWeights, device: torch.device) -> Support:

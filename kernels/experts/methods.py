@@ -178,18 +178,25 @@ class RowMethod:
         block_k = min(triton.next_power_of_2(hidden), 1024)
         how = {"BLOCK_N": cut.gate_rows, "BLOCK_K": block_k, "DEPTH": min(4, triton.cdiv(hidden, block_k))}
         how |= {**activation(config), "BIAS": bias is not None}
-        launch = self._launchers.get(gate_up_rows, cut.gate_warps, **self._sizes(hidden), **how)
-        grid = len(y), triton.cdiv(config.intermediate_size, cut.gate_rows), 1
-        launch(grid, routed.x, weight, routed.x if bias is None else bias, routed.experts, y)
+        launch = self._launchers.get(gate_up_rows, cut.gate_warps, {**self._sizes(hidden), **how})
+        grid, x = (len(y), triton.cdiv(config.intermediate_size, cut.gate_rows), 1), routed.x
+        launch(grid, x_ptr=x, weight_ptr=weight, bias_ptr=x if bias is None else bias, experts_ptr=routed.experts, y_ptr=y)
 
     def _down(self, x: Tensor, routed: Routed, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
         config, cut, (num_tokens, hidden) = self._config, self._cut, residual.shape
         block_k = min(cut.down_chunk, triton.next_power_of_2(config.intermediate_size))
         depth = min(cut.down_depth, config.num_slots * triton.cdiv(config.intermediate_size, block_k))
         how = {"BLOCK_N": cut.down_rows, "BLOCK_K": block_k, "DEPTH": depth, "BIAS": bias is not None}
-        launch = self._launchers.get(down_rows, cut.down_warps, **self._sizes(hidden), **how)
-        grid = num_tokens, triton.cdiv(hidden, cut.down_rows), 1
-        launch(grid, x, weight, x if bias is None else bias, routed.experts, routed.weights, residual)
+        launch = self._launchers.get(down_rows, cut.down_warps, {**self._sizes(hidden), **how})
+        launch(
+            (num_tokens, triton.cdiv(hidden, cut.down_rows), 1),
+            x_ptr=x,
+            weight_ptr=weight,
+            bias_ptr=x if bias is None else bias,
+            experts_ptr=routed.experts,
+            weights_ptr=routed.weights,
+            y_ptr=residual,
+        )
 
     def _gate_up_quantized(self, routed: Routed, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> None:
         config, cut, x, form = self._config, self._quantized_cut, routed.x, described(weight)
@@ -198,9 +205,18 @@ class RowMethod:
         depth = min(cut.gate_depth, _chunks(form.row, block_g))
         how: dict[str, Any] = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth}
         how |= {**activation(config), "BIAS": bias is not None, **form_constants(form, x.dtype)}
-        launch = self._launchers.get(gate_up_quantized_rows, cut.warps, **self._sizes(x.shape[1]), **how)
-        grid = len(y), triton.cdiv(config.intermediate_size, block_n), 1
-        launch(grid, x, *tensors_of(weight), x if bias is None else bias, routed.experts, y)
+        launch = self._launchers.get(gate_up_quantized_rows, cut.warps, {**self._sizes(x.shape[1]), **how})
+        codes, scales, zeros = tensors_of(weight)
+        launch(
+            (len(y), triton.cdiv(config.intermediate_size, block_n), 1),
+            x_ptr=x,
+            weight_ptr=codes,
+            scales_ptr=scales,
+            zeros_ptr=zeros,
+            bias_ptr=x if bias is None else bias,
+            experts_ptr=routed.experts,
+            y_ptr=y,
+        )
 
     def _down_quantized(self, x: Tensor, routed: Routed, weight: QuantizedWeight, bias: Tensor | None, residual: Tensor) -> None:
         (num_tokens, hidden), cut, form = residual.shape, self._quantized_cut, described(weight)
@@ -209,9 +225,19 @@ class RowMethod:
         depth = min(cut.down_depth, self._config.num_slots * _chunks(form.row, block_g))
         how = {"BLOCK_N": block_n, "BLOCK_G": block_g, "SPAN": _SPAN, "DEPTH": depth, "BIAS": bias is not None}
         how |= form_constants(form, x.dtype)
-        launch = self._launchers.get(down_quantized_rows, cut.warps, **self._sizes(hidden), **how)
-        given = x if bias is None else bias, routed.experts, routed.weights
-        launch((num_tokens, triton.cdiv(hidden, block_n), 1), x, *tensors_of(weight), *given, residual)
+        launch = self._launchers.get(down_quantized_rows, cut.warps, {**self._sizes(hidden), **how})
+        codes, scales, zeros = tensors_of(weight)
+        launch(
+            (num_tokens, triton.cdiv(hidden, block_n), 1),
+            x_ptr=x,
+            weight_ptr=codes,
+            scales_ptr=scales,
+            zeros_ptr=zeros,
+            bias_ptr=x if bias is None else bias,
+            experts_ptr=routed.experts,
+            weights_ptr=routed.weights,
+            y_ptr=residual,
+        )
 
     def _sizes(self, hidden: int) -> dict[str, int]:
         return {"HIDDEN": hidden, "INNER": self._config.intermediate_size, "SLOTS": self._config.num_slots}
@@ -304,15 +330,16 @@ class TileMethod:
             "WHOLE": tiling.whole,
             "BLOCK_S": triton.next_power_of_2(config.num_slots),
         }
-        if isinstance(weight, Tensor):
-            launch = self._plain(x, block_n, gated, sizes)
-            read: tuple[Tensor, ...] = (weight,)
-        else:
-            launch = self._quantized(x, described(weight), block_n, gated, sizes)
-            read = tensors_of(weight)
         grid = triton.cdiv(width, block_n) * num_blocks, 1, 1
         count = num_pairs // config.num_slots if tiling.whole else num_blocks
-        launch(grid, x, *read, x if bias is None else bias, pairs, ends, y, count)
+        behind: dict[str, Tensor | float] = {"bias_ptr": x if bias is None else bias, "pairs_ptr": pairs, "ends_ptr": ends}
+        behind |= {"y_ptr": y, "num_blocks": count}
+        if isinstance(weight, Tensor):
+            self._plain(x, block_n, gated, sizes)(grid, x_ptr=x, weight_ptr=weight, **behind)
+        else:
+            launch = self._quantized(x, described(weight), block_n, gated, sizes)
+            codes, scales, zeros = tensors_of(weight)
+            launch(grid, x_ptr=x, weight_ptr=codes, scales_ptr=scales, zeros_ptr=zeros, **behind)
 
     def _plain(self, x: Tensor, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
         tiling = self._tiling
@@ -320,7 +347,7 @@ class TileMethod:
         stage = (tiling.block_m + (2 if gated else 1) * block_n) * tiling.block_k * 2
         stages = min(tiling.stages, 1 + self._shared_memory // stage)
         how = {"BLOCK_K": tiling.block_k * 2 // x.itemsize, "STAGES": stages, "SWAPPED": tiling.swapped, "DOT": dot_type(x.dtype)}
-        return self._launchers.get(grouped_product, tiling.warps, **sizes, **how)
+        return self._launchers.get(grouped_product, tiling.warps, {**sizes, **how})
 
     def _quantized(self, x: Tensor, form: WeightBytes, block_n: int, gated: bool, sizes: dict[str, Any]) -> FixedLauncher:
         tiling = self._tiling
@@ -329,7 +356,7 @@ class TileMethod:
         unpacked = 2 * block_n * tiling.block_k  # on the way to the matrix units
         stages = min(tiling.stages, 1 + (self._shared_memory - unpacked) // stage)
         how = {"SPAN": span, "STAGES": stages, **form_constants(form, x.dtype)}
-        return self._launchers.get(grouped_quantized_product, tiling.warps, **sizes, **how)
+        return self._launchers.get(grouped_quantized_product, tiling.warps, {**sizes, **how})
 
 
 class GroupedMM:
@@ -359,8 +386,8 @@ class GroupedMM:
         order = self._router.order(routed)
         num_pairs = len(order.pairs)
         x = residual.new_empty((num_pairs, hidden))
-        launch = self._launchers.get(gather_rows, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=1024)
-        launch((num_pairs, triton.cdiv(hidden, 1024), 1), routed.x, order.pairs, x)
+        launch = self._launchers.get(gather_rows, 4, {"HIDDEN": hidden, "SLOTS": config.num_slots, "BLOCK": 1024})
+        launch((num_pairs, triton.cdiv(hidden, 1024), 1), x_ptr=routed.x, pairs_ptr=order.pairs, y_ptr=x)
         both = _grouped(x, weights.gate_up, order.ends)
         parts = _grouped(self._activate(both, order, weights), weights.down, order.ends)
         add_all_slots(self._launchers, config, parts, weights.down_bias, routed, order.places, residual)
@@ -372,10 +399,10 @@ class GroupedMM:
             return both.relu_().square_()
         between = both.new_empty((num_pairs, inner))
         sizes = {"NUM_ALL": config.num_all, "BLOCK_E": triton.next_power_of_2(config.num_all), "INNER": inner, "BLOCK": 1024}
-        biased = weights.gate_up_bias is not None
-        launch = self._launchers.get(activate_rows, 4, **sizes, **activation(config), BIAS=biased)
-        bias = both if weights.gate_up_bias is None else weights.gate_up_bias
-        launch((num_pairs, triton.cdiv(inner, 1024), 1), both, bias, order.ends, between)
+        bias = weights.gate_up_bias
+        launch = self._launchers.get(activate_rows, 4, {**sizes, **activation(config), "BIAS": bias is not None})
+        grid = num_pairs, triton.cdiv(inner, 1024), 1
+        launch(grid, x_ptr=both, bias_ptr=both if bias is None else bias, ends_ptr=order.ends, y_ptr=between)
         return between
 
 
@@ -398,9 +425,16 @@ def add_all_slots(
     """residual += the weighted sum over each token's slots of parts [num_pairs, hidden_size], in the order of experts."""
     num_tokens, hidden = residual.shape
     block = min(triton.next_power_of_2(hidden), 1024)
-    launch = launchers.get(add_slots, 4, HIDDEN=hidden, SLOTS=config.num_slots, BLOCK=block, BIAS=bias is not None)
-    given = parts, parts if bias is None else bias, routed.experts, routed.weights, places
-    launch((num_tokens, triton.cdiv(hidden, block), 1), *given, residual)
+    constants = {"HIDDEN": hidden, "SLOTS": config.num_slots, "BLOCK": block, "BIAS": bias is not None}
+    launchers.get(add_slots, 4, constants)(
+        (num_tokens, triton.cdiv(hidden, block), 1),
+        x_ptr=parts,
+        bias_ptr=parts if bias is None else bias,
+        experts_ptr=routed.experts,
+        weights_ptr=routed.weights,
+        places_ptr=places,
+        y_ptr=residual,
+    )
 
 
 def most_blocks(num_pairs: int, num_all: int, block_m: int) -> int:

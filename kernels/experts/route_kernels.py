@@ -419,13 +419,13 @@ class Router:
     def rows(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
         """For few tokens, each by itself. x: [num_tokens, hidden_size], the residual stream."""
         num_logits = self._config.num_logits
-        tensors, routed = self._tensors(x, norm, weights, 16, counted=False)
+        arguments, routed = self._arguments(x, norm, weights, 16, counted=False)
         key = "rows", x.dtype, *_biases(weights)
         if key not in self._launchers:
             block_k = triton.next_power_of_2(x.shape[1])
             sizes = {"BLOCK_K": min(block_k, 2048), "BLOCK_L": _ROW_LOGITS}
-            self._launchers[key] = FixedLauncher(route_rows, 4, self._device, **sizes, **self._constants(weights))
-        self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), *tensors, norm.eps)
+            self._launchers[key] = FixedLauncher(route_rows, 4, self._device, {**sizes, **self._constants(weights)})
+        self._launchers[key]((triton.cdiv(num_logits, _ROW_LOGITS), len(x), 1), **arguments)
         return routed
 
     def tiles(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> Routed:
@@ -436,17 +436,16 @@ class Router:
         block_t, block_l = self._tile(num_tokens)
         logit_tiles = triton.cdiv(num_logits, block_l)
         rows = min(block_t, max(1, _NORMED // triton.next_power_of_2(x.shape[1])))
-        tensors, routed = self._tensors(x, norm, weights, block_t, counted=True)
+        arguments, routed = self._arguments(x, norm, weights, block_t, counted=True)
         key = "tiles", block_t, block_l, x.dtype, *_biases(weights)
         if key not in self._launchers:
             block_h = triton.next_power_of_2(x.shape[1])
             sizes = {"BLOCK_T": block_t, "BLOCK_L": block_l, "BLOCK_K": 256 // x.itemsize, "LOGIT_TILES": logit_tiles}
-            sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows}
-            how = {"STAGES": 4, "DOT": dot_type(x.dtype)}
+            sizes |= {"BLOCK_H": block_h, "BLOCK_R": rows, "STAGES": 4, "DOT": dot_type(x.dtype)}
             warps = 8 if block_t == 64 else 4
-            self._launchers[key] = FixedLauncher(route_tiles, warps, self._device, **sizes, **how, **self._constants(weights))
+            self._launchers[key] = FixedLauncher(route_tiles, warps, self._device, {**sizes, **self._constants(weights)})
         grid = logit_tiles + block_t // rows, triton.cdiv(num_tokens, block_t), 1
-        self._launchers[key](grid, *tensors, norm.eps, num_tokens)
+        self._launchers[key](grid, **arguments, num_tokens=num_tokens)
         return routed
 
     def order(self, routed: Routed) -> ExpertOrder:
@@ -458,17 +457,31 @@ class Router:
             launch = self._launchers.get("order")
             if launch is None:
                 sizes = {"NUM_ALL": config.num_all, "BLOCK_P": _ORDERED, "BLOCK_N": 1024}
-                launch = self._launchers["order"] = FixedLauncher(order_few_pairs, 4, self._device, **sizes)
+                launch = self._launchers["order"] = FixedLauncher(order_few_pairs, 4, self._device, sizes)
             num_programs = triton.cdiv(len(pairs), _ORDERED) + triton.cdiv(config.num_all, _ORDERED)
-            launch((num_programs, 1, 1), routed.experts, pairs, places, ends, len(pairs))
+            launch(
+                (num_programs, 1, 1),
+                experts_ptr=routed.experts,
+                pairs_ptr=pairs,
+                places_ptr=places,
+                ends_ptr=ends,
+                num_pairs=len(pairs),
+            )
             return ExpertOrder(pairs, places, ends)
         key = "order", routed.block_t
         if key not in self._launchers:
             sizes = {"NUM_ALL": config.num_all, "SLOTS": config.num_slots, "BLOCK_E": self._block_e}
             sizes |= {"BLOCK_T": routed.block_t, "BLOCK_C": 16}
-            self._launchers[key] = FixedLauncher(order_pairs, 4, self._device, **sizes)
-        grid = triton.cdiv(num_tokens, routed.block_t), 1, 1
-        self._launchers[key](grid, routed.experts, routed.counts, pairs, places, ends, num_tokens)
+            self._launchers[key] = FixedLauncher(order_pairs, 4, self._device, sizes)
+        self._launchers[key](
+            (triton.cdiv(num_tokens, routed.block_t), 1, 1),
+            experts_ptr=routed.experts,
+            counts_ptr=routed.counts,
+            pairs_ptr=pairs,
+            places_ptr=places,
+            ends_ptr=ends,
+            num_tokens=num_tokens,
+        )
         return ExpertOrder(pairs, places, ends)
 
     @property
@@ -487,10 +500,10 @@ class Router:
         block_t, block_l = (32, min(64, self._block_e)) if num_tokens <= 2048 else (64, min(128, self._block_e))
         return min(block_t, most), block_l
 
-    def _tensors(
+    def _arguments(
         self, x: Tensor, norm: Norm, weights: ExpertWeights, block_t: int, counted: bool
-    ) -> tuple[tuple[Tensor, ...], Routed]:
-        """The kernels' tensors in their order, and those among them that are the result."""
+    ) -> tuple[dict[str, Tensor | float], Routed]:
+        """What both kernels are launched with, in their order, and the tensors among it that are the result."""
         config, num_tokens = self._config, len(x)
         logits = torch.empty((num_tokens, config.num_logits), dtype=torch.float32, device=self._device)
         experts = torch.empty((num_tokens, config.num_slots), dtype=torch.int32, device=self._device)
@@ -499,11 +512,21 @@ class Router:
         if counted:
             counts = torch.empty((triton.cdiv(num_tokens, block_t), config.num_all), dtype=torch.int32, device=self._device)
         normed = torch.empty_like(x)
-        router_bias = logits if weights.router_bias is None else weights.router_bias
-        correction = logits if weights.correction_bias is None else weights.correction_bias
-        given = x, norm.weight, weights.router, router_bias, correction
-        written = normed, logits, self._arrivals, experts, slot_weights, experts if counts is None else counts
-        return (*given, *written), Routed(normed, experts, slot_weights, counts, block_t)
+        arguments: dict[str, Tensor | float] = {
+            "x_ptr": x,
+            "norm_ptr": norm.weight,
+            "router_ptr": weights.router,
+            "router_bias_ptr": logits if weights.router_bias is None else weights.router_bias,
+            "correction_ptr": logits if weights.correction_bias is None else weights.correction_bias,
+            "normed_ptr": normed,
+            "logits_ptr": logits,
+            "arrivals_ptr": self._arrivals,
+            "experts_ptr": experts,
+            "weights_ptr": slot_weights,
+            "counts_ptr": experts if counts is None else counts,
+            "eps": norm.eps,
+        }
+        return arguments, Routed(normed, experts, slot_weights, counts, block_t)
 
     def _constants(self, weights: ExpertWeights) -> dict[str, Any]:
         config = self._config

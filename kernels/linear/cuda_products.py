@@ -91,8 +91,8 @@ class FewRowsLauncher:
 
     def __call__(self, operands: ProductOperands) -> None:
         """Compute y."""
-        eps = numpy.float32(operands.eps), numpy.float32(operands.head_eps)
-        self._arguments.set(operands.pointers(operands.x), *eps, numpy.int32(len(operands.x)))
+        eps, head_eps = numpy.float32(operands.eps), numpy.float32(operands.head_eps)
+        self._arguments.set(operands.pointers(operands.x), eps, head_eps, numpy.int32(len(operands.x)))
         self._kernel(self._launch, self._arguments)
 
 
@@ -107,12 +107,10 @@ class ClusterLauncher:
         self._arrange: Kernel = load(variant.source, arranging, device, specific)
         self._variant = variant
         self._device = device
-        self._sharing = sharing
-        self._tiles = -(-variant.out_features // variant.tile_rows)
-        cluster, shared = (1, cut.splits, 1), variant.shared_bytes
-        self._launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
-        self._launches: dict[int, Launch] = {}
-        self._arrange_launches: dict[int, Launch] = {}
+        tiles, cluster, shared = -(-variant.out_features // variant.tile_rows), (1, cut.splits, 1), variant.shared_bytes
+        launch = partial(Launch, threads=variant.threads, shared_bytes=shared, overlaps=True, cluster=cluster)
+        self._launch = cache(lambda blocks: launch((tiles * blocks, cut.splits, 1)))
+        self._arrange_launch = cache(lambda rows: Launch((rows, sharing, 1), _ARRANGING, overlaps=True))
 
     def _padded(self, rows: int) -> int:
         """Rows as blocks of threads take them: those that are missing are never stored."""
@@ -120,17 +118,10 @@ class ClusterLauncher:
 
     def _start_arranging(self, rows: int, arguments: Arguments) -> None:
         """Launch what brings x into its form."""
-        launch = self._arrange_launches.get(rows)
-        if launch is None:
-            launch = self._arrange_launches[rows] = Launch((rows, self._sharing, 1), _ARRANGING, overlaps=True)
-        self._arrange(launch, arguments)
+        self._arrange(self._arrange_launch(rows), arguments)
 
     def _start(self, rows: int, arguments: Arguments) -> None:
-        blocks = self._padded(rows) // self._variant.most_rows
-        launch = self._launches.get(blocks)
-        if launch is None:
-            launch = self._launches[blocks] = self._launch((self._tiles * blocks, self._variant.cut.splits, 1))
-        self._kernel(launch, arguments)
+        self._kernel(self._launch(self._padded(rows) // self._variant.most_rows), arguments)
 
 
 class SharedRowsLauncher(ClusterLauncher):
@@ -169,9 +160,8 @@ class Float8Launcher(ClusterLauncher):
         padded = self._padded(rows)
         x = torch.empty(padded * columns, dtype=torch.uint8, device=self._device)
         scales = torch.empty(self._groups * padded, dtype=torch.float32, device=self._device)
-        norm = 0 if operands.norm is None else operands.norm.data_ptr()
-        pointers = operands.x.data_ptr(), norm, x.data_ptr(), scales.data_ptr()
-        self._arrange_arguments.set(*pointers, numpy.float32(operands.eps))
+        norm, eps = 0 if operands.norm is None else operands.norm.data_ptr(), numpy.float32(operands.eps)
+        self._arrange_arguments.set(operands.x.data_ptr(), norm, x.data_ptr(), scales.data_ptr(), eps)
         self._start_arranging(rows, self._arrange_arguments)
         codes = tensor_map(operands.weight.codes, (self._variant.tile_rows, FLOAT8_COLUMNS), 128)
         self._arguments.set(codes, operands.pointers(x), scales.data_ptr(), numpy.int32(rows))
@@ -203,15 +193,12 @@ class Arrangements:
     """Weights as the kernels read them, each arranged once."""
 
     def __init__(self) -> None:
-        self._known: dict[QuantizedWeight, ArrangedWeight] = {}
+        self._arranged = cache(arranged)
 
     def __call__(self, weight: Tensor | QuantizedWeight) -> ArrangedWeight:
         """The arrangement of a weight, made now where there is none."""
         assert not isinstance(weight, Tensor)
-        known = self._known.get(weight)
-        if known is None:
-            known = self._known[weight] = arranged(weight)
-        return known
+        return self._arranged(weight)
 
     def num_bytes(self, weight: Tensor | QuantizedWeight) -> int:
         """Bytes that the arrangement takes beside the weight: scales and zeros, in another order."""
@@ -290,7 +277,7 @@ class CudaProducts:
             return found if found.splits else fitted(found, weight, most_rows_of(rows), room)
 
         self._cut = cache(cut_of)  # a launch asks for it
-        self._launchers: dict[CudaVariant, Callable[[ProductOperands], None]] = {}
+        self._launcher_of = cache(self._launcher)
         self._in_order = InOrder()
         self._rotation = RotationArguments(device)
 
@@ -334,9 +321,7 @@ class CudaProducts:
             heads=None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim),
             head_norm=None if heads is None or heads.q_norm is None else heads.q_norm.weight.dtype,
         )
-        launch = self._launchers.get(variant)
-        if launch is None:
-            launch = self._launchers[variant] = self._launcher(variant)
+        launch = self._launcher_of(variant)
         x, norm_weight = self._in_order(x, norm, linear)
         if x.data_ptr() % 16:  # copies are of 16 bytes
             x = x.clone()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -158,19 +158,19 @@ def rows_of(weight: QuantizedWeight, rows: range) -> QuantizedWeight:
         return weight.rows(rows)
     if isinstance(weight, Float8Weight):
         high, wide = weight.block
-        whole = rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0])
-        held = slice(rows.start // high, -(-rows.stop // high))
-        if whole:
-            return Float8Weight(weight.values[place], weight.scales[held], weight.block)
-        return Float8Weight(
-            weight.values[place],
-            weight.scales[torch.arange(rows.start, rows.stop, device=weight.scales.device) // high],
-            (1, wide),
-        )
+        if rows.start % high == 0 and (rows.stop % high == 0 or rows.stop == weight.shape[0]):
+            return Float8Weight(weight.values[place], weight.scales[rows.start // high : -(-rows.stop // high)], weight.block)
+        each = torch.arange(rows.start, rows.stop, device=weight.scales.device) // high
+        return Float8Weight(weight.values[place], weight.scales[each], (1, wide))
+    return _picked(weight, place)
+
+
+def _picked(weight: Int8Weight | Int4Weight | Float4Weight, rows: slice | Tensor) -> QuantizedWeight:
+    """Some rows of a weight each of whose rows has scales of its own."""
     if isinstance(weight, Int4Weight):
-        zeros = None if weight.zeros is None else weight.zeros[place]
-        return Int4Weight(weight.packed[place], weight.scales[place], zeros, weight.group_size, weight.order)
-    return type(weight)(*(getattr(weight, field.name)[place] for field in fields(weight)))
+        zeros = None if weight.zeros is None else weight.zeros[rows]
+        return replace(weight, packed=weight.packed[rows], scales=weight.scales[rows], zeros=zeros)
+    return type(weight)(*(getattr(weight, field.name)[rows] for field in fields(weight)))
 
 
 def columns_of(weight: QuantizedWeight, columns: range) -> QuantizedWeight | None:
@@ -204,10 +204,7 @@ def with_rows(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     if isinstance(weight, Float8Weight):
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return Float8Weight(values, weight.scales[order // weight.block[0]], (1, weight.block[1]))
-    if isinstance(weight, Int4Weight):
-        zeros = None if weight.zeros is None else weight.zeros[order]
-        return Int4Weight(weight.packed[order], weight.scales[order], zeros, weight.group_size, weight.order)
-    return type(weight)(*(getattr(weight, field.name)[order] for field in fields(weight)))
+    return _picked(weight, order)
 
 
 def dequantized_stack(weight: QuantizedWeight, count: int, dtype: torch.dtype) -> Tensor:

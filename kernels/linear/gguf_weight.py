@@ -173,7 +173,7 @@ def _q4_k(blocks: Tensor) -> Coded:
 def _q5_k(blocks: Tensor) -> Coded:
     low = _parts(_nibbles(_parts(blocks[..., 48:], 4, 32)), 2, 32)
     high = blocks[..., 16:48][..., None, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-    codes = (low | high.reshape(*high.shape[:-2], 4, 2, 32) << 4).flatten(1).view(torch.int8)
+    codes = (low | high.reshape((*high.shape[:-2], 4, 2, 32)) << 4).flatten(1).view(torch.int8)
     supers = _half(blocks, 0), -_half(blocks, 2)
     return Coded(codes, None, SCALE_SUPER_DM, _GROUP, _six_bits(blocks[..., 4:16]), supers, _SUPER)
 

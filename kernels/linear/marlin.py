@@ -245,6 +245,7 @@ class Marlin(ProductWay):
         assert not isinstance(weight, Tensor)
         repack, (rows, columns) = self._operators[_REPACK], weight.shape
         given: dict[str, int | Tensor] = {
+            "b_q_weight": words(weight),
             "size_k": columns,
             "size_n": rows,
             "num_bits": 8 if isinstance(weight, Float8Weight) else 4,
@@ -252,7 +253,7 @@ class Marlin(ProductWay):
         if "perm" in repack.place:  # columns lie in the order of their groups already
             given["perm"] = torch.empty(0, dtype=torch.int32, device=self._device)
         return MarlinWeight(
-            codes=repack(b_q_weight=words(weight), **given),
+            codes=repack(**given),
             scales=scales_of(weight, dtype),
             zeros=zeros_of(weight),
             bias=bias_of(linear.bias),

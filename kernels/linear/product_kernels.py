@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -306,12 +307,10 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
-    """All that a kernel is compiled for."""
+class ProductCase:
+    """A product with what comes before and after it, as far as kernels are compiled for it, whatever their cut."""
 
     dtype: torch.dtype
-    block_m: int
-    """Rows, rounded up to what the matrix units take; 1: one row, which needs none."""
     in_features: int
     out_features: int
     norm: bool
@@ -321,6 +320,24 @@ class _Variant:
     bias: bool
     heads: tuple[int, int, int, bool] | None
     """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
+
+    def constants(self, head_dim: int) -> dict[str, Any]:
+        """Return the compile-time constants. head_dim: what stands for the size of heads where none are rotated."""
+        num_heads, num_kv_heads, head_dim, qk_norm = self.heads or (0, 0, head_dim, False)
+        return {
+            "N": self.out_features,
+            "K": self.in_features,
+            "NORM": self.norm,
+            "GATED": self.gated,
+            "ACTIVATION": self.activation or "",
+            "ADD": self.add,
+            "BIAS": self.bias,
+            "HEADS": num_heads,
+            "KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
+            "QK_NORM": qk_norm,
+        }
 
 
 def output_of(x: Tensor, out_features: int, add_to: Tensor | None, out: Tensor | None) -> Tensor:
@@ -333,8 +350,7 @@ class RotationArguments:
     """What kernels that rotate the heads of a product take, and their counters."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._arrivals: dict[int, Tensor] = {}
+        self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters by their number, zero between launches; never freed, since captured graphs keep their addresses."""
 
     def __call__(
@@ -344,10 +360,7 @@ class RotationArguments:
         if rotated is None:
             return unused, unused, unused, unused, unused, 0.0
         heads, (cos, sin) = rotated
-        count = heads.num_heads + heads.num_kv_heads
-        arrivals = self._arrivals.get(count)
-        if arrivals is None:
-            arrivals = self._arrivals[count] = torch.zeros(count, dtype=torch.int32, device=self._device)
+        arrivals = self._arrivals(heads.num_heads + heads.num_kv_heads)
         if heads.q_norm is None or heads.k_norm is None:
             return cos, sin, unused, unused, arrivals, 0.0
         return cos, sin, heads.q_norm.weight, heads.k_norm.weight, arrivals, heads.q_norm.eps
@@ -360,8 +373,7 @@ class FewRows:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launchers: dict[_Variant, tuple[FixedLauncher, int]] = {}
+        self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
 
     def takes(self, x: Tensor, linear: Linear, heads: Heads | None = None) -> bool:
@@ -393,56 +405,64 @@ class FewRows:
         out_features = linear.out_features // 2 if gated else linear.out_features
         y = output_of(x, out_features, add_to, out)
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        shape = None if rotated is None else _shape(rotated[0])
-        switches = norm is not None, gated, activation, add_to is not None, linear.bias is not None
-        variant = _Variant(x.dtype, block_m, in_features, out_features, *switches, shape)
-        known = self._launchers.get(variant)
-        if known is None:
-            known = self._launchers[variant] = _launcher(variant, self._device)
-        launch, programs = known
+        case = ProductCase(
+            dtype=x.dtype,
+            in_features=in_features,
+            out_features=out_features,
+            norm=norm is not None,
+            gated=gated,
+            activation=activation,
+            add=add_to is not None,
+            bias=linear.bias is not None,
+            heads=None if rotated is None else shape_of(rotated[0]),
+        )
+        launch, programs = self._launcher(case, block_m)
         assert isinstance(linear.weight, Tensor)
-        first = [x, linear.weight, x if norm is None else norm.weight, x if linear.bias is None else linear.bias, y]
-        last = [rows] if rows > 1 else []
-        launch((programs, 1, 1), *first, 0.0 if norm is None else norm.eps, *self._rotation(rotated, x), *last)
+        cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
+        launch(
+            (programs, 1, 1),
+            x_ptr=x,
+            weight_ptr=linear.weight,
+            norm_ptr=x if norm is None else norm.weight,
+            bias_ptr=x if linear.bias is None else linear.bias,
+            y_ptr=y,
+            eps=0.0 if norm is None else norm.eps,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            q_norm_ptr=q_norm,
+            k_norm_ptr=k_norm,
+            arrivals_ptr=arrivals,
+            head_eps=head_eps,
+            **({} if rows == 1 else {"rows": rows}),
+        )
         return y
 
 
-def _shape(heads: Heads) -> tuple[int, int, int, bool]:
+def shape_of(heads: Heads) -> tuple[int, int, int, bool]:
+    """Return what `ProductCase` knows of heads that are rotated."""
     return heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None and heads.k_norm is not None
 
 
-def _launcher(variant: _Variant, device: torch.device) -> tuple[FixedLauncher, int]:
-    """The kernel for a variant, and its programs."""
-    block_k = min(max(triton.next_power_of_2(variant.in_features), 128), _BLOCK_K)
-    chunks = triton.cdiv(variant.in_features, block_k)
-    num_heads, num_kv_heads, head_dim, qk_norm = variant.heads or (0, 0, HEAD_MULTIPLE, False)
-    constants = {
-        "N": variant.out_features,
-        "K": variant.in_features,
-        "BLOCK_K": block_k,
-        "NORM": variant.norm,
-        "GATED": variant.gated,
-        "ACTIVATION": variant.activation or "",
-        "ADD": variant.add,
-        "BIAS": variant.bias,
-        "HEADS": num_heads,
-        "KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
-        "QK_NORM": qk_norm,
-    }
-    if variant.block_m == 1:
+def _launcher(device: torch.device, case: ProductCase, block_m: int) -> tuple[FixedLauncher, int]:
+    """The kernel for a case, and its programs. block_m: rows, rounded up to what the matrix units take; 1 needs none of these."""
+    block_k = min(max(triton.next_power_of_2(case.in_features), 128), _BLOCK_K)
+    chunks = triton.cdiv(case.in_features, block_k)
+    constants = {**case.constants(HEAD_MULTIPLE), "BLOCK_K": block_k}
+    if block_m == 1:
         block_n = 4
-        launcher = FixedLauncher(one_row, 4, device, BLOCK_N=block_n, DEPTH=min(4, chunks), **constants)
+        launcher = FixedLauncher(one_row, 4, device, {**constants, "BLOCK_N": block_n, "DEPTH": min(4, chunks)})
     else:
         # Every program reads all of x: where one chunk holds it there is room for larger programs, if they still fill the GPU.
-        block_n = 32 if chunks == 1 and not variant.gated and variant.out_features >= 4096 else 16
-        block_n = math.gcd(block_n, head_dim) if variant.heads else block_n
-        room = shared_memory(device) // (2 * block_k) - 2 * variant.block_m  # x lies there twice
-        depth = max(1, min(3, chunks, room // (2 * block_n if variant.gated else block_n)))
-        # The interpreter multiplies the raw bits of bfloat16.
-        shape = {"BLOCK_N": block_n, "BLOCK_M": variant.block_m, "SLICES": 4, "DEPTH": depth}
-        dot = tl.float32 if INTERPRETED else _TYPES[variant.dtype]
-        early = variant.block_m == 8  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
-        launcher = FixedLauncher(few_rows, 4, device, DOT=dot, EARLY=early, **shape, **constants)
-    return launcher, triton.cdiv(variant.out_features, block_n)
+        block_n = 32 if chunks == 1 and not case.gated and case.out_features >= 4096 else 16
+        block_n = math.gcd(block_n, case.heads[2]) if case.heads else block_n
+        room = shared_memory(device) // (2 * block_k) - 2 * block_m  # x lies there twice
+        constants |= {
+            "BLOCK_N": block_n,
+            "BLOCK_M": block_m,
+            "SLICES": 4,
+            "DEPTH": max(1, min(3, chunks, room // (2 * block_n if case.gated else block_n))),
+            "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
+            "EARLY": block_m == 8,  # measured: of 1, 8 and 16 rows, whole steps with attention are faster so at 8 alone
+        }
+        launcher = FixedLauncher(few_rows, 4, device, constants)
+    return launcher, triton.cdiv(case.out_features, block_n)

@@ -3,43 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 import triton
 from torch import Tensor
 
 from headway.core.contract.support import YES, Support
+from headway.kernels.linear.cuda_products import CudaProducts
 from headway.kernels.linear.forms import Float8Weight, Int4Weight, QuantizedWeight, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized import QuantizedProducts
 from headway.kernels.linear.quantized_choice import DEQUANTIZED, SCALED, MeasuredWay
 from headway.kernels.linear.unpack_kernels import dequantize_rows, quantize_rows
 from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.step.operations import Norm
 
-if TYPE_CHECKING:
-    from headway.kernels.step.config import Activation
-    from headway.kernels.step.operations import Heads, Rope
-
-
-class FusedProducts(Protocol):
-    """Kernels that compute what comes before and after a product, too."""
-
-    def turns(self, rows: int, linear: Linear, heads: Heads) -> bool:
-        """Whether the heads of a product are rotated, too."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        linear: Linear,
-        norm: Norm | None = None,
-        gated: bool = False,
-        activation: Activation | None = None,
-        add_to: Tensor | None = None,
-        rotated: tuple[Heads, Rope] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See `FewRows`, whose arguments these are."""
+FusedProducts = QuantizedProducts | CudaProducts
+"""Kernels that compute what comes before and after a product, too."""
 
 
 class ProductWay(MeasuredWay, ABC):
@@ -81,9 +62,9 @@ class RowRounding:
         scales = torch.empty(columns // group, padded, device=self._device)
         block = triton.next_power_of_2(columns)
         constants = {"K": columns, "BLOCK": block, "GROUP": group, "NORM": norm is not None}
-        launch = self._launchers.get(quantize_rows, 4 if block <= 2048 else 8, **constants)
+        launch = self._launchers.get(quantize_rows, 4 if block <= 2048 else 8, constants)
         weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-        launch((rows, 1, 1), x, weight, y, scales, eps, padded)
+        launch((rows, 1, 1), x_ptr=x, norm_ptr=weight, y_ptr=y, scales_ptr=scales, eps=eps, stride=padded)
         return y, scales.t()
 
 
@@ -175,10 +156,22 @@ class Dequantize(ProductWay):
             return y[:, weight.order.long()] if isinstance(weight, Int4Weight) and weight.order is not None else y
         (rows, columns), block_n = weight.shape, 16
         span = max(described.span & -described.span, 16)
-        sizes = {"ROW": described.row, "HALF": described.half, "SCALES": described.scales, "SCALE_SPAN": described.scale_span}
-        sizes |= {"SCALE_ROWS": described.scale_rows, "SPAN": span, "BLOCK_N": block_n, "N": rows, "K": columns}
-        kind = {"WEIGHT": described.kind, "ZEROS": described.zeros}
-        launch = self._launchers.get(dequantize_rows, 4, ASSEMBLY=False, **sizes, **kind)
+        constants = {
+            "ROW": described.row,
+            "HALF": described.half,
+            "SCALES": described.scales,
+            "SCALE_SPAN": described.scale_span,
+            "SCALE_ROWS": described.scale_rows,
+            "SPAN": span,
+            "BLOCK_N": block_n,
+            "N": rows,
+            "K": columns,
+            "WEIGHT": described.kind,
+            "ZEROS": described.zeros,
+            "ASSEMBLY": False,
+        }
+        launch = self._launchers.get(dequantize_rows, 4, constants)
         y = torch.empty(rows, columns, dtype=dtype, device=self._device)
-        launch((triton.cdiv(rows, block_n), described.row // span, 1), *tensors_of(weight), y)
+        grid, (codes, scales, zeros) = (triton.cdiv(rows, block_n), described.row // span, 1), tensors_of(weight)
+        launch(grid, weight_ptr=codes, scales_ptr=scales, zeros_ptr=zeros, y_ptr=y)
         return y

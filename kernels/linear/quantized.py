@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from headway.kernels.linear.forms import Int4Weight, QuantizedWeight, WeightBytes, tensors_of, weight_bytes
 from headway.kernels.linear.linear import Linear
-from headway.kernels.linear.product_kernels import RotationArguments, output_of
+from headway.kernels.linear.product_kernels import ProductCase, RotationArguments, output_of, shape_of
 from headway.kernels.linear.quantized_kernels import quantized_product
 from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
 from headway.kernels.step.config import Activation
@@ -65,24 +66,6 @@ def quantized_cut(weight: WeightBytes, rows: int, out_features: int, gated: bool
     return QuantizedCut(block_n, block_m, span, slices, splits, max(2, min(_SHARED // num_bytes, 6, chunks)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """All that a kernel is compiled for."""
-
-    dtype: torch.dtype
-    weight: WeightBytes
-    cut: QuantizedCut
-    in_features: int
-    out_features: int
-    norm: bool
-    gated: bool
-    activation: Activation | None
-    add: bool
-    bias: bool
-    heads: tuple[int, int, int, bool] | None
-    """num_heads, num_kv_heads, head_dim and whether they are normed, where they are to be rotated."""
-
-
 class InOrder:
     """x, and the weight of the norm before a product, in the order that a weight has its columns in."""
 
@@ -111,17 +94,16 @@ class QuantizedProducts:
     """
 
     def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
-        self._device = device
         self._cut = cut
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
         self._in_order = InOrder()
         self._layers: dict[Linear, tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._launchers: dict[_Variant, FixedLauncher] = {}
+        self._launcher = cache(partial(_launcher, device))
         self._rotation = RotationArguments(device)
-        self._arrivals: dict[int, Tensor] = {}
+        self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
         """Counters of arrivals by their number, zero between launches; never freed: captured graphs keep addresses."""
-        self._sums: dict[int, Tensor] = {}
+        self._sums = cache(lambda count: torch.empty(count, device=device))
         """Room for the sums of programs that share one; likewise."""
 
     def reads(self, dtype: torch.dtype, weight: QuantizedWeight) -> bool:
@@ -152,24 +134,43 @@ class QuantizedProducts:
         out_features = linear.out_features // 2 if gated else linear.out_features
         y = output_of(x, out_features, add_to, out)
         cut = self._cut(described, rows, out_features, gated, self._multiprocessors)
-        heads = None if rotated is None else rotated[0]
-        shape = None if heads is None else (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.q_norm is not None)
-        switches = norm is not None, gated, activation, add_to is not None, linear.bias is not None
-        variant = _Variant(x.dtype, described, cut, in_features, out_features, *switches, shape)
-        launch = self._launchers.get(variant)
-        if launch is None:
-            launch = self._launchers[variant] = self._launcher(variant)
+        case = ProductCase(
+            dtype=x.dtype,
+            in_features=in_features,
+            out_features=out_features,
+            norm=norm is not None,
+            gated=gated,
+            activation=activation,
+            add=add_to is not None,
+            bias=linear.bias is not None,
+            heads=None if rotated is None else shape_of(rotated[0]),
+        )
+        launch = self._launcher(case, described, cut)
         grid = triton.cdiv(out_features, cut.block_n), cut.splits, triton.cdiv(rows, cut.block_m)
         x, norm_weight = self._in_order(x, norm, linear)
-        first = [
-            x,
-            *tensors,
-            x if norm_weight is None else norm_weight,
-            x if linear.bias is None else linear.bias,
-            y,
-            *self._workspace(grid, cut, gated),
-        ]
-        launch(grid, *first, 0.0 if norm is None else norm.eps, *self._rotation(rotated, x), rows)
+        codes, scales, zeros = tensors
+        sums, splits = self._workspace(grid, cut, gated)
+        cos, sin, q_norm, k_norm, arrivals, head_eps = self._rotation(rotated, x)
+        launch(
+            grid,
+            x_ptr=x,
+            weight_ptr=codes,
+            scales_ptr=scales,
+            zeros_ptr=zeros,
+            norm_ptr=x if norm_weight is None else norm_weight,
+            bias_ptr=x if linear.bias is None else linear.bias,
+            y_ptr=y,
+            partial_ptr=sums,
+            splits_ptr=splits,
+            eps=0.0 if norm is None else norm.eps,
+            cos_ptr=cos,
+            sin_ptr=sin,
+            q_norm_ptr=q_norm,
+            k_norm_ptr=k_norm,
+            arrivals_ptr=arrivals,
+            head_eps=head_eps,
+            rows=rows,
+        )
         return y
 
     def _read(self, linear: Linear) -> tuple[WeightBytes, tuple[Tensor, Tensor, Tensor]]:
@@ -186,50 +187,32 @@ class QuantizedProducts:
         """Room for the sums of programs that share one, and counters of their arrivals."""
         tiles = grid[0] * grid[2] if cut.splits > 1 else 0
         count = tiles * cut.splits * (cut.block_n * (2 if gated else 1) + 1) * cut.block_m
-        sums = self._sums.get(count)
-        if sums is None:
-            sums = self._sums[count] = torch.empty(count, device=self._device)
-        counters = self._arrivals.get(tiles)
-        if counters is None:
-            counters = self._arrivals[tiles] = torch.zeros(tiles, dtype=torch.int32, device=self._device)
-        return sums, counters
+        return self._sums(count), self._arrivals(tiles)
 
-    def _launcher(self, variant: _Variant) -> FixedLauncher:
-        """The kernel for a variant."""
-        weight, cut = variant.weight, variant.cut
-        num_heads, num_kv_heads, head_dim, qk_norm = variant.heads or (0, 0, cut.block_n, False)
-        constants: dict[str, Any] = {
-            "N": variant.out_features,
-            "K": variant.in_features,
-            "ROW": weight.row,
-            "WEIGHT": weight.kind,
-            "HALF": weight.half,
-            "SCALES": weight.scales,
-            "SCALE_SPAN": weight.scale_span,
-            "SCALE_ROWS": weight.scale_rows,
-            "ZEROS": weight.zeros,
-            "BLOCK_N": cut.block_n,
-            "BLOCK_M": cut.block_m,
-            "SPAN": cut.span,
-            "SLICES": cut.slices,
-            "STAGES": cut.stages,
-            "PREFETCH": 0 if INTERPRETED else cut.prefetch,
-            "SPLITS": cut.splits,
-            "NORM": variant.norm,
-            "GATED": variant.gated,
-            "ACTIVATION": variant.activation or "",
-            "ADD": variant.add,
-            "BIAS": variant.bias,
-            "HEADS": num_heads,
-            "KV_HEADS": num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "BLOCK_HALF": triton.next_power_of_2(head_dim // 2),
-            "QK_NORM": qk_norm,
-            "DOT": tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
-            "ASSEMBLY": cut.assembly and not INTERPRETED,
-            "EARLY": cut.early,
-        }
-        return FixedLauncher(quantized_product, cut.num_warps, self._device, **constants)
+
+def _launcher(device: torch.device, case: ProductCase, weight: WeightBytes, cut: QuantizedCut) -> FixedLauncher:
+    """The kernel for all that it is compiled for."""
+    constants: dict[str, Any] = {
+        **case.constants(cut.block_n),
+        "ROW": weight.row,
+        "WEIGHT": weight.kind,
+        "HALF": weight.half,
+        "SCALES": weight.scales,
+        "SCALE_SPAN": weight.scale_span,
+        "SCALE_ROWS": weight.scale_rows,
+        "ZEROS": weight.zeros,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_M": cut.block_m,
+        "SPAN": cut.span,
+        "SLICES": cut.slices,
+        "STAGES": cut.stages,
+        "PREFETCH": 0 if INTERPRETED else cut.prefetch,
+        "SPLITS": cut.splits,
+        "DOT": tl.float32 if INTERPRETED else _TYPES[case.dtype],  # the interpreter multiplies the raw bits of bfloat16
+        "ASSEMBLY": cut.assembly and not INTERPRETED,
+        "EARLY": cut.early,
+    }
+    return FixedLauncher(quantized_product, cut.num_warps, device, constants)
 
 
 _PROGRAMS = 2

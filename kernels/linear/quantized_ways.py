@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import torch
@@ -26,7 +25,7 @@ from headway.kernels.linear.cuda_variant import (
     shared_rows_cut,
     shared_rows_cut_narrow,
 )
-from headway.kernels.linear.forms import QuantizedWeight, WeightBytes, form_name
+from headway.kernels.linear.forms import QuantizedWeight, form_name
 from headway.kernels.linear.linear import Linear
 from headway.kernels.linear.marlin import Cutlass, Marlin
 from headway.kernels.linear.product_way import Dequantize, FusedProducts, ProductWay, RowRounding, ScaledMM, float8_scales
@@ -48,11 +47,7 @@ CHANGES: Final[Mapping[str, Change]] = {
 
 def changed(change: Change) -> CutRule:
     """Return the rule with a change after it."""
-    return partial(_changed, change)
-
-
-def _changed(change: Change, weight: WeightBytes, rows: int, features: int, gated: bool, multiprocessors: int) -> QuantizedCut:
-    return change(quantized_cut(weight, rows, features, gated, multiprocessors))
+    return lambda *product: change(quantized_cut(*product))
 
 
 class FusedWay(ProductWay):
@@ -140,8 +135,8 @@ class Float8Way(FusedWay):
 class QuantizedWays:
     """Products of x in half precision over quantised weights, by ways that are chosen for each kind of product."""
 
-    def __init__(self, device: torch.device, cut: CutRule = quantized_cut) -> None:
-        self.kernel = QuantizedProducts(device, cut)
+    def __init__(self, device: torch.device) -> None:
+        self.kernel = QuantizedProducts(device)
         self.rounding = RowRounding(device)
         self.dequantize = Dequantize(device)
         arranged = Arrangements()

@@ -11,7 +11,7 @@ the other, and read W out of shared memory as it was copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton
@@ -215,18 +215,19 @@ class TiledProducts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         cuda = device.type == "cuda"
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 4
-        self._launchers: dict[_Variant, FixedLauncher] = {}
-        self._workspaces: dict[int, tuple[Tensor, Tensor]] = {}
-        """Sums and counters (zero between launches) by size; never freed, since captured graphs keep their addresses."""
+        self._launcher = cache(partial(_launcher, device))
+        self._sums = cache(lambda count: torch.empty(count * _BLOCK_M * _BLOCK_N, device=device))
+        self._arrivals = cache(lambda count: torch.zeros(count, dtype=torch.int32, device=device))
+        """Counters, zero between launches. Neither is freed, since captured graphs keep their addresses."""
 
     def takes(self, x: Tensor, linear: Linear, gated: bool = False) -> bool:
         """Whether the kernel serves the product of x [rows, in_features]."""
         if not isinstance(linear.weight, Tensor) or x.dtype not in _TYPES or not 0 < x.shape[0] <= MAX_ROWS:
             return False
-        return self._tiling(x.shape[0], linear.out_features // (2 if gated else 1), *linear.weight.shape) is not None
+        weight_rows, in_features = linear.weight.shape
+        return self._tiling(x.shape[0], linear.out_features // (2 if gated else 1), weight_rows, in_features) is not None
 
     def _tiling(self, rows: int, out_features: int, weight_rows: int, in_features: int) -> ProductTiling | None:
         size = weight_rows * in_features
@@ -256,44 +257,47 @@ class TiledProducts:
         cut = self._tiling(rows, out_features, linear.out_features, in_features)
         assert cut is not None
         assert isinstance(linear.weight, Tensor)
-        switches = gated, activation, add_to is not None, linear.bias is not None
-        variant = _Variant(x.dtype, cut, in_features, out_features, *switches)
-        launch = self._launchers.get(variant)
-        if launch is None:
-            launch = self._launchers[variant] = self._launcher(variant)
+        variant = _Variant(
+            x.dtype, cut, in_features, out_features, gated, activation, add_to is not None, linear.bias is not None
+        )
+        launch = self._launcher(variant)
         grid = out_features // cut.block_n, cut.splits, -(-rows // cut.block_m)
         sums, arrivals = self._workspace(grid, 2 if gated else 1)
-        launch(grid, x, linear.weight, x if linear.bias is None else linear.bias, y, sums, arrivals, rows)
+        launch(
+            grid,
+            x_ptr=x,
+            weight_ptr=linear.weight,
+            bias_ptr=x if linear.bias is None else linear.bias,
+            y_ptr=y,
+            partial_ptr=sums,
+            arrivals_ptr=arrivals,
+            rows=rows,
+        )
         return y
 
     def _workspace(self, grid: tuple[int, int, int], parts: int) -> tuple[Tensor, Tensor]:
         """Room for the sums of the programs of a grid, and counters for its tiles; little, as only few tiles are split."""
         tiles, splits, tiles_m = grid
         count = tiles * tiles_m * splits * parts if splits > 1 else 0
-        known = self._workspaces.get(count)
-        if known is None:
-            sums = torch.empty(count * _BLOCK_M * _BLOCK_N, device=self._device)
-            known = self._workspaces[count] = sums, torch.zeros(count, dtype=torch.int32, device=self._device)
-        return known
+        return self._sums(count), self._arrivals(count)
 
-    def _launcher(self, variant: _Variant) -> FixedLauncher:
-        """The kernel for a variant."""
-        cut = variant.cut
-        return FixedLauncher(
-            tiled_product,
-            _WARPS,
-            self._device,
-            N=variant.out_features,
-            K=variant.in_features,
-            BLOCK_M=cut.block_m,
-            BLOCK_N=cut.block_n,
-            BLOCK_K=cut.block_k,
-            SPLITS=cut.splits,
-            STAGES=cut.stages,
-            SWAPPED=cut.swapped,
-            GATED=variant.gated,
-            ACTIVATION=variant.activation or "",
-            ADD=variant.add,
-            BIAS=variant.bias,
-            DOT=tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
-        )
+
+def _launcher(device: torch.device, variant: _Variant) -> FixedLauncher:
+    """The kernel for a variant."""
+    cut = variant.cut
+    constants = {
+        "N": variant.out_features,
+        "K": variant.in_features,
+        "BLOCK_M": cut.block_m,
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": cut.block_k,
+        "SPLITS": cut.splits,
+        "STAGES": cut.stages,
+        "SWAPPED": cut.swapped,
+        "GATED": variant.gated,
+        "ACTIVATION": variant.activation or "",
+        "ADD": variant.add,
+        "BIAS": variant.bias,
+        "DOT": tl.float32 if INTERPRETED else _TYPES[variant.dtype],  # the interpreter multiplies the raw bits of bfloat16
+    }
+    return FixedLauncher(tiled_product, _WARPS, device, constants)

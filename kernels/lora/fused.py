@@ -64,10 +64,21 @@ class FusedAdditions:
         if launch is None:
             block = 1 << (in_features - 1).bit_length()
             sizes = {**_shrink_sizes(product, cut), "SLOTS": len(product.a), "BLOCK": block, **_dot(x.dtype)}
-            launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, **sizes)
+            launch = FixedLauncher(norm_and_shrink, 4 if block <= 4096 else 8, self._device, sizes)
             self._launchers[key] = launch
         programs = rows + triton.cdiv(rows, _BLOCK_M) * len(product.a) * cut.splits * cut.tiles
-        launch((programs, 1, 1), x, norm.weight, product.a, slots, y, low.sums, squares, norm.eps, rows)
+        launch(
+            (programs, 1, 1),
+            x_ptr=x,
+            norm_ptr=norm.weight,
+            a_ptr=product.a,
+            slots_ptr=slots,
+            y_ptr=y,
+            sums_ptr=low.sums,
+            squares_ptr=squares,
+            eps=norm.eps,
+            rows=rows,
+        )
         return y, low
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
@@ -78,8 +89,17 @@ class FusedAdditions:
             block = self._blocks[product][0]
             launch = self._launcher("expand", product, low.normed, x.dtype, block, None)
             modules = self._modules_of(product, block, product.out_features)
-            grid = triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1
-            launch(grid, low.sums, low.squares, product.b, slots, modules, y, low.eps, rows)
+            launch(
+                (triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1),
+                sums_ptr=low.sums,
+                squares_ptr=low.squares,
+                b_ptr=product.b,
+                slots_ptr=slots,
+                modules_ptr=modules,
+                y_ptr=y,
+                eps=low.eps,
+                rows=rows,
+            )
         return y
 
     def activated(
@@ -102,8 +122,18 @@ class FusedAdditions:
         (rows, size), block = y.shape, self._blocks[product][1]
         launch = self._launcher("gated", product, low.normed, both.dtype, block, activation, joined=low.sums is both)
         modules = self._modules_of(product, block, size)
-        grid = triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1
-        launch(grid, low.sums, low.squares, product.b, slots, modules, both, y, low.eps, rows)
+        launch(
+            (triton.cdiv(size, block), triton.cdiv(rows, _BLOCK_M), 1),
+            sums_ptr=low.sums,
+            squares_ptr=low.squares,
+            b_ptr=product.b,
+            slots_ptr=slots,
+            modules_ptr=modules,
+            both_ptr=both,
+            y_ptr=y,
+            eps=low.eps,
+            rows=rows,
+        )
 
     def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
         """See Additions. One launch."""
@@ -113,15 +143,8 @@ class FusedAdditions:
             kind = "joined" if add_to is None else "joined, added"
             launch = self._launcher(kind, product, 0, both.dtype, block, None, joined=True)
             modules = self._modules_of(product, block, product.out_features)
-            launch(
-                (triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1),
-                both,
-                product.b,
-                slots,
-                modules,
-                y,
-                rows,
-            )
+            grid = triton.cdiv(product.out_features, block), triton.cdiv(rows, _BLOCK_M), 1
+            launch(grid, both_ptr=both, b_ptr=product.b, slots_ptr=slots, modules_ptr=modules, y_ptr=y, rows=rows)
         return y
 
     def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
@@ -141,8 +164,9 @@ class FusedAdditions:
         launch = self._launchers.get(key)
         if launch is None:
             sizes = {**_shrink_sizes(product, cut), **_dot(x.dtype)}
-            launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, **sizes)
-        launch((triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles), x, product.a, slots, sums, rows)
+            launch = self._launchers[key] = FixedLauncher(shrink_rows, 4, self._device, sizes)
+        grid = triton.cdiv(rows, _BLOCK_M), len(product.a), cut.splits * cut.tiles
+        launch(grid, x_ptr=x, a_ptr=product.a, slots_ptr=slots, sums_ptr=sums, rows=rows)
         return Shrunk(sums, sums, 0, 0.0)
 
     def _launcher(
@@ -177,7 +201,7 @@ class FusedAdditions:
                 sizes |= {"ACTIVATION": activation, "BEHIND": product.out_features if joined else 0}
             sizes |= {"ADD": kind == "joined, added"} if joined and not gated else {"SPLITS": cut.splits, "NORMED": normed}
             kernel = expand_gated if gated else expand_joined if joined else expand_rows
-            launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, **sizes, **_dot(dtype))
+            launch = self._launchers[key] = FixedLauncher(kernel, 4, self._device, {**sizes, **_dot(dtype)})
         return launch
 
     def _modules_of(self, product: AdaptedProduct, block: int, size: int) -> Tensor:
@@ -243,4 +267,4 @@ def _block_n(product: AdaptedProduct) -> tuple[int, int]:
     if block < _FEWEST:
         names = ", ".join(product.origin.modules)
         raise ModelError(f"enable_lora: needs modules whose rows are multiples of 16 on a GPU, got {names} with parts at {edges}")
-    return block, math.gcd(_BLOCK_N, *edges, product.out_features // 2)
+    return block, math.gcd(block, product.out_features // 2)

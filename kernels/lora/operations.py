@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,26 +14,55 @@ from headway.core.contract.adapters import NO_ADAPTER, AdapterSlots
 from headway.core.contract.errors import ModelError
 from headway.core.system.text import shown_size
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, Shrunk
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import Heads, Norm, Operations, Rope, add_one_by_one
 
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
-
 log = logging.getLogger("headway")
 
 
-class PlainAdditions:
+RANK_MULTIPLE = 16
+"""Ranks that the matrix units of a GPU sum over at once."""
+
+
+class Additions(Protocol):
+    """Adds what rows' adapters say to products. Who inherits leaves to the operations what has a body here."""
+
+    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
+        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
+        return None
+
+    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
+        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
+
+        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
+        """
+
+    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
+
+        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
+        """
+
+    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
+        """As `activated`, of what `joined` is given."""
+        return None
+
+    def activated(
+        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
+    ) -> Tensor | None:
+        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
+        operations, and nothing was added."""
+        return None
+
+
+class PlainAdditions(Additions):
     """Adds to rows that have an adapter, and to no others. The host looks at the rows' slots, so that no graph can hold it."""
 
     def __init__(self, tile_rows: int | None = None) -> None:
         """tile_rows: rows of every product, so that a row's bits depend on no other (see `InvariantOperations`); None: any."""
         self._tile_rows = tile_rows
-
-    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> None:
-        """See Additions: left to the operations."""
-        return
 
     def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: object = None) -> Tensor:
         """Return y with what each row's adapter adds, in place.
@@ -53,23 +82,13 @@ class PlainAdditions:
         """See Additions."""
         size, rank = product.out_features, product.rank
         y = both[:, :size].clone()
-        lows = both[:, size:].reshape(len(both), *product.a.shape[:2])
+        lows = both[:, size:].reshape((len(both), *product.a.shape[:2]))
         for slot in sorted(set(slots.tolist()) - {NO_ADAPTER}):
             rows = (slots == slot).nonzero().squeeze(1)
             for start, end, module in product.parts:
                 low = lows[rows, slot, module * rank : (module + 1) * rank]
                 y[:, start:end].index_add_(0, rows, self._multiplied(low, product.b[slot, start:end]))
         return y if add_to is None else add_to.add_(y)
-
-    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> None:
-        """See Additions: left to the operations."""
-        return
-
-    def activated(
-        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: object = None
-    ) -> None:
-        """See Additions: left to the operations."""
-        return
 
     def _multiplied(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [rows, k] times weight [n, k]: [rows, n]."""
@@ -78,38 +97,6 @@ class PlainAdditions:
             return torch.mm(x, weight.t())
         tiles = torch.split(pad(x, (0, 0, 0, -len(x) % size)), size)
         return torch.cat([torch.mm(tile, weight.t()) for tile in tiles])[: len(x)]
-
-
-RANK_MULTIPLE = 16
-"""Ranks that the matrix units of a GPU sum over at once."""
-
-
-class Additions(Protocol):
-    """Adds what rows' adapters say to products."""
-
-    def normed(self, x: Tensor, norm: Norm, product: AdaptedProduct, slots: Tensor) -> tuple[Tensor, Shrunk] | None:
-        """The norm of x before a product, and the first half of what adapters add; None: the norm is left to the operations."""
-
-    def add(self, y: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, low: Shrunk | None = None) -> Tensor:
-        """Return y [rows, out_features] with (x A^T) B^T of each row's slot, in place; rows without one stay as they are.
-
-        x: [rows, in_features], contiguous, the product's input; slots: int32 [rows]; low: of `normed`, where that has run.
-        """
-
-    def joined(self, both: Tensor, product: AdaptedProduct, slots: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """Return the product [rows, out_features] with what adapters add; add_to: added to it, in place.
-
-        both: of `AdaptedProduct.joined`, x W^T and x A^T side by side.
-        """
-
-    def joined_activated(self, both: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation) -> Tensor | None:
-        """As `activated`, of what `joined` is given."""
-
-    def activated(
-        self, both: Tensor, x: Tensor, product: AdaptedProduct, slots: Tensor, activation: Activation, low: Shrunk | None = None
-    ) -> Tensor | None:
-        """Do the same to gate and up, both: [rows, out_features], and return activation(gate) * up; None: that is left to the
-        operations, and nothing was added."""
 
 
 class AdaptedOperations:
@@ -164,14 +151,16 @@ class AdaptedOperations:
         x = x.contiguous()
         if norm is None:
             return x, None
-        return self._additions.normed(x, norm, *adapted) or (self._inner.norm(x, norm), None)
+        product, slots = adapted
+        return self._additions.normed(x, norm, product, slots) or (self._inner.norm(x, norm), None)
 
     def _added(self, x: Tensor, norm: Norm | None, linear: Linear, adapted: tuple[AdaptedProduct, Tensor]) -> Tensor:
         """The product of x, normed first if it is to be, with what adapters add."""
-        if adapted[0].joined is not None:
-            return self._additions.joined(self._both(x, norm, adapted[0].joined), *adapted)
+        product, slots = adapted
+        if product.joined is not None:
+            return self._additions.joined(self._both(x, norm, product.joined), product, slots)
         normed, low = self._normed(x, norm, adapted)
-        return self._additions.add(self._inner.product(normed, linear), normed, *adapted, low)
+        return self._additions.add(self._inner.product(normed, linear), normed, product, slots, low)
 
     def _both(self, x: Tensor, norm: Norm | None, joined: Linear) -> Tensor:
         """The product of x, normed first if it is to be, and of the A of every slot behind it."""
@@ -198,16 +187,17 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.norm_gated_product(x, norm, linear, activation)
-        if adapted[0].joined is not None:
-            both = self._both(x, norm, adapted[0].joined)
-            y = self._additions.joined_activated(both, *adapted, activation)
-            return self._inner.activated(self._additions.joined(both, *adapted), activation, gated=True) if y is None else y
+        product, slots = adapted
+        if product.joined is not None:
+            both = self._both(x, norm, product.joined)
+            y = self._additions.joined_activated(both, product, slots, activation)
+            return self._inner.activated(self._additions.joined(both, product, slots), activation, True) if y is None else y
         normed, low = self._normed(x, norm, adapted)
         both = self._inner.product(normed, linear)
-        y = self._additions.activated(both, normed, *adapted, activation, low)
+        y = self._additions.activated(both, normed, product, slots, activation, low)
         if y is not None:
             return y
-        return self._inner.activated(self._additions.add(both, normed, *adapted, low), activation, gated=True)
+        return self._inner.activated(self._additions.add(both, normed, product, slots, low), activation, gated=True)
 
     def norm_qkv(
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
@@ -223,10 +213,11 @@ class AdaptedOperations:
         adapted = self._adapted(x, linear)
         if adapted is None:
             return self._inner.add_product(residual, x, linear)
-        if adapted[0].joined is not None:
-            return self._additions.joined(self._both(x, None, adapted[0].joined), *adapted, add_to=residual)
+        product, slots = adapted
+        if product.joined is not None:
+            return self._additions.joined(self._both(x, None, product.joined), product, slots, add_to=residual)
         x = x.contiguous()
-        return self._additions.add(self._inner.add_product(residual, x, linear), x, *adapted)
+        return self._additions.add(self._inner.add_product(residual, x, linear), x, product, slots)
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """See Operations."""

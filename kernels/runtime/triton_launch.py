@@ -11,6 +11,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from headway.core.contract.compiled import AHEAD
+from headway.core.contract.support import YES, Support
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter (TRITON_INTERPRET=1 when triton was imported)."""
@@ -68,6 +69,10 @@ class Launcher:
         self._ahead: set[Hashable] = set()
         """Keys that were compiled ahead of the first launch."""
 
+    def known(self, key: Hashable) -> Compiled | None:
+        """Return what a kernel was compiled to for a key; None before that, and while kernels are compiled ahead."""
+        return self._compiled.get(key) if AHEAD.get() is None else None
+
     def bind(
         self, key: Hashable, grid: Grid, first: Sequence[Any], pointers: Sequence[Any], rest: Sequence[Any],
         constants: Mapping[str, Any], **options: int,
@@ -77,8 +82,8 @@ class Launcher:
 
         first, rest: all arguments; pointers: the addresses of `first`, with which the bound kernel is called.
         """
-        known = self._compiled.get(key)
-        if known is None or AHEAD.get() is not None:
+        known = self.known(key)
+        if known is None:
             self(key, grid, (*first, *rest), constants, **options)
             known = self._compiled.get(key)
             return None if known is None else BoundKernel(known, grid, rest)
@@ -92,13 +97,12 @@ class Launcher:
         options: num_warps, num_stages. A true constant PDL asks for a programmatic dependent launch: the kernel waits by itself
         for those before it. Multiplications and additions are always fused (FMA): Triton's default changes with its release 3.10.
         """
-        known = self._compiled.get(key)
-        ahead = AHEAD.get() is not None
-        if known is not None and not ahead:
+        known = self.known(key)
+        if known is not None:
             known(grid, *arguments)
             return
         options |= {"enable_fp_fusion": True, **({"launch_pdl": True} if constants.get("PDL") else {})}
-        if ahead:
+        if AHEAD.get() is not None:
             if key not in self._ahead:
                 self._ahead.add(key)
                 self._kernel.warmup(*arguments, grid=grid, **constants, **options)
@@ -116,16 +120,22 @@ class FixedLauncher:
     not be specialised on.
     """
 
-    def __init__(self, kernel: Any, num_warps: int, device: torch.device, **constants: Any) -> None:
+    def __init__(self, kernel: Any, num_warps: int, device: torch.device, constants: Mapping[str, Any]) -> None:
         self.kernel = kernel
-        self._launch = Launcher(kernel)
+        self._launcher = Launcher(kernel)
         self._num_warps = num_warps
         self._constants = {**constants, "PDL": launches_early(device)}
 
-    def __call__(self, grid: Grid, *arguments: Tensor | float) -> None:
-        """Run the kernel; arguments in its order."""
-        key = tuple([(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in arguments])
-        self._launch(key, grid, arguments, self._constants, num_warps=self._num_warps)
+    def __call__(self, grid: Grid, **arguments: Tensor | float) -> None:
+        """Run the kernel. arguments: by the kernel's own names, in its order: what a launch looks up is their order alone."""
+        values = arguments.values()
+        key = (*arguments, *[(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None for a in values])
+        known = self._launcher.known(key)
+        if known is not None:
+            known(grid, *values)
+            return
+        assert [*arguments] == self.kernel.arg_names[: len(arguments)], "named as the kernel's first parameters, in their order"
+        self._launcher(key, grid, tuple(values), self._constants, num_warps=self._num_warps)
 
 
 class Launchers:
@@ -135,12 +145,12 @@ class Launchers:
         self._device = device
         self._known: dict[Hashable, FixedLauncher] = {}
 
-    def get(self, kernel: Any, num_warps: int, **constants: Any) -> FixedLauncher:
-        """Return the launcher of a kernel with these constants."""
-        key = kernel, num_warps, *constants.values()
+    def get(self, kernel: Any, num_warps: int, constants: Mapping[str, Any]) -> FixedLauncher:
+        """Return the launcher of a kernel, which lives as long as its module, with these constants."""
+        key = id(kernel), num_warps, *constants.values()
         launcher = self._known.get(key)
         if launcher is None:
-            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
+            launcher = self._known[key] = FixedLauncher(kernel, num_warps, self._device, constants)
         return launcher
 
 
@@ -164,6 +174,13 @@ def aligned(*pointers: int) -> bool | tuple[bool, ...]:
 def specialised(*numbers: int) -> tuple[object, ...]:
     """What Triton compiles for, of each integer argument: whether it is 1, a multiple of 16, and in 32 bits."""
     return tuple(number == 1 or (number % 16 == 0, -(2**31) <= number < 2**31) for number in numbers)
+
+
+def can_launch() -> Support:
+    """Whether Triton can run kernels here: on a GPU with a driver, or in the interpreter."""
+    if INTERPRETED or torch.cuda.is_available():
+        return YES
+    return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
 
 
 def launches_early(device: torch.device) -> bool:

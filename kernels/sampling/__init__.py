@@ -1,5 +1,43 @@
-"""Triton kernels that choose tokens: greedy, temperature, top_k, top_p, min_p, verified drafts.
+"""Triton kernels that choose tokens, where they serve a device: greedy, temperature, top_k, top_p, min_p, verified drafts.
 
 They exist beside FlashInfer's because a token here depends on its row's logits, filters and key alone: masses are added as
 integers and noise is a hash of key and column, so neither the batch nor the path of a step (eager, graph, verify) changes it.
 """
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from headway.core.contract.compiled import CompileAhead
+from headway.core.sampling.filtering import verified_filter
+from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+
+log = logging.getLogger("headway")
+
+
+def fastest_sampling(device: torch.device, vocab_size: int, ahead: CompileAhead | None = None) -> SamplingOps:
+    """Return the operations that choose tokens fastest on a device.
+
+    ahead: context in which the kernels are compiled at the same time.
+    """
+    if device.type == "cuda":
+        try:
+            from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
+            from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
+        except ImportError as error:
+            log.warning("tokens are chosen by torch's operations: %s (pip install 'headway[triton]')", error)
+        else:
+            fused, part = FusedSampling(device), FusedPart(device)
+            filtering = verified_filter(TopKTopPSampler(device), vocab_size, device, ahead)
+            return SamplingOps(
+                fused.greedy,
+                fused.draw,
+                choose=fused.draw,
+                filter=filtering,
+                best_of_part=part.best_of_part,
+                winners=part.winners,
+                accept_drafts=fused.accept_drafts,
+            )
+    return TORCH_SAMPLING

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 
 
 class FusedPart:
@@ -21,11 +19,7 @@ class FusedPart:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        sizes = {"BLOCK": BLOCK, "LANES": LANES}
-        plain, noisy = (FixedLauncher(argmax_of_part_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
-        self._plain = plain
-        self._noisy = noisy
-        self._reduce: dict[tuple[Callable[..., object], int], FixedLauncher] = {}
+        self._launchers = Launchers(device)
 
     def best_of_part(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None, first: int) -> Tensor:
         """See core.sampling.candidates.best_of_part. logits: rows may be strided, their elements may not."""
@@ -36,10 +30,20 @@ class FusedPart:
         chunks = triton.cdiv(first % (4 * LANES) + width, BLOCK)
         scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
         tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
-        kernel = self._plain if scales is None else self._noisy
-        noise = (scores if scales is None else scales, tokens if keys is None else keys)
-        kernel((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), first, first + width)
-        self._of(pack_best_of_rows, chunks)((rows, 1, 1), scores, tokens, numbers, chunks)
+        constants = {"BLOCK": BLOCK, "LANES": LANES, "NOISE": scales is not None}
+        self._launchers.get(argmax_of_part_chunks, 4, constants)(
+            (rows, chunks, 1),
+            logits=logits,
+            scales=scores if scales is None else scales,
+            keys=tokens if keys is None else keys,
+            scores=scores,
+            tokens=tokens,
+            stride=logits.stride(0),
+            begin=first,
+            end=first + width,
+        )
+        launch = self._launchers.get(pack_best_of_rows, 1, {"BLOCK": triton.next_power_of_2(chunks)})
+        launch((rows, 1, 1), scores=scores, tokens=tokens, numbers=numbers, chunks=chunks)
         return numbers
 
     def winners(self, numbers: Tensor) -> Tensor:
@@ -48,15 +52,9 @@ class FusedPart:
         # While kernels are compiled ahead nothing is launched, yet these tokens index tables.
         make = torch.empty if AHEAD.get() is None else torch.zeros
         chosen = make(rows, dtype=torch.int64, device=self._device)
-        self._of(choose_winners, ranks)((rows, 1, 1), numbers, chosen, rows, ranks)
+        launch = self._launchers.get(choose_winners, 1, {"BLOCK": triton.next_power_of_2(ranks)})
+        launch((rows, 1, 1), numbers=numbers, chosen=chosen, rows=rows, ranks=ranks)
         return chosen
-
-    def _of(self, kernel: Callable[..., object], count: int) -> FixedLauncher:
-        """Return the launcher of a kernel that reduces so many numbers."""
-        key = kernel, triton.next_power_of_2(count)
-        if key not in self._reduce:
-            self._reduce[key] = FixedLauncher(kernel, 1, self._device, BLOCK=key[1])
-        return self._reduce[key]
 
 
 # Triton reads annotations when it compiles: no deferred ones here.
@@ -244,12 +242,7 @@ class FusedSampling:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        sizes = {"BLOCK": BLOCK, "LANES": LANES}
-        plain, noisy = (FixedLauncher(argmax_of_chunks, 4, device, **sizes, NOISE=noise) for noise in (False, True))
-        self._plain = plain
-        self._noisy = noisy
-        self._last: dict[int, FixedLauncher] = {}
-        self._hold: dict[int, FixedLauncher] = {}
+        self._launchers = Launchers(device)
 
     def greedy(self, logits: Tensor) -> Tensor:
         """Most likely token of each row of logits [rows, vocab_size]: int64 [rows], -1 where a logit is NaN."""
@@ -263,10 +256,8 @@ class FusedSampling:
         """Compare drafts as core.sampling.verification.accept_drafts does: one launch in place of a dozen of torch's."""
         rows, width = sampled.shape
         found = torch.empty((rows, width + 1), dtype=torch.int64, device=self._device)
-        if width not in self._hold:
-            block = triton.next_power_of_2(width)
-            self._hold[width] = FixedLauncher(verify_drafts, 1, self._device, WIDTH=width, BLOCK=block)
-        self._hold[width]((rows, 1, 1), sampled, ids, fill, places, newest, found)
+        launch = self._launchers.get(verify_drafts, 1, {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)})
+        launch((rows, 1, 1), sampled=sampled, ids=ids, fill=fill, places=places, newest=newest, found=found)
         return found
 
     def _choose(self, logits: Tensor, scales: Tensor | None, keys: Tensor | None) -> Tensor:
@@ -280,13 +271,19 @@ class FusedSampling:
         chunks = triton.cdiv(vocab_size, BLOCK)
         scores = torch.empty((rows, chunks), dtype=torch.float32, device=self._device)
         tokens = torch.empty((rows, chunks), dtype=torch.int64, device=self._device)
-        first = self._plain if scales is None else self._noisy
-        noise = (scores if scales is None else scales, tokens if keys is None else keys)
-        first((rows, chunks, 1), logits, *noise, scores, tokens, logits.stride(0), vocab_size)
-        block = triton.next_power_of_2(chunks)
-        if block not in self._last:
-            self._last[block] = FixedLauncher(argmax_of_rows, 1, self._device, BLOCK=block)
-        self._last[block]((rows, 1, 1), scores, tokens, chosen, chunks)
+        constants = {"BLOCK": BLOCK, "LANES": LANES, "NOISE": scales is not None}
+        self._launchers.get(argmax_of_chunks, 4, constants)(
+            (rows, chunks, 1),
+            logits=logits,
+            scales=scores if scales is None else scales,
+            keys=tokens if keys is None else keys,
+            scores=scores,
+            tokens=tokens,
+            stride=logits.stride(0),
+            vocab_size=vocab_size,
+        )
+        launch = self._launchers.get(argmax_of_rows, 1, {"BLOCK": triton.next_power_of_2(chunks)})
+        launch((rows, 1, 1), scores=scores, tokens=tokens, chosen=chosen, chunks=chunks)
         return chosen
 
 

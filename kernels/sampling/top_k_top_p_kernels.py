@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.compiled import AHEAD
 from headway.core.sampling.sampler import LANES
-from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.runtime.triton_launch import Launchers
 from headway.kernels.sampling.draw_kernels import _log2_exponential, _philox
 from headway.kernels.sampling.threshold_kernels import (
     _COUNTERS,
@@ -387,7 +387,7 @@ class TopKTopPSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers: dict[tuple[str, tuple[tuple[str, int], ...]], FixedLauncher] = {}
+        self._launchers = Launchers(device)
 
     def __call__(self, logits: Tensor, others: Tensor, keys: Tensor, filters: Tensor) -> Tensor:
         """Draw as core.sampling.filtering says. The elements of a row of logits must be contiguous; other strides are free."""
@@ -407,6 +407,7 @@ class TopKTopPSampler:
         parts = triton.cdiv(vocab, part_size)
         capacity = min(max(triton.next_power_of_2(triton.cdiv(vocab, _CAPACITY_SHARE)), LIST_CAPACITY[0]), LIST_CAPACITY[1])
         limits = {"CAPACITY": capacity, "PARTS": triton.next_power_of_2(tiles)}
+        get = self._launchers.get
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty((rows, *shape), dtype=dtype, device=self._device)
@@ -415,27 +416,24 @@ class TopKTopPSampler:
         thresholds, cutoffs = buffer(THRESHOLDS, dtype=torch.float32), buffer(dtype=torch.float32)
         masses, candidates = buffer(COUNTERS, dtype=torch.int64), buffer(capacity, dtype=torch.int64)
         targets, best = buffer(dtype=torch.int64), buffer(dtype=torch.int64)
-        strides, grid = (logits.stride(0), filters.stride(0), part_size), (rows, parts, 1)
-        row_state = logits, filters, part_max_keys, thresholds, counts, masses
-        """The arguments with which the next kernels begin."""
+        grid = rows, parts, 1
+        read = {"logits": logits, "filters": filters}
+        bracket = {"part_max_keys": part_max_keys, "thresholds": thresholds, "counts": counts, "masses": masses}
+        found = {"candidates": candidates, "ties": ties, "targets": targets, "cutoffs": cutoffs, "last_ids": last_ids}
+        found["chosen"] = chosen
+        strides = {"logits_stride": logits.stride(0), "filters_stride": filters.stride(0), "part_size": part_size}
+        behind: dict[str, int] = {**strides, "vocab_size": vocab}
+        """The arguments with which most kernels end."""
 
-        self._get(sample_thresholds, 4)((rows, 1 + parts, 1), *row_state, best, *strides, vocab)
-        self._get(count_above_thresholds, 4, ROUND=0, **limits)(grid, *row_state, targets, *strides, vocab)
+        get(sample_thresholds, 4, {})((rows, 1 + parts, 1), **read, **bracket, best=best, **behind)
+        get(count_above_thresholds, 4, {"ROUND": 0, **limits})(grid, **read, **bracket, targets=targets, **behind)
         for stage in (0, 1):
-            self._get(count_above_thresholds, 4, ROUND=1 + stage, **limits)(grid, *row_state, targets, *strides, vocab)
-            list_kernel = self._get(list_candidates, 4, STAGE=stage, **limits, LANES=LANES)
-            list_kernel(grid, *row_state, targets, candidates, ties, *strides, vocab)
-            cutoff_kernel = self._get(find_cutoffs, 16, STAGE=stage, **limits, LANES=LANES)
+            get(count_above_thresholds, 4, {"ROUND": 1 + stage, **limits})(grid, **read, **bracket, targets=targets, **behind)
+            list_kernel = get(list_candidates, 4, {"STAGE": stage, **limits, "LANES": LANES})
+            list_kernel(grid, **read, **bracket, targets=targets, candidates=candidates, ties=ties, **behind)
+            cutoff_kernel = get(find_cutoffs, 16, {"STAGE": stage, **limits, "LANES": LANES})
             cutoff_kernel(
-                (rows, 1, 1), logits, filters, keys, others, part_max_keys, thresholds, counts, masses, candidates, ties,
-                targets, cutoffs, last_ids, chosen, *strides, parts, vocab,
-            )  # fmt: skip
-        draw_kernel = self._get(draw_kept, 4, LANES=LANES)
-        draw_kernel(grid, logits, filters, keys, counts, cutoffs, last_ids, best, chosen, *strides, vocab)
-
-    def _get(self, kernel: triton.JITFunction, num_warps: int, **constants: int) -> FixedLauncher:
-        """Return the launcher of a kernel with these compile-time constants."""
-        key = kernel.__name__, tuple(constants.items())
-        if key not in self._launchers:
-            self._launchers[key] = FixedLauncher(kernel, num_warps, self._device, **constants)
-        return self._launchers[key]
+                (rows, 1, 1), **read, keys=keys, others=others, **bracket, **found, **strides, parts=parts, vocab_size=vocab
+            )
+        drawn = {"counts": counts, "cutoffs": cutoffs, "last_ids": last_ids, "best": best, "chosen": chosen}
+        get(draw_kept, 4, {"LANES": LANES})(grid, **read, keys=keys, **drawn, **behind)

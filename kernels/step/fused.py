@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 import triton
@@ -27,16 +27,15 @@ from headway.kernels.step.operations import (
     Gate,
     Heads,
     Norm,
+    Operations,
     Rope,
-    add_one_by_one,
     apply_gate,
     norm_heads,
-    softcap,
 )
 from headway.kernels.step.step_kernels import activate_and_mul, embed_tokens, gate_rows, norm_and_rotate, norm_rows
 
 
-class Fused:
+class Fused(Operations):
     """Operations of one model, on a GPU or under Triton's interpreter.
 
     No call synchronises or looks at values, so all of it can be captured in a CUDA graph, and a graph runs the kernels that the
@@ -121,11 +120,21 @@ class Fused:
             def make() -> FixedLauncher:
                 block, block_half = triton.next_power_of_2(hidden), triton.next_power_of_2(max(ropes * half, 1))
                 sizes = {"HIDDEN": hidden, "BLOCK": block, "ROPES": ropes, "HALF": half, "BLOCK_HALF": block_half}
-                return FixedLauncher(embed_tokens, 4, self._device, PLACES=places is not None, **sizes)
+                return FixedLauncher(embed_tokens, 4, self._device, {**sizes, "PLACES": places is not None})
 
-            launch = self._launcher(("embed", hidden, places is None), make)
-            read = table, table if places is None else places, self._inv_freq, self._factors, embed.scale
-            launch((num_tokens, 1, 1), input_ids, positions, *read, x, cos, sin)
+            self._launcher(("embed", hidden, places is None), make)(
+                (num_tokens, 1, 1),
+                ids_ptr=input_ids,
+                positions_ptr=positions,
+                table_ptr=table,
+                places_ptr=table if places is None else places,
+                inv_freq_ptr=self._inv_freq,
+                factors_ptr=self._factors,
+                scale=embed.scale,
+                x_ptr=x,
+                cos_ptr=cos,
+                sin_ptr=sin,
+            )
         return x, tuple(zip(cos.unbind(), sin.unbind(), strict=True))
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
@@ -145,10 +154,11 @@ class Fused:
 
             def make() -> FixedLauncher:
                 block = triton.next_power_of_2(size)
-                return FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, SIZE=size, BLOCK=block, **kind)
+                return FixedLauncher(norm_rows, 4 if block <= 2048 else 8, self._device, {"SIZE": size, "BLOCK": block, **kind})
 
             launch = self._launcher(("norm", size, *kind.values()), make)
-            launch((rows, 1, 1), x, norm.weight, norm.weight if norm.bias is None else norm.bias, y, y, norm.eps)
+            bias = norm.weight if norm.bias is None else norm.bias
+            launch((rows, 1, 1), x_ptr=x, weight_ptr=norm.weight, bias_ptr=bias, residual_ptr=y, y_ptr=y, eps=norm.eps)
         return y
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -227,15 +237,21 @@ class Fused:
 
             def make() -> FixedLauncher:
                 sizes = {"HEADS": num_heads, "KV_HEADS": heads.num_kv_heads, "ALL_HEADS": all_heads, "HEAD_DIM": dim}
-                sizes |= _row_sizes(size)
-                return FixedLauncher(
-                    norm_and_rotate, 2, self._device, **sizes, BLOCK_HALF=block_half, BLOCK_H=block_h, NORM=normed
-                )
+                sizes |= {**_row_sizes(size), "BLOCK_HALF": block_half, "BLOCK_H": block_h, "NORM": normed}
+                return FixedLauncher(norm_and_rotate, 2, self._device, sizes)
 
-            launch = self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, size), make)
             q_norm, k_norm = heads.q_norm, heads.k_norm
-            weights = (q_norm.weight, k_norm.weight, x, q_norm.eps) if q_norm and k_norm else (qkv, qkv, x, 0.0)
-            launch((num_tokens, triton.cdiv(touched, block_h), 1), qkv, *rope, *weights, eps)
+            self._launcher(("rotate", num_heads, heads.num_kv_heads, all_heads, dim, normed, size), make)(
+                (num_tokens, triton.cdiv(touched, block_h), 1),
+                qkv_ptr=qkv,
+                cos_ptr=rope[0],
+                sin_ptr=rope[1],
+                q_norm_ptr=q_norm.weight if q_norm and k_norm else qkv,
+                k_norm_ptr=k_norm.weight if q_norm and k_norm else qkv,
+                x_ptr=x,
+                eps=q_norm.eps if q_norm and k_norm else 0.0,
+                row_eps=eps,
+            )
 
     def norm_product(self, x: Tensor, norm: Norm | None, linear: Linear, activation: Activation | None) -> Tensor:
         """One launch for few rows, two for tiles, else three; one more before it for a LayerNorm, and for strided rows."""
@@ -273,10 +289,10 @@ class Fused:
 
             def make() -> FixedLauncher:
                 sizes = {"SIZE": size, "BLOCK": _GATED, **_row_sizes(row_size)}
-                return FixedLauncher(activate_and_mul, 4, self._device, ACTIVATION=activation, **sizes)
+                return FixedLauncher(activate_and_mul, 4, self._device, {**sizes, "ACTIVATION": activation})
 
             launch = self._launcher(("gated", activation, size, row_size), make)
-            launch((rows, triton.cdiv(size, _GATED), 1), both, y, x, eps)
+            launch((rows, triton.cdiv(size, _GATED), 1), x_ptr=both, y_ptr=y, row_ptr=x, row_eps=eps)
         return y
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -289,10 +305,6 @@ class Fused:
         if not isinstance(linear.weight, Tensor):
             return residual.add_(self._product(x, None, linear, way))
         return linear.add_to(residual, x)
-
-    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """As many launches as products."""
-        return add_one_by_one(self, residual, terms)
 
     def rotate_latent(
         self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope | None
@@ -323,17 +335,14 @@ class Fused:
             kind["WHOLE"] = norm is not None and len(norm.weight) != size
 
             def make() -> FixedLauncher:
-                warps = 4 if block <= 2048 else 8
-                return FixedLauncher(gate_rows, warps, self._device, **sizes, BLOCK=block, BLOCK_G=groups, **kind)
+                constants = {**sizes, "BLOCK": block, "BLOCK_G": groups, **kind}
+                return FixedLauncher(gate_rows, 4 if block <= 2048 else 8, self._device, constants)
 
             launch = self._launcher(("gate", *sizes.values(), *kind.values()), make)
             weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
-            launch((rows, triton.cdiv(triton.cdiv(width, size), groups), 1), x, by, weight, y, eps)
+            grid = rows, triton.cdiv(triton.cdiv(width, size), groups), 1
+            launch(grid, x_ptr=x, by_ptr=by, weight_ptr=weight, y_ptr=y, eps=eps)
         return y
-
-    def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        """Three launches, of torch's."""
-        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> FusedLayer:
         """Layers of one kind share launchers, counters, and the choice between ways of computing them."""

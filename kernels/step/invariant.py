@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +15,9 @@ from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import form_name
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.step.config import Activation
 from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Operations, PlainLayer, Rope, add_one_by_one, softcap
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 TILE_ROWS = {"cpu": 16, "cuda": 128}
 """Rows of a product, by device. On a CPU what its weights are packed for; on a GPU about where a product that reads its weights
@@ -87,16 +84,22 @@ class InvariantOperations:
         self, x: Tensor, norm: Norm | None, linear: Linear, heads: Heads, rope: Rope | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations."""
-        tiles = zip(*map(self._tiles, (x, *(rope or ()))), strict=True)
-        parts = [self._inner.norm_qkv(rows, norm, linear, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
-        q, k, v = (torch.cat(tensors)[: x.shape[0]] for tensors in zip(*parts, strict=True))
-        return q, k, v
+        return self._by_tile(lambda rows, turn: self._inner.norm_qkv(rows, norm, linear, heads, turn), x, rope)
 
     def turn_heads(self, qkv: Tensor, heads: Heads, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """See Operations."""
-        tiles = zip(*map(self._tiles, (qkv, *(rope or ()))), strict=True)
-        parts = [self._inner.turn_heads(rows, heads, (turn[0], turn[1]) if turn else None) for rows, *turn in tiles]
-        q, k, v = (torch.cat(tensors)[: qkv.shape[0]] for tensors in zip(*parts, strict=True))
+        return self._by_tile(lambda rows, turn: self._inner.turn_heads(rows, heads, turn), qkv, rope)
+
+    def _by_tile(
+        self, step: Callable[[Tensor, Rope | None], tuple[Tensor, Tensor, Tensor]], x: Tensor, rope: Rope | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v that a step gives of the rows of x, tile by tile."""
+        tiles = self._tiles(x)
+        turns: Iterable[Rope | None] = [None] * len(tiles)
+        if rope is not None:
+            turns = zip(self._tiles(rope[0]), self._tiles(rope[1]), strict=True)
+        parts = [step(rows, turn) for rows, turn in zip(tiles, turns, strict=True)]
+        q, k, v = (torch.cat([part[place] for part in parts])[: x.shape[0]] for place in range(3))
         return q, k, v
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:

@@ -5,7 +5,6 @@ Sums are float32. PDL: see step_kernels.py; weights are asked for before the wai
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headway.core.contract.spec import AttentionSpec
-from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
+from headway.kernels.runtime.triton_launch import INTERPRETED, Launchers
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.operations import Norm, PlainLatentLayer, Rope
 
@@ -165,7 +164,7 @@ class LatentKernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._launchers: dict[Hashable, FixedLauncher] = {}
+        self._launchers = Launchers(device)
 
     def turn(self, q: Tensor, latent: Tensor, config: LatentConfig, norm: Norm, rope: Rope) -> tuple[Tensor, Tensor]:
         """See Operations.rotate_latent; in place."""
@@ -185,8 +184,9 @@ class LatentKernels:
                 "BLOCK_HALF": block_half,
                 "BLOCK_RANK": triton.next_power_of_2(config.kv_lora_rank),
             }
-            launch = self._launcher(turn_latent, 2, sizes)
-            launch((num_tokens, 1 + triton.cdiv(heads, block_h), 1), q, latent, norm.weight, *rope, norm.eps)
+            launch, (cos, sin) = self._launchers.get(turn_latent, 2, sizes), rope
+            grid = num_tokens, 1 + triton.cdiv(heads, block_h), 1
+            launch(grid, q_ptr=q, latent_ptr=latent, norm_ptr=norm.weight, cos_ptr=cos, sin_ptr=sin, eps=norm.eps)
         return q.view(num_tokens, heads, config.q_dim), latent[:, None]
 
     def absorb(self, q: Tensor, kv_b: Tensor, config: LatentConfig) -> Tensor:
@@ -202,7 +202,7 @@ class LatentKernels:
             "BLOCK_ROPE": triton.next_power_of_2(config.qk_rope_head_dim),
         }
         grid = triton.cdiv(config.kv_lora_rank, _ABSORBED), heads, triton.cdiv(rows, _BLOCK_M)
-        self._launcher(absorb_queries, 4, sizes)(grid, q, kv_b, y, rows)
+        self._launchers.get(absorb_queries, 4, sizes)(grid, q_ptr=q, weight_ptr=kv_b, y_ptr=y, rows=rows)
         return y
 
     def project(self, x: Tensor, kv_b: Tensor, config: LatentConfig, out: Tensor) -> None:
@@ -215,7 +215,7 @@ class LatentKernels:
             "BLOCK_K": max(triton.next_power_of_2(config.kv_lora_rank), 16),
         }
         grid = triton.cdiv(config.v_head_dim, _PROJECTED), heads, triton.cdiv(rows, _BLOCK_M)
-        self._launcher(project_latents, 4, sizes)(grid, x, kv_b, out, rows)
+        self._launchers.get(project_latents, 4, sizes)(grid, x_ptr=x, weight_ptr=kv_b, y_ptr=out, rows=rows)
 
     def _sizes(self, heads: int, config: LatentConfig, dtype: torch.dtype) -> dict[str, Any]:
         return {
@@ -226,13 +226,6 @@ class LatentKernels:
             "BLOCK_M": _BLOCK_M,
             "DOT": tl.float32 if INTERPRETED else _TYPES[dtype],
         }
-
-    def _launcher(self, kernel: Any, num_warps: int, sizes: dict[str, Any]) -> FixedLauncher:
-        key = kernel.__name__, *sizes.values()
-        known = self._launchers.get(key)
-        if known is None:
-            known = self._launchers[key] = FixedLauncher(kernel, num_warps, self._device, **sizes)
-        return known
 
 
 class FusedLatentLayer(PlainLatentLayer):

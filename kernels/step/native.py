@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,14 +12,10 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.core.contract.model import Attention, WatchedAttention
-from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, ProductStruct, Recording
+from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.native.library import TYPES, Functions, NormStruct, Panels, ProductStruct, Recording
 from headway.kernels.step.config import Activation
-from headway.kernels.step.operations import ACTIVATE, Rope, TorchOperations
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.linear import Linear
-    from headway.kernels.runtime.native.library import Panels
-    from headway.kernels.step.operations import Heads, Norm
+from headway.kernels.step.operations import ACTIVATE, Heads, Norm, Rope, TorchOperations
 
 Layers = Callable[[Tensor, tuple[Rope, ...], Attention], Tensor]
 """All layers of a decoder: x [num_tokens, hidden_size], used up, and cos and sin of each rotary embedding."""
@@ -145,14 +141,12 @@ class _CountedAttention:
 
 _STORE, _ADD, _GATED = range(3)
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_NO_NORM = (None, 0.0)
 
 
 class NativeOperations(TorchOperations):
     """Steps whose product is over a weight in panels; torch's functions compute the others."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor, functions: Functions) -> None:
-        """See TorchOperations."""
         super().__init__(inv_freq, factors)
         self.functions = functions
 
@@ -161,8 +155,19 @@ class NativeOperations(TorchOperations):
         if norm.by_length is None or x.dim() != 2 or x.stride(1) != 1 or x.dtype not in TYPES:
             return super().norm(x, norm)
         out = x.new_empty(x.shape)
-        rows, size = x.shape
-        self.functions.norm(NormStruct(x.data_ptr(), out.data_ptr(), rows, x.stride(0), size, *_norm(norm), TYPES[x.dtype]))
+        (rows, size), (factors, least) = x.shape, _norm(norm)
+        self.functions.norm(
+            NormStruct(
+                x=x.data_ptr(),
+                out=out.data_ptr(),
+                rows=rows,
+                ldx=x.stride(0),
+                size=size,
+                norm=factors,
+                norm_least=least,
+                type=TYPES[x.dtype],
+            )
+        )
         return out
 
     def product(self, x: Tensor, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -201,13 +206,29 @@ class NativeOperations(TorchOperations):
         x, norm = self._before(x, norm)
         dim, turned = heads.head_dim, heads.num_heads + heads.num_kv_heads
         qkv = x.new_empty(len(x), panels.out_features // dim, dim)
-        cos, sin = (None, None) if rope is None else (rope[0].data_ptr(), rope[1].data_ptr())
+        (factors, least), (q_factors, q_least), (k_factors, k_least) = _norm(norm), _norm(heads.q_norm), _norm(heads.k_norm)
         self.functions.product(
             ProductStruct(
-                panels.described, x.data_ptr(), qkv.data_ptr(), cos, sin, len(x), x.stride(0), panels.out_features,
-                dim, heads.num_heads, turned, *_norm(norm), *_norm(heads.q_norm), *_norm(heads.k_norm), TYPES[x.dtype],
+                weight=panels.described,
+                x=x.data_ptr(),
+                out=qkv.data_ptr(),
+                cos=None if rope is None else rope[0].data_ptr(),
+                sin=None if rope is None else rope[1].data_ptr(),
+                rows=len(x),
+                ldx=x.stride(0),
+                ldo=panels.out_features,
+                head_dim=dim,
+                q_heads=heads.num_heads,
+                heads=turned,
+                norm=factors,
+                norm_least=least,
+                q_norm=q_factors,
+                q_norm_least=q_least,
+                k_norm=k_factors,
+                k_norm_least=k_least,
+                type=TYPES[x.dtype],
             )
-        )  # fmt: skip
+        )
         return qkv[:, : heads.num_heads], qkv[:, heads.num_heads : turned], qkv[:, turned:]
 
     def add_product(self, residual: Tensor, x: Tensor, linear: Linear) -> Tensor:
@@ -230,12 +251,22 @@ class NativeOperations(TorchOperations):
         return out
 
     def _run(self, x: Tensor, panels: Panels, norm: Norm | None, mode: int, activation: Activation | None, out: Tensor) -> None:
+        factors, least = _norm(norm)
         self.functions.product(
             ProductStruct(
-                panels.described, x.data_ptr(), out.data_ptr(), None, None, len(x), x.stride(0), out.stride(0), 0, 0, 0,
-                *_norm(norm), *_NO_NORM, *_NO_NORM, TYPES[x.dtype], mode, _ACTIVATIONS[activation],
+                weight=panels.described,
+                x=x.data_ptr(),
+                out=out.data_ptr(),
+                rows=len(x),
+                ldx=x.stride(0),
+                ldo=out.stride(0),
+                norm=factors,
+                norm_least=least,
+                type=TYPES[x.dtype],
+                mode=mode,
+                activation=_ACTIVATIONS[activation],
             )
-        )  # fmt: skip
+        )
 
 
 def _panels(x: Tensor, linear: Linear) -> Panels | None:
@@ -251,6 +282,6 @@ def _normed(norm: Norm | None) -> bool:
 def _norm(norm: Norm | None) -> tuple[int | None, float]:
     """Address of a norm's factors, and what is added to the squared length."""
     if norm is None:
-        return _NO_NORM
+        return None, 0.0
     assert norm.by_length is not None
     return norm.by_length[0].data_ptr(), norm.weight.shape[0] * norm.eps

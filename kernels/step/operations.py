@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import Experts, PlainExperts
 from headway.kernels.experts.weights import ExpertWeights
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_choice import ProductKind
 from headway.kernels.step.config import Activation, GateActivation, LatentConfig
-
-if TYPE_CHECKING:
-    from headway.kernels.linear.quantized_choice import ProductKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class PlainLatentLayer:
     def absorb(self, q: Tensor) -> Tensor:
         """See LatentLayer."""
         still, turned = q[..., : self._nope_dim], q[..., self._nope_dim :]
-        out = q.new_empty(*q.shape[:2], self._rank + turned.shape[-1])
+        out = q.new_empty((*q.shape[:2], self._rank + turned.shape[-1]))
         torch.bmm(still.transpose(0, 1), self._to_key, out=out[..., : self._rank].transpose(0, 1))
         out[..., self._rank :] = turned
         return out
@@ -74,7 +72,7 @@ class PlainLatentLayer:
         rows, turned = latent[:, 0, : self._rank], latent[..., self._rank :]
         both = self._both(rows).view(latent.shape[0], self.expanded.num_heads, self._nope_dim + self.expanded.v_head_dim)
         still, v = both[..., : self._nope_dim], both[..., self._nope_dim :]
-        return torch.cat([still, turned.expand(*still.shape[:2], -1)], dim=-1), v
+        return torch.cat([still, turned.expand((*still.shape[:2], -1))], dim=-1), v
 
     def project(self, attended: Tensor, out: Tensor) -> None:
         """See LatentLayer."""
@@ -164,16 +162,21 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Operations(Protocol):
-    """The steps of one model. Rows are independent of each other in every one of them."""
+    """The steps of one model. Rows are independent of each other in every one of them.
+
+    Those with a body are what a device does that has nothing better; who subclasses inherits them.
+    """
 
     def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
         """Prepare a norm and the next product once, before any step: the two returned compute together what the two given do.
 
         For products of `norm_qkv` with a rotary embedding and of `norm_gated_product` alone.
         """
+        return norm, linear
 
     def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
         """Kinds of a model's products that choose among ways of computing them. products: all of them, and which are gated."""
+        return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """Residual stream [num_tokens, hidden_size], and cos and sin of each of the model's rotary embeddings, for `norm_qkv`.
@@ -234,12 +237,14 @@ class Operations(Protocol):
 
     def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
         """residual + products of several x and their Linear, as `add_product`."""
+        return add_one_by_one(self, residual, terms)
 
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """x times the activation of `by`, both [num_tokens, size], rows perhaps strided, with the gate's norm."""
 
     def softcap(self, logits: Tensor, cap: float) -> Tensor:
         """cap * tanh(logits / cap), in place (Gemma 2)."""
+        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """A layer of experts after its norm, made once before any step."""
@@ -285,7 +290,8 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         y = y * factor
     y = y.reshape(len(y), y.shape[1] // gate.size, gate.size)
     if gate.norm.by_length is not None and len(gate.norm.weight) == gate.size:
-        y = norm_by_length(y, *gate.norm.by_length).flatten(1)
+        factors, least = gate.norm.by_length
+        y = norm_by_length(y, factors, least).flatten(1)
     else:
         weight, eps, share = gate.norm.weight.float(), gate.norm.eps, gate.norm.share
         y = rms_norm(y, (gate.size,), eps=eps) if share is None else share.normed(eps, y.flatten(1))[0].view_as(y)
@@ -293,21 +299,13 @@ def apply_gate(x: Tensor, by: Tensor, gate: Gate) -> Tensor:
     return (y if gate.gate_first else y * factor).to(x.dtype)
 
 
-class TorchOperations:
+class TorchOperations(Operations):
     """Every operation by torch's own functions: what a CPU runs, and what the fused kernels are tested against."""
 
     def __init__(self, inv_freq: Tensor, factors: Tensor) -> None:
         """inv_freq, factors: float32 [ropes, head_dim / 2], see `rope.rope_tables`."""
         self._inv_freq = inv_freq
         self._factors = factors
-
-    def absorb(self, norm: Norm, linear: Linear) -> tuple[Norm, Linear]:
-        """As they are."""
-        return norm, linear
-
-    def product_kinds(self, products: Iterable[tuple[Linear, bool]]) -> list[ProductKind]:
-        """None: a layer multiplies in one way."""
-        return []
 
     def embed(self, input_ids: Tensor, positions: Tensor, embed: Embedding) -> tuple[Tensor, tuple[Rope, ...]]:
         """cos twice, and sin with its first half negated: x * cos + swap_halves(x) * sin is the rotation, in three operations."""
@@ -326,7 +324,8 @@ class TorchOperations:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """See Operations."""
         if norm.by_length is not None:
-            return norm_by_length(x.float(), *norm.by_length).to(x.dtype)
+            factors, least = norm.by_length
+            return norm_by_length(x.float(), factors, least).to(x.dtype)
         weight = norm.weight
         exact = x.to(weight.dtype)  # as it is, unless the weight is kept in float32
         if norm.bias is not None:
@@ -400,17 +399,9 @@ class TorchOperations:
         """See Operations."""
         return linear.add_to(residual, x)
 
-    def add_products(self, residual: Tensor, terms: Sequence[tuple[Tensor, Linear]]) -> Tensor:
-        """See Operations."""
-        return add_one_by_one(self, residual, terms)
-
     def gate(self, x: Tensor, by: Tensor, gate: Gate) -> Tensor:
         """See Operations."""
         return apply_gate(x, by, gate)
-
-    def softcap(self, logits: Tensor, cap: float) -> Tensor:
-        """See Operations."""
-        return softcap(logits, cap)
 
     def experts(self, config: ExpertsConfig, weights: ExpertWeights, norm: Norm) -> Experts:
         """One expert after the other.

@@ -34,10 +34,8 @@ def read_end_tokens(folder: Path, stated: Mapping[str, Any], config: Any, tokeni
     for source, value in _named(folder, stated, config, tokenizer):
         for token in _ids(folder, source, value):
             if token >= config.vocab_size:
-                log.warning(
-                    "model: %s %s (%s) is outside the vocabulary of %d tokens: left out",
-                    *(_KEY, shown(token), source, config.vocab_size),
-                )
+                text = "model: %s %s (%s) is outside the vocabulary of %d tokens: left out"
+                log.warning(text, _KEY, shown(token), source, config.vocab_size)
             elif source not in (places := sources.setdefault(token, [])):
                 places.append(source)
     listed = [f"{token}{_text(tokenizer, token)} ({', '.join(places)})" for token, places in sorted(sources.items())]

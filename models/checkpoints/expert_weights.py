@@ -28,7 +28,8 @@ def take_experts(
     router, router_bias, correction = _take_router(config, names, hidden_size, weights, at)
     if names.interleaved:
         assert scale == 1.0
-        return ExpertWeights(router, router_bias, correction, *_take_interleaved(cut, names, hidden_size, weights, at))
+        gate_up, gate_up_bias, down, down_bias = _take_interleaved(cut, names, hidden_size, weights, at)
+        return ExpertWeights(router, router_bias, correction, gate_up, gate_up_bias, down, down_bias)
     stacked = at + names.stacked_gate_up in weights
     gate_up, down = (_take_stacked if stacked else _take_single)(cut, names, hidden_size, weights, at)
     if config.num_shared:

@@ -11,13 +11,13 @@ from torch import Tensor
 from headway.core.contract.errors import ConfigError, ModelError
 from headway.core.system.held_tensors import held_tensors
 from headway.kernels.linear.axes import Axis, Shape, held_part, whole_sizes
-from headway.models.checkpoints.weights import PlainSource, WeightSource
+from headway.models.checkpoints.weights import WeightSource
 
 if TYPE_CHECKING:
     from headway.models.layers.decoder import Decoder
 
 
-class GivenWeights(PlainSource):
+class GivenWeights(WeightSource):
     """Tensors that a program has given, and a checkpoint's in place of the others."""
 
     def __init__(self, given: Mapping[str, Tensor], checkpoint: WeightSource, aliases: tuple[tuple[str, str], ...]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +29,7 @@ log = logging.getLogger("headway")
 
 
 class WeightSource(Protocol):
-    """Where a decoder takes its tensors from, by checkpoint name."""
+    """Where a decoder takes its tensors from, by checkpoint name. A source whose tensors are all plain inherits what it gives."""
 
     dtype: torch.dtype
     device: torch.device
@@ -46,21 +45,26 @@ class WeightSource(Protocol):
 
     def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """Weights [size, in_features] of products of one input as one, which may be quantised. sizes: name -> out_features."""
+        return self.take_merged(sizes, in_features)
 
     def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor | QuantizedWeight:
         """The same of the experts of a layer, whose rows follow one another. A form of it is what kernels of experts read."""
+        return self.take_merged(sizes, in_features)
 
     def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor | QuantizedWeight:
         """A tensor of all experts of a layer: a plain one of this shape, a quantised one as rows [experts * out, in_features].
 
         shape: experts, out_features, in_features, or (transposed) experts, in_features, out_features.
         """
+        return self.take(name, shape)
 
     def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
         """The output head, or an embedding that serves as one too, in blocks that the CPU's products read; None: it is plain."""
+        return None
 
     def expand(self, weight: QuantizedWeight) -> Tensor:
         """Expand what `take_experts` or `take_stacked` returned after all, [rows, in_features]."""
+        raise AssertionError("a plain source gives no quantised weight")
 
     def take_as(self, dtype: torch.dtype, name: str, shape: Shape) -> Tensor:
         """Return one tensor of this shape in another dtype than the source's."""
@@ -70,38 +74,6 @@ class WeightSource(Protocol):
 
     def finish(self, ignored: tuple[str, ...] = (), modules: tuple[str, ...] = ()) -> None:
         """Nothing more is taken. ignored: suffixes of what may be left; modules: what names of such tensors begin with."""
-
-
-class PlainSource(ABC):
-    """What a source whose tensors are all plain has in common with any other."""
-
-    @abstractmethod
-    def take(self, name: str, shape: Shape) -> Tensor:
-        """See WeightSource."""
-
-    @abstractmethod
-    def take_merged(self, sizes: Mapping[str, int | Axis], *rest: int | Axis) -> Tensor:
-        """See WeightSource."""
-
-    def take_product(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
-        """See WeightSource."""
-        return self.take_merged(sizes, in_features)
-
-    def take_experts(self, sizes: Mapping[str, int | Axis], in_features: int | Axis) -> Tensor:
-        """See WeightSource."""
-        return self.take_merged(sizes, in_features)
-
-    def take_stacked(self, name: str, shape: Shape, transposed: bool = False) -> Tensor:
-        """See WeightSource."""
-        return self.take(name, shape)
-
-    def take_head(self, name: str, shape: Shape) -> QuantizedWeight | None:
-        """See WeightSource."""
-        return None
-
-    def expand(self, weight: QuantizedWeight) -> Tensor:
-        """See WeightSource."""
-        raise AssertionError("a plain source gives no quantised weight")
 
 
 class Weights:
@@ -155,7 +127,8 @@ class Weights:
         """
         rows = [Axis.of(size) for size in sizes.values()]
         parts = [self._checked(name, axes_of((axis, *rest))) for name, axis in zip(sizes, rows, strict=True)]
-        merged = torch.empty(sum(axis.size for axis in rows), *held_sizes(rest), dtype=self.dtype, device=self.device)
+        sizes_held = (sum(axis.size for axis in rows), *held_sizes(rest))
+        merged = torch.empty(sizes_held, dtype=self.dtype, device=self.device)
         row = 0
         for part, axis in zip(parts, rows, strict=True):
             merged[row : row + axis.size].copy_(part())
@@ -356,7 +329,7 @@ STD = 0.02
 """Standard deviation of the weights, the usual `initializer_range`: logits stay finite in half precision."""
 
 
-class DummyWeights(PlainSource):
+class DummyWeights(WeightSource):
     """A checkpoint that holds whatever is asked for: normal weights from a fixed seed, norms of one.
 
     Equal on every start on one kind of device, because tensors are drawn in the order in which they are taken.

@@ -170,8 +170,8 @@ class EncoderLayer:
     def attend(self, x: Tensor, norm: Norm | None, ropes: tuple[Rope, ...], ops: Operations, attention: Attention) -> Tensor:
         """Attention and its output product, added to x [num_tokens, hidden_size]. norm: before the products, if any."""
         rope = None if self._rope is None else ropes[self._rope]
-        out = attention(self._index, *ops.norm_qkv(x, norm, self.qkv_proj, self.heads, rope)).flatten(1)
-        return ops.add_product(x, out, self.o_proj)
+        q, k, v = ops.norm_qkv(x, norm, self.qkv_proj, self.heads, rope)
+        return ops.add_product(x, attention(self._index, q, k, v).flatten(1), self.o_proj)
 
     def mlp(self, x: Tensor, norm: Norm | None, ops: Operations) -> Tensor:
         """The MLP, added to x [num_tokens, hidden_size]. norm: before it, if any."""

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.core.contract.errors import ModelError
 from headway.models.config import BeyondDecoderError, TensorNames
+
+
+def size_of(config: Any, key: str, least: int = 1) -> int:
+    """:raises ModelError: a size that is no whole number."""
+    value = getattr(config, key, None)
+    if type(value) is not int or value < least:
+        raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
+    return value
 
 
 def biases(config: Any) -> dict[str, Any]:
@@ -29,11 +38,6 @@ def gemma2(config: Any) -> dict[str, Any]:
     }
 
 
-def gemma3(config: Any) -> dict[str, Any]:
-    """Norms of heads, and two rotary embeddings, which the common reading finds."""
-    return {**gemma2(config), "qk_norm": "head"}
-
-
 def qwen3(config: Any) -> dict[str, Any]:
     """Norms of heads."""
     return {**biases(config), "qk_norm": "head"}
@@ -42,11 +46,6 @@ def qwen3(config: Any) -> dict[str, Any]:
 def olmo2(config: Any) -> dict[str, Any]:
     """Norms of all heads as one, and none before a part."""
     return {**biases(config), "qk_norm": "whole"}
-
-
-def starcoder2(config: Any) -> dict[str, Any]:
-    """LayerNorm and a plain MLP, with RoPE."""
-    return layer_norm(config.use_bias, config.norm_epsilon)
 
 
 def granite(config: Any) -> dict[str, Any]:

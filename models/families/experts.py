@@ -9,7 +9,7 @@ from headway.core.contract.errors import ModelError
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.step.config import LatentConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, TensorNames
-from headway.models.families.dense import qwen3
+from headway.models.families.dense import qwen3, size_of
 
 MIXTRAL_NAMES = TensorNames(
     experts=ExpertNames(
@@ -138,9 +138,6 @@ def _count(config: Any) -> Any:
     return found
 
 
-_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
 def deepseek(config: Any) -> dict[str, Any]:
     """DeepSeek-V2 and V3 (Moonlight)."""
     return {**deepseek_experts(config), **latent_attention(config)}
@@ -148,15 +145,14 @@ def deepseek(config: Any) -> dict[str, Any]:
 
 def latent_attention(config: Any) -> dict[str, Any]:
     """Sizes, scale and biases of latent attention."""
-    for name in _SIZES:
-        size = getattr(config, name, None)
-        if type(size) is not int or size < 1:
-            raise ModelError(f"{name}: needs a whole number of at least 1, got {size!r}")
     rank = getattr(config, "q_lora_rank", None)
     if rank is not None and (type(rank) is not int or rank < 1):
         raise ModelError(f"q_lora_rank: needs null or a whole number of at least 1, got {rank!r}")
     latent = LatentConfig(
-        **{name: getattr(config, name) for name in _SIZES},
+        kv_lora_rank=size_of(config, "kv_lora_rank"),
+        qk_nope_head_dim=size_of(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=size_of(config, "qk_rope_head_dim"),
+        v_head_dim=size_of(config, "v_head_dim"),
         q_lora_rank=rank,
         # DeepSeek-V2 is computed on pairs of neighbours; V3's configuration tells.
         interleaved=bool(getattr(config, "rope_interleave", True)),

@@ -44,7 +44,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family("FalconH1ForCausalLM", mamba.falcon_h1, mamba.FALCON_H1_NAMES, windowed=False),
     "gemma": Family("GemmaForCausalLM", dense.gemma, windowed=False),
     "gemma2": Family("Gemma2ForCausalLM", dense.gemma2, dense.GEMMA2_NAMES),
-    "gemma3_text": Family("Gemma3ForCausalLM", dense.gemma3, dense.GEMMA2_NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", lambda config: {**dense.gemma2(config), "qk_norm": "head"}, dense.GEMMA2_NAMES),
     "gpt2": Family("GPT2LMHeadModel", dense.gpt2, dense.GPT2_NAMES, windowed=False),
     "gpt_oss": Family("GptOssForCausalLM", experts.gpt_oss, experts.GPT_OSS_NAMES),
     "granite": Family("GraniteForCausalLM", dense.granite, windowed=False),
@@ -70,7 +70,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", hybrid.qwen3_5, hybrid.QWEN3_5_NAMES, windowed=False, partial_rotary=True),
     "qwen3_next": Family("Qwen3NextForCausalLM", hybrid.qwen3_next, hybrid.QWEN3_NEXT_NAMES, windowed=False, partial_rotary=True),
     "smollm3": Family("SmolLM3ForCausalLM", dense.smollm3),
-    "starcoder2": Family("Starcoder2ForCausalLM", dense.starcoder2, dense.STARCODER2_NAMES),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        lambda config: dense.layer_norm(config.use_bias, config.norm_epsilon),
+        dense.STARCODER2_NAMES,
+    ),
 }
 """Families by model_type. SmolLM and SmolLM2 are Llama."""
 

@@ -14,7 +14,7 @@ from headway.core.contract.state import CONV, GATED_DELTA, KDA, LIGHTNING, State
 from headway.core.system.text import shown
 from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
-from headway.models.families.dense import OLMO2_NAMES, olmo2, qwen3
+from headway.models.families.dense import OLMO2_NAMES, olmo2, qwen3, size_of
 from headway.models.families.experts import (
     MIXTRAL_NAMES,
     QWEN2_MOE_NAMES,
@@ -257,14 +257,6 @@ def state_dtype(config: Any) -> torch.dtype:
             raise ModelError(f"{key}: needs auto or {' or '.join(DTYPES)}, got {shown(named)}")
         return DTYPES[name]
     return torch.float32
-
-
-def size_of(config: Any, key: str, least: int = 1) -> int:
-    """:raises ModelError: a size that is no whole number."""
-    value = getattr(config, key, None)
-    if type(value) is not int or value < least:
-        raise ModelError(f"{key}: needs a whole number of at least {least}, got {value!r}")
-    return value
 
 
 MINIMAX_NAMES = replace(

@@ -10,10 +10,10 @@ from headway.core.contract.errors import ModelError
 from headway.core.contract.state import MAMBA1, MAMBA2, StateSpec
 from headway.kernels.experts.config import ExpertsConfig
 from headway.models.config import BeyondDecoderError, ExpertNames, LayerConfig, Multipliers, StateConfig, StateNames, TensorNames
-from headway.models.families.dense import biases
+from headway.models.families.dense import biases, size_of
 from headway.models.families.dense import granite as granite_factors
 from headway.models.families.experts import sigmoid_experts
-from headway.models.families.hybrid import LINEAR_OR_FULL, STATE, parts_of, size_of, state_dtype
+from headway.models.families.hybrid import LINEAR_OR_FULL, STATE, parts_of, state_dtype
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
 _MAMBA2 = StateNames(
@@ -115,8 +115,12 @@ def granite_hybrid(config: Any) -> dict[str, Any]:
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
     if config.num_local_experts:
-        sizes = config.num_local_experts, config.num_experts_per_tok, config.intermediate_size
-        options["experts"] = ExpertsConfig(*sizes, shared_intermediate_size=config.shared_intermediate_size)
+        options["experts"] = ExpertsConfig(
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            shared_intermediate_size=config.shared_intermediate_size,
+        )
     return options
 
 
@@ -230,8 +234,12 @@ def jamba(config: Any) -> dict[str, Any]:
         "layers": parts_of(config.layer_types, LINEAR_OR_FULL),
     }
     if any(count > 1 for count in counts):
-        sizes = config.num_experts, config.num_experts_per_tok, config.intermediate_size
-        options["experts"] = ExpertsConfig(*sizes, renormalize=False)
+        options["experts"] = ExpertsConfig(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            renormalize=False,
+        )
         options["dense_layers"] = {index for index, count in enumerate(counts) if count == 1}
     return options
 

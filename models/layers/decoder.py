@@ -350,7 +350,7 @@ def _head(
     kept = weights.take_head(f"{names.embed}.weight" if tied else head, shape)
     if kept is not None and kept.shape[0] == len(vocabulary.head(table)):
         return Linear(kept, dtype=weights.dtype)
-    return Linear(vocabulary.head(table if tied else tensors.take(head, *shape)))
+    return Linear(vocabulary.head(table if tied else tensors.take(head, vocabulary.axis, config.hidden_size)))
 
 
 def _positions(config: DecoderConfig, tensors: LayerTensors) -> Tensor | None:

@@ -136,7 +136,8 @@ class SelfAttention:
         sizes = {names.qkv[0]: q + kv + kv} if len(names.qkv) == 1 else dict(zip(names.qkv, (q, kv, kv), strict=True))
         self.norm = tensors.norm_if_any(names.attention_norm, hidden)
         self.qkv_proj = tensors.linear(sizes, hidden, config.qkv_bias, _rows(config, order), _scales(config))
-        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, *_head_norms(config, tensors, order))
+        q_norm, k_norm = _head_norms(config, tensors, order)
+        self.heads = Heads(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm)
         scale = config.residual_scale * config.multipliers.attention
         self.out_proj = tensors.linear({names.o: hidden}, heads * dim, config.o_bias, scale=scale)
         self.post_norm = tensors.norm_if_any(names.attention_post_norm, hidden)

@@ -144,7 +144,6 @@ class KimiDelta(StatePart):
     beta, and the first halves of two products of low rank: the decay's, the output gate's."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """See StatePart."""
         super().__init__(config, place, tensors, batch_invariant)
         cut, (decay, gate) = tensors.cut.state, config.names.state.low_rank
         self.decay_proj = tensors.linear({decay: cut.keys}, cut.low_rank, False)
@@ -216,7 +215,6 @@ class Mamba1(StatePart):
     recurrence, which are two layers with a state."""
 
     def __init__(self, config: DecoderConfig, place: int, tensors: LayerTensors, batch_invariant: bool) -> None:
-        """See StatePart."""
         super().__init__(config, place, tensors, batch_invariant)
         assert config.state is not None
         names, spec, rank, cut = config.names.state, self.spec, config.state.dt_rank, tensors.cut.state

@@ -167,8 +167,22 @@ def load_adapted(
     :raises ModelError: a model that the adapter does not take, or weights that do not fit its configuration. If Headway's decoder
     computes the family, what that lacks of the model comes first.
     """
+    with _lacking_first(config):
+        adapted = _of_files(folder, config, dtype, device, dummy, longest)
+        if torch_compile is not False:
+            try:
+                compile_layers(adapted)
+            except ModelError as error:
+                if torch_compile:
+                    raise
+                log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
+        return adapted
+
+
+@contextmanager
+def _lacking_first(config: Any) -> Iterator[None]:
     try:
-        return _load(folder, config, dtype, device, dummy, torch_compile, longest)
+        yield
     except ModelError as error:
         lacking = _lacking(config)
         if not lacking:
@@ -186,14 +200,8 @@ def _lacking(config: Any) -> str:
     return ""
 
 
-def _load(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    dummy: bool,
-    torch_compile: bool | None,
-    longest: int | None,
+def _of_files(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, dummy: bool, longest: int | None
 ) -> TransformersModel:
     model_class = causal_lm_class(config)
     options = {"dtype": dtype, "attn_implementation": NAME}
@@ -202,19 +210,11 @@ def _load(
     with quiet(), torch.inference_mode():
         try:
             model = _dummy(config, device, options) if dummy else _from_files(folder, model_class, config, device, options)
-            adapted = TransformersModel(model, dtype, device, longest)
+            return TransformersModel(model, dtype, device, longest)
         except (HeadwayError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise ModelError(f"model {folder}: transformers cannot make it of its files ({_one_line(error)})") from error
-    if torch_compile is not False:
-        try:
-            compile_layers(adapted)
-        except ModelError as error:
-            if torch_compile:
-                raise
-            log.warning("model: its layers run as transformers wrote them, several times slower: %s", error)
-    return adapted
 
 
 def _dummy(config: Any, device: torch.device, options: dict[str, Any]) -> Any:
@@ -305,7 +305,4 @@ def adapted_specs(config: Any, dtype: torch.dtype, device: torch.device) -> Sequ
     except HeadwayError:
         raise
     except Exception as error:
-        words = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"model {model_class.__name__}: its layers show only with weights ({type(error).__name__}: {words})"
-        ) from error
+        raise ModelError(f"model {model_class.__name__}: its layers show only with weights ({_one_line(error)})") from error

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from headway.core.contract.errors import ModelError
 from headway.core.contract.model import Attention
 from headway.core.contract.spec import AttentionSpec
+from headway.models.families.dense import size_of
 from headway.models.transformers_adapter.interface import (
     NAME,
     NUM_TOKENS,
@@ -55,7 +56,7 @@ class TransformersModel:
         self.implementation = f"transformers {transformers.__version__} ({self.name})"
         """What computes it, in words."""
         self.vocab_size: int = text.vocab_size
-        self.max_position_embeddings = _positions(text)
+        self.max_position_embeddings = size_of(text, "max_position_embeddings")
         fix_rope(model, longest or self.max_position_embeddings)
         self._current = Current()
         self.device = device
@@ -198,17 +199,6 @@ def _sinks(given: Tensor | None) -> tuple[float, ...] | None:
     if given is None or given.is_meta:
         return None if given is None else (0.0,) * len(given)
     return tuple(given.float().tolist())
-
-
-def _positions(config: Any) -> int:
-    """Positions that a model is made for.
-
-    :raises ModelError: its configuration does not say.
-    """
-    found = getattr(config, "max_position_embeddings", None)
-    if not isinstance(found, int) or found < 1:
-        raise ModelError(f"max_position_embeddings: needs a whole number of at least 1, got {found!r}")
-    return found
 
 
 def fix_rope(model: Any, longest: int) -> None:

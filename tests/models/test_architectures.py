@@ -21,7 +21,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.models.families.families import FAMILIES
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 from headway.registry import Registry
 from plain_models import ROWS, SMALL, VOCAB
 from transformers_release import needs
@@ -83,7 +83,7 @@ def test_longrope_takes_one_set_of_factors(
     """Beyond the original length the long ones, as transformers does for a sequence that is so long; chunks and hits included."""
     reference = save_random(Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=LONGROPE), tmp_path)
     config = EngineConfig(block_size=8, max_num_batched_tokens=BATCHED_TOKENS, max_model_len=longest)
-    options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": longest}
+    options = {"skip_tokenizer_init": True, "model_impl": implementation, "options": LoadOptions(max_model_len=longest)}
     loaded = load_model(str(tmp_path), "float32", **options)
     assert loaded.long_factors is (longest is None)
     engine = make_engine(EngineParts(model=loaded.decoder, source=registry, config=config))

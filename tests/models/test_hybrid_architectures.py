@@ -17,7 +17,7 @@ from dense_attention import DenseAttention
 from engine_logits import save_random
 from headway.core.contract.errors import ModelError
 from headway.models.families.families import FAMILIES, read_decoder_config
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 from hybrid_models import READS_IMAGES, ROWS
 from plain_models import VOCAB
 from transformers_release import needs
@@ -157,7 +157,7 @@ def test_sizes_that_contradict_the_tensors_are_named_with_both(tmp_path: Path) -
 def test_deterministic_mode_and_the_adapter_refuse_layers_with_a_state(tmp_path: Path) -> None:
     save_random(ROWS["qwen3_next"], tmp_path)
     with pytest.raises(ModelError, match="deterministic: layers with a state are not batch invariant"):
-        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, batch_invariant=True)
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, options=LoadOptions(batch_invariant=True))
     words = "keeps a state of each sequence .* the adapter does not carry .layer 0 is linear_attention.; .*model_impl='headway'"
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True, model_impl="transformers")

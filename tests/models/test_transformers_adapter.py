@@ -19,7 +19,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.model_runner import CompilationWatch
 from headway.core.sampling.params import SamplingParams
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 from headway.models.transformers_adapter.interface import NAME, attend
 from headway.models.transformers_adapter.load import compile_layers
 from headway.models.transformers_adapter.model import TransformersModel
@@ -144,7 +144,7 @@ CASES = [
 @pytest.mark.parametrize(("architecture", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, registry: Registry, architecture: str, backend: str) -> None:
     reference = save_random(config_of(architecture), tmp_path)
-    model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers", max_model_len=64)
+    model = load_model(str(tmp_path), skip_tokenizer_init=True, model_impl="transformers", options=LoadOptions(max_model_len=64))
     assert architecture in model.implementation
     config = EngineConfig(attn_backend=backend, max_num_batched_tokens=16, max_num_seqs=8, block_size=8, kv_cache_memory="8MiB")
     engine = make_engine(EngineParts(model=model.decoder, source=registry, config=config))

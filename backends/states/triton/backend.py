@@ -15,8 +15,8 @@ from headway.core.contract.backend import GraphLevel, Plan
 from headway.core.contract.metadata import Phase
 from headway.core.contract.state import STATE_KINDS, StateCache, StateLayout, StateMetadata, StateParameters, StateSpec
 from headway.core.contract.state_backend import StateBackend, StateCapabilities
-from headway.core.contract.support import YES, Support
-from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace
+from headway.core.contract.support import Support
+from headway.kernels.runtime.triton_launch import INTERPRETED, Workspace, can_launch
 
 LONGEST_KEY = 256
 """Elements of a key: the kernels hold a whole column of the state in registers."""
@@ -44,9 +44,7 @@ class TritonStates(StateBackend):
     @classmethod
     def available(cls) -> Support:
         """Return whether Triton can run kernels here: a GPU with a driver, or the interpreter."""
-        if INTERPRETED or torch.cuda.is_available():
-            return YES
-        return Support.no("device", "a CUDA GPU", "none", "TRITON_INTERPRET=1 runs the kernels slowly on a CPU, for tests")
+        return can_launch()
 
     @classmethod
     def supports(cls, spec: StateSpec, layout: StateLayout, phase: Phase) -> Support:

@@ -222,11 +222,11 @@ class StateScan:
         block_k = max(16, triton.next_power_of_2(spec.key_dim))
         shared = {**sizes, "BLOCK_K": block_k}
         delta, per_key = spec.kind in (GATED_DELTA, KDA), spec.kind == KDA
-        sums = torch.empty(*pairs, spec.key_dim if per_key else CHUNK, dtype=self._sum, device=x.device)
+        sums = torch.empty((*pairs, spec.key_dim if per_key else CHUNK), dtype=self._sum, device=x.device)
         put = torch.empty_like(sums, dtype=torch.float32)
-        inner = x.new_empty(*pairs, CHUNK, CHUNK)
+        inner = x.new_empty((*pairs, CHUNK, CHUNK))
         inverse = torch.empty_like(inner) if delta else inner
-        rows = x.new_empty(3, *pairs, CHUNK, spec.key_dim) if per_key else inner
+        rows = x.new_empty((3, *pairs, CHUNK, spec.key_dim)) if per_key else inner
         first, second = (*gates, x, x)[:2]
         _, _, a_log, dt_bias, d = weights(parameters, x)
         tensors = x, first, second, a_log, dt_bias, plan.chunks, sums, put, inverse, inner, rows

@@ -466,7 +466,7 @@ def _by_group(matrices: tuple[Tensor, ...]) -> Tensor:
 def _whole(rows: Tensor) -> Tensor:
     """Rows with zeros behind them, up to whole panels."""
     missing = -len(rows) % LANES
-    return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    return rows.contiguous() if not missing else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
 def multiply(panels: Panels, x: Tensor, out: Tensor | None = None) -> Tensor:

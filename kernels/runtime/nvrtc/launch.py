@@ -90,30 +90,23 @@ MAP_BYTES = 128
 _MAX_BOX = 256
 
 
-def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128, *, l2_promotion: int = 256) -> bytes:
+def tensor_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> bytes:
     """The tensor map of a tensor whose last axis is contiguous; hand it to a kernel by value, as `const __grid_constant__`.
 
     box: what one copy moves, an extent for each axis in the tensor's order (the kernel's coordinates run the other way round, the
     innermost first). What lies outside the tensor is read as zero and not written. swizzle: 0, 32, 64 or 128, the bytes of a row
-    of the box among which 16-byte pieces are permuted in shared memory; a row may not be longer. l2_promotion: 0, 64, 128 or 256.
+    of the box among which 16-byte pieces are permuted in shared memory; a row may not be longer.
 
     The answer depends on the address: equal calls are answered from memory, in about a microsecond.
 
     :raises BackendError: what the hardware cannot do, with the rule.
     """
-    geometry = tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-    return _encode(*geometry, box, swizzle, l2_promotion)
+    return _encode(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), box, swizzle)
 
 
 @lru_cache(maxsize=8192)
 def _encode(
-    address: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle: int,
-    l2_promotion: int,
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> bytes:
     from cuda.bindings import driver
 
@@ -129,7 +122,7 @@ def _encode(
         [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
-        getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{l2_promotion}B' if l2_promotion else 'NONE'}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
@@ -192,14 +185,9 @@ class Launch:
         self.cluster = cluster
         self.config = driver.CUlaunchConfig()
         """The driver's form; its stream is set by each launch."""
-        gridDimX, gridDimY, gridDimZ = grid
-        self.config.gridDimX = gridDimX
-        self.config.gridDimY = gridDimY
-        self.config.gridDimZ = gridDimZ
-        blockDimX, blockDimY, blockDimZ = self.block
-        self.config.blockDimX = blockDimX
-        self.config.blockDimY = blockDimY
-        self.config.blockDimZ = blockDimZ
+        for axis, programs, count in zip("XYZ", grid, self.block, strict=True):
+            setattr(self.config, f"gridDim{axis}", programs)
+            setattr(self.config, f"blockDim{axis}", count)
         self.config.sharedMemBytes = shared_bytes
         attributes = []
         if overlaps:
@@ -210,11 +198,8 @@ class Launch:
         if cluster != (1, 1, 1):
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dims = attribute.value.clusterDim
-            x, y, z = cluster
-            dims.x = x
-            dims.y = y
-            dims.z = z
+            for axis, count in zip("xyz", cluster, strict=True):
+                setattr(attribute.value.clusterDim, axis, count)
             attributes.append(attribute)
         self.config.attrs = attributes
         self.config.numAttrs = len(attributes)
@@ -263,8 +248,10 @@ class Kernel:
     def allow_shared(self, shared_bytes: int) -> None:
         """Let a block of threads have this much dynamic shared memory; to be called before a launch that needs it."""
         if shared_bytes > self._shared_limit:
-            self._allow(self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-            self._shared_limit = shared_bytes
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._attributes[attribute] = self._shared_limit = shared_bytes
+            if self._kernel is not None:
+                self._set(attribute, shared_bytes)
 
     def __call__(self, launch: Launch, arguments: Arguments) -> None:
         """Launch on torch's current stream of the device, without synchronising. arguments: may be changed when this returns."""
@@ -276,11 +263,6 @@ class Kernel:
         (status,) = self._start(launch.config, self._function, arguments.address, 0)
         if status:
             raise BackendError(f"CUDA driver: launch of {self._name} with {launch}: {status.name}")
-
-    def _allow(self, attribute: Any, value: int) -> None:
-        self._attributes[attribute] = value
-        if self._kernel is not None:
-            self._set(attribute, value)
 
     def _set(self, attribute: Any, value: int) -> None:
         (status,) = self._driver.cuKernelSetAttribute(attribute, value, self._kernel.handle, self._index)

@@ -72,7 +72,7 @@ class QuantizedModule:
         for suffix in suffixes:
             self._files.use(self.name + suffix)
 
-    def take(self, suffix: str, elements: tuple[str, ...], *shape: int | Axis) -> Tensor:
+    def take(self, suffix: str, elements: tuple[str, ...], shape: Sequence[int | Axis]) -> Tensor:
         """Read one tensor.
 
         elements: what it may hold.
@@ -91,14 +91,16 @@ class QuantizedModule:
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def take_scales(self, suffix: str, *shape: int | Axis, signed: bool = False, elements: tuple[str, ...] = PLAIN) -> Tensor:
+    def take_scales(
+        self, suffix: str, shape: Sequence[int | Axis], signed: bool = False, elements: tuple[str, ...] = PLAIN
+    ) -> Tensor:
         """Read scales, as they are stored.
 
         signed: whether they may be below 0, as some makers of groups of integers write them.
 
         :raises ModelError: also for one that is 0 or no number, or below 0.
         """
-        scales = self.take(suffix, elements, *shape)
+        scales = self.take(suffix, elements, shape)
         values = scales.float()
         wrong = ~torch.isfinite(values) | ((values == 0) if signed else (values <= 0))
         if bool(wrong.any()):
@@ -128,6 +130,8 @@ class StoredFormat(ABC):
 
     suffixes: ClassVar[tuple[str, ...]]
     """What the names of the tensors add that a module of the format may have, activations' scales among them."""
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("", ())
+    """What the name of the codes adds, and torch's names of the elements by which they are told; none: any."""
     of_experts: ClassVar[bool] = False
     """Whether it keeps tensors of all experts of a layer alone, and leaves other products plain."""
 
@@ -136,9 +140,11 @@ class StoredFormat(ABC):
     def label(self) -> str:
         """The format in words, for the log and for errors."""
 
-    @abstractmethod
     def holds(self, module: QuantizedModule) -> bool:
         """Whether the module's tensors are of this format, as far as their names and elements tell."""
+        suffix, known = self.codes_in
+        found = module.elements(suffix)
+        return found in known if known else bool(found)
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
         """Elements of each axis that lie together and are read together: whatever a rank holds is widened to whole ones."""
@@ -172,6 +178,7 @@ class Float8Format(StoredFormat):
     """What has a scale: the whole tensor, each row, or blocks of so many rows and columns."""
     inverse_name: bool = False
     """Whether the method's own name for scales is `weight_scale_inv`."""
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight", _FLOAT8)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight", ".weight_scale", ".weight_scale_inv"),
         *(".input_scale", ".activation_scale", ".activation_scale_inv"),
@@ -184,17 +191,13 @@ class Float8Format(StoredFormat):
             return f"fp8 (blocks of {self.scales[0]} x {self.scales[1]})"
         return f"fp8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return module.elements(".weight") in _FLOAT8
-
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
         """See StoredFormat."""
         return (1, self.scales[1]) if isinstance(self.scales, tuple) else (1, 1)
 
     def read(self, module: QuantizedModule) -> Float8Weight:
         """See StoredFormat."""
-        values = module.take(".weight", _FLOAT8, module.rows, module.columns)
+        values = module.take(".weight", _FLOAT8, (module.rows, module.columns))
         suffix = module.suffix_of(self.suffixes[1:3] if not self.inverse_name else self.suffixes[2:0:-1])
         if not isinstance(self.scales, tuple):
             scales = _row_scales(module, suffix, self.scales)
@@ -204,9 +207,9 @@ class Float8Format(StoredFormat):
         elements = (*PLAIN, _POWERS)
         if _is_cut_within(module, rows):
             held = torch.tensor([row // rows for row in module.rows.pick(range(module.rows.whole))], device=values.device)
-            scales = module.take_scales(suffix, -(-module.rows.whole // rows), blocks, elements=elements)
+            scales = module.take_scales(suffix, (-(-module.rows.whole // rows), blocks), elements=elements)
             return Float8Weight(values, scales.float()[held], (1, columns))
-        scales = module.take_scales(suffix, module.rows.units(rows), blocks, elements=elements)
+        scales = module.take_scales(suffix, (module.rows.units(rows), blocks), elements=elements)
         return Float8Weight(values, scales.float(), (rows, columns))
 
     def drawn(self, octets: Octets, rows: int, columns: int, std: float, dtype: torch.dtype) -> Float8Weight:
@@ -219,6 +222,7 @@ class Int8Format(StoredFormat):
     """`weight` int8 [N, K] times `weight_scale`: one for each row, or for all."""
 
     scales: Literal["tensor", "channel"]
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight", _INT8)
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".weight_scale", ".input_scale", ".input_zero_point", ".weight_zero_point")
 
     @property
@@ -226,15 +230,11 @@ class Int8Format(StoredFormat):
         """The format in words."""
         return f"int8 (a scale for each {'row' if self.scales == 'channel' else 'tensor'})"
 
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return module.elements(".weight") in _INT8
-
     def read(self, module: QuantizedModule) -> Int8Weight:
         """See StoredFormat."""
-        values = module.take(".weight", _INT8, module.rows, module.columns)
+        values = module.take(".weight", _INT8, (module.rows, module.columns))
         if module.elements(".weight_zero_point"):
-            zeros: Tensor = module.take(".weight_zero_point", _INT8, *module.shape(".weight_zero_point"))
+            zeros: Tensor = module.take(".weight_zero_point", _INT8, module.shape(".weight_zero_point"))
             if bool(zeros.any()):
                 raise module.error(".weight_zero_point", "needs zeros alone: rows are computed without", "others")
         return Int8Weight(values, _row_scales(module, ".weight_scale", self.scales))
@@ -249,9 +249,8 @@ def _row_scales(module: QuantizedModule, suffix: str, scales: Literal["tensor", 
     stored = module.shape(suffix) if module.elements(suffix) else [1]
     if scales == "tensor":
         shape = stored if stored in ([], [1], [1, 1]) else [1]
-        return module.take_scales(suffix, *shape).float().reshape(1).repeat(module.rows.size)
-    rest = [] if len(stored) == 1 else [1]
-    return module.take_scales(suffix, module.rows, *rest).float().flatten()
+        return module.take_scales(suffix, shape).float().reshape(1).repeat(module.rows.size)
+    return module.take_scales(suffix, (module.rows,) if len(stored) == 1 else (module.rows, 1)).float().flatten()
 
 
 def _is_cut_within(module: QuantizedModule, rows: int) -> bool:
@@ -271,6 +270,7 @@ _NAN = 255
 class ExpertsMxfp4(StoredFormat):
     """`_blocks` uint8 [E, N, K / 32, 16] and `_scales` uint8 [E, N, K / 32] in place of a tensor [E, K, N] of all experts."""
 
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = ("_blocks", ())
     suffixes: ClassVar[tuple[str, ...]] = ("_blocks", "_scales")
     of_experts: ClassVar[bool] = True
 
@@ -278,10 +278,6 @@ class ExpertsMxfp4(StoredFormat):
     def label(self) -> str:
         """The format in words."""
         return "MXFP4"
-
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return bool(module.elements("_blocks"))
 
     def units(self, module: QuantizedModule) -> tuple[int, ...]:
         """See StoredFormat."""
@@ -291,8 +287,8 @@ class ExpertsMxfp4(StoredFormat):
         """See StoredFormat. The result has the rows of all experts: [E N, K]."""
         experts, columns, rows = module.axes
         groups = columns.units(MX_GROUP)
-        blocks = module.take("_blocks", _OCTETS, experts, rows, groups, MX_GROUP // 2)
-        exponents = module.take("_scales", _OCTETS, experts, rows, groups)
+        blocks = module.take("_blocks", _OCTETS, (experts, rows, groups, MX_GROUP // 2))
+        exponents = module.take("_scales", _OCTETS, (experts, rows, groups))
         if bool((exponents == _NAN).any()):
             raise module.error("_scales", f"needs exponents below {_NAN}", f"{_NAN}, which is no number")
         octets = torch.empty(experts.size, rows.size, columns.size // 2, dtype=torch.uint8, device=blocks.device)
@@ -337,12 +333,12 @@ class Nvfp4(StoredFormat):
         """See StoredFormat."""
         module.divided(_NV_GROUP)
         groups = module.columns.units(_NV_GROUP)
-        codes = _codes(module.take(self.codes, _OCTETS, module.rows, module.columns.units(2)))
-        scales = module.take(".weight_scale", ("float8_e4m3fn",), module.rows, groups).float()  # 0 where all of a group is 0
+        codes = _codes(module.take(self.codes, _OCTETS, (module.rows, module.columns.units(2))))
+        scales = module.take(".weight_scale", _FLOAT8, (module.rows, groups)).float()  # 0 where all of a group is 0
         if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
             raise module.error(".weight_scale", "needs finite scales, none below 0", "others")
         one = module.shape(self.scale) if module.elements(self.scale) else [1]
-        factor = module.take_scales(self.scale, *(one if one in ([], [1], [1, 1]) else [1]), elements=PLAIN).float().reshape(())
+        factor = module.take_scales(self.scale, one if one in ([], [1], [1, 1]) else [1]).float().reshape(())
         scales = scales / factor if self.divides else scales * factor
         values = torch.tensor(FP4_VALUES, device=codes.device)[codes.int()].view(len(codes), -1, _NV_GROUP)
         return (values * scales[:, :, None]).to(module.dtype).flatten(1)
@@ -410,6 +406,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class IntegerGroups(StoredFormat):
     """What the three have in common."""
 
+    name: ClassVar[str]
     bits: int
     group_size: int
     """Columns of a row that share a scale; -1: all."""
@@ -429,9 +426,10 @@ class IntegerGroups(StoredFormat):
         size = module.columns.whole if self.group_size == -1 else self.group_size
         return size, module.divided(size)
 
-    def named(self, name: str) -> str:
+    @property
+    def label(self) -> str:
         """The format in words."""
-        return f"{name} ({self.bits} bits, {'rows' if self.group_size == -1 else f'groups of {self.group_size}'})"
+        return f"{self.name} ({self.bits} bits, {'rows' if self.group_size == -1 else f'groups of {self.group_size}'})"
 
     def weight(
         self, module: QuantizedModule, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
@@ -467,25 +465,18 @@ class IntegerGroups(StoredFormat):
 class Awq(IntegerGroups):
     """`qweight` int32 [K, N / 8], `qzeros` [groups, N / 8], `scales` [groups, N] (the layout that AutoAWQ calls gemm)."""
 
+    name: ClassVar[str] = "AWQ"
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".qweight", ())
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales")
-
-    @property
-    def label(self) -> str:
-        """The format in words."""
-        return self.named("AWQ")
-
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return bool(module.elements(".qweight"))
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
         """See StoredFormat."""
         size, count = self.group(module)
         words = module.rows.units(self.codes)
         groups = _groups(module, size, count)
-        codes = _awq_columns(module.take(".qweight", _WORDS, module.columns, words))
-        zeros = _awq_columns(module.take(".qzeros", _WORDS, groups, words))
-        scales = module.take_scales(".scales", groups, module.rows, signed=True)
+        codes = _awq_columns(module.take(".qweight", _WORDS, (module.columns, words)))
+        zeros = _awq_columns(module.take(".qzeros", _WORDS, (groups, words)))
+        scales = module.take_scales(".scales", (groups, module.rows), signed=True)
         return self.weight(module, codes.t(), scales.t(), zeros.t())
 
 
@@ -495,16 +486,9 @@ class Gptq(IntegerGroups):
 
     less_one: bool
     """Whether zeros are stored less 1, as the first version of the format has them."""
+    name: ClassVar[str] = "GPTQ"
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".qweight", ())
     suffixes: ClassVar[tuple[str, ...]] = (".weight", ".qweight", ".qzeros", ".scales", ".g_idx")
-
-    @property
-    def label(self) -> str:
-        """The format in words."""
-        return self.named("GPTQ")
-
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return bool(module.elements(".qweight"))
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
         """See StoredFormat."""
@@ -512,12 +496,12 @@ class Gptq(IntegerGroups):
         group_of = _group_of(module, ".g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
         words = module.columns.units(self.codes)
-        codes = unpacked_words(module.take(".qweight", _WORDS, words, module.rows).t(), self.bits)
-        zeros = module.take(".qzeros", _WORDS, groups, module.rows.units(self.codes))
+        codes = unpacked_words(module.take(".qweight", _WORDS, (words, module.rows)).t(), self.bits)
+        zeros = module.take(".qzeros", _WORDS, (groups, module.rows.units(self.codes)))
         zeros = unpacked_words(zeros, self.bits)
         if self.less_one:
             zeros = (zeros + 1) & (2**self.bits - 1)  # AutoGPTQ, which wrote them, lets a zero of 0 wrap around
-        scales = module.take_scales(".scales", groups, module.rows, signed=True)
+        scales = module.take_scales(".scales", (groups, module.rows), signed=True)
         return self.weight(module, codes, scales.t(), zeros.t(), group_of)
 
 
@@ -526,19 +510,12 @@ class PackQuantized(IntegerGroups):
     """`weight_packed` int32 [N, K / 8], `weight_scale` [N, groups], `weight_zero_point` [N / 8, groups], `weight_g_idx`."""
 
     symmetric: bool
+    name: ClassVar[str] = "pack-quantized"
+    codes_in: ClassVar[tuple[str, tuple[str, ...]]] = (".weight_packed", _WORDS)
     suffixes: ClassVar[tuple[str, ...]] = (
         *(".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
         ".input_scale",
     )
-
-    @property
-    def label(self) -> str:
-        """The format in words."""
-        return self.named("pack-quantized")
-
-    def holds(self, module: QuantizedModule) -> bool:
-        """See StoredFormat."""
-        return module.elements(".weight_packed") in _WORDS
 
     def read(self, module: QuantizedModule) -> Int4Weight | Tensor:
         """See StoredFormat."""
@@ -546,12 +523,12 @@ class PackQuantized(IntegerGroups):
         group_of = _group_of(module, ".weight_g_idx", size, count)
         groups = _groups(module, size, count) if group_of is None else Axis.all(count)
         words = module.columns.units(self.codes)
-        codes = unpacked_words(module.take(".weight_packed", _WORDS, module.rows, words), self.bits)
-        scales = module.take_scales(".weight_scale", module.rows, groups, signed=True)
+        codes = unpacked_words(module.take(".weight_packed", _WORDS, (module.rows, words)), self.bits)
+        scales = module.take_scales(".weight_scale", (module.rows, groups), signed=True)
         zeros = None
         if not self.symmetric or module.elements(".weight_zero_point"):
             held = module.rows.units(self.codes)
-            columns = module.take(".weight_zero_point", _WORDS, held, groups).t()
+            columns = module.take(".weight_zero_point", _WORDS, (held, groups)).t()
             zeros = unpacked_words(columns, self.bits).t()[: module.rows.size]
         return self.weight(module, codes[:, : module.columns.size], scales, zeros, group_of)
 
@@ -581,7 +558,7 @@ def _group_of(module: QuantizedModule, suffix: str, size: int, count: int) -> Te
     """
     if not module.elements(suffix):
         return None
-    whole = module.take(suffix, _INDICES, module.columns.whole).long()
+    whole = module.take(suffix, _INDICES, (module.columns.whole,)).long()
     counted = torch.arange(len(whole), device=whole.device) // size
     if torch.equal(whole, counted) or bool((whole == -1).any()):  # -1: compressed-tensors' word for "not ordered"
         return None

@@ -44,7 +44,8 @@ class GgufBlocks(StoredFormat):
         """See StoredFormat."""
         name = self._type(module)
         kind = BLOCK_TYPES[name]
-        blocks = module.take(PREFIX + name, ("uint8",), module.rows, module.columns.units(kind.columns), kind.num_bytes)
+        shape = module.rows, module.columns.units(kind.columns), kind.num_bytes
+        blocks = module.take(PREFIX + name, ("uint8",), shape)
         return GgufWeight((name,), (blocks,))
 
     def _type(self, module: QuantizedModule) -> str:

@@ -17,7 +17,7 @@ from headway.kernels.linear.axes import Axis, Shape, held_sizes, whole_sizes
 from headway.models.checkpoints.checkpoint import check_sizes
 from headway.models.checkpoints.gguf.header import Header
 from headway.models.checkpoints.gguf.hybrid_architectures import GgufArchitecture
-from headway.models.checkpoints.weights import PlainSource
+from headway.models.checkpoints.weights import WeightSource
 from headway.models.config import DecoderConfig
 from headway.models.families.families import FAMILIES, read_decoder_config
 from headway.models.layers.decoder import Decoder
@@ -226,7 +226,7 @@ def _stated(header: Header, architecture: GgufArchitecture) -> dict[str, Any]:
     }
 
 
-class _Names(PlainSource):
+class _Names(WeightSource):
     """A source of weights that only notes what a decoder asks for. See WeightSource."""
 
     def __init__(self, known: Mapping[str, _Piece]) -> None:

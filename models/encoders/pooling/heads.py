@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from headway.models.layers.decoder import Decoder
 
 PoolingType = Literal["cls", "mean", "last"]
 """The state of a text's first token, the mean of all, or that of the last."""
-POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
 
 _MODES: dict[str, PoolingType] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 _OLD_MODES = {

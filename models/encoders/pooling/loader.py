@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -227,12 +227,11 @@ def _read_decoder(
         raise ModelError(f"model architecture: needs one of {known}, or a decoder that Headway computes, got {got}")
     stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     if task == "reward":
-        _check_architecture(
-            stated, f"{stem}ForRewardModel", task, f"{stem}ForProcessRewardModel", f"{stem}ForTokenClassification"
-        )
+        others = {f"{stem}ForProcessRewardModel", f"{stem}ForTokenClassification"}
+        _check_architecture(stated, f"{stem}ForRewardModel", task, others)
     else:
-        others = (f"{stem}Model", f"{stem}TextModel", f"{stem}ForSequenceClassification")
-        _check_architecture(stated, family.architecture, task, *others)
+        others = {f"{stem}Model", f"{stem}TextModel", f"{stem}ForSequenceClassification"}
+        _check_architecture(stated, family.architecture, task, others)
     both_ways = bool(getattr(config, "use_bidirectional_attention", False))
     read, weights = read_decoder_config(config), source.weights()
     if read.latent is not None:
@@ -254,7 +253,7 @@ def _read_decoder(
     return PooledModel(body, head, causal=not both_ways), read.max_position_embeddings, prompt
 
 
-def _check_architecture(stated: Any, wanted: str, task: PoolingTask, *others: str) -> None:
+def _check_architecture(stated: Any, wanted: str, task: PoolingTask, others: Collection[str] = ()) -> None:
     named = architectures_of(stated)
     if named and not set(named) & {wanted, *others}:
         raise ModelError(

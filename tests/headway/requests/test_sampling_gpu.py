@@ -18,7 +18,7 @@ from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.execution.token_sampler import TokenSampler
 from headway.core.sampling.logits_shaper import LogitsShaper, Shaped
 from headway.core.sampling.sampler import SHAPING, need_of
-from headway.kernels.sampling.choice import fastest_sampling
+from headway.kernels.sampling import fastest_sampling
 from run_engine import generate
 
 pytestmark = pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -109,10 +110,10 @@ def test_the_tiled_kernel_serves_these(name: str, monkeypatch: pytest.MonkeyPatc
     grids = []
     launch = FixedLauncher.__call__
 
-    def seen(self: FixedLauncher, grid: tuple[int, int, int], *arguments: object) -> None:
+    def seen(self: FixedLauncher, grid: tuple[int, int, int], **arguments: Any) -> None:
         if self.kernel.__name__ == "tiled_product":
             grids.append(grid)
-        launch(self, grid, *arguments)
+        launch(self, grid, **arguments)
 
     monkeypatch.setattr(FixedLauncher, "__call__", seen)
     list(Inputs(Sizes(17, **MODELS[name]), torch.bfloat16).results(Fused(*ropes(16)), torch.bfloat16, "cpu"))

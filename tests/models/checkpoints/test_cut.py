@@ -20,7 +20,7 @@ from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.checkpoints import tensor_files as files_module
 from headway.models.cut import ModelCut
 from headway.models.families.families import FAMILIES, read_decoder_config
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 from plain_models import ROWS as PLAIN
 from plain_models import SMALL, VOCAB
 from thread_ranks import alone, on_ranks
@@ -175,7 +175,7 @@ def test_a_rows_bits_do_not_depend_on_others_in_deterministic_mode(tmp_path: Pat
     ids = torch.randint(3, VOCAB, (12,), generator=torch.Generator().manual_seed(2))
 
     def both(ranks: Ranks) -> list[Tensor]:
-        options = {"skip_tokenizer_init": True, "batch_invariant": True}
+        options = {"skip_tokenizer_init": True, "options": LoadOptions(batch_invariant=True)}
         model: Any = load_model(str(tmp_path), "float32", ranks=ranks, **options).decoder
         found = []
         for before in (0, 7):

@@ -12,7 +12,7 @@ from headway.bench.generate.roofline import ElementBytes, Roofline
 from headway.kernels.linear.gguf_weight import BLOCK_TYPES
 from headway.kernels.runtime.native.library import functions, native_support
 from headway.models.layers.decoder import Decoder
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 
 pytest.importorskip("gguf")
 from gguf_block_models import save_block_model
@@ -43,7 +43,10 @@ def test_logits_differ_from_those_of_the_expanded_model_by_the_rounding_of_activ
 ) -> None:
     """A rounding of x in groups of 32 is off by 2e-5 of x in 16 bits, by 0.4 to 0.8 % in 8; a model adds such errors up."""
     save_block_model(tmp_path, types, seed=7)
-    kept, expanded = (load_model(str(tmp_path), "auto", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False))
+    kept, expanded = (
+        load_model(str(tmp_path), "auto", skip_tokenizer_init=True, options=LoadOptions(keep_quantized=keep))
+        for keep in (True, False)
+    )
     down = [linear for linear, _ in kept.decoder.products if linear.in_features == 512]
     assert all(linear.reads_quantized and linear.expanded_bytes == 0 for linear in down)
     found = functions()
@@ -60,7 +63,8 @@ def test_logits_differ_from_those_of_the_expanded_model_by_the_rounding_of_activ
 def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
     save_block_model(tmp_path, {"down_proj": "Q8_0"}, seed=8)
     named, expanded = (
-        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False)
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True, options=LoadOptions(keep_quantized=keep))
+        for keep in (True, False)
     )
     tokens, found = torch.arange(20), functions()
     assert found is not None
@@ -78,7 +82,7 @@ def test_blocks_that_rounding_on_loading_leaves_are_told(tmp_path: Path, caplog:
     save_block_model(tmp_path, MIXED)
     load_model(str(tmp_path), "auto", skip_tokenizer_init=True)
     assert "not kept" not in caplog.text
-    load_model(str(tmp_path), "auto", skip_tokenizer_init=True, quantization="fp8")
+    load_model(str(tmp_path), "auto", skip_tokenizer_init=True, options=LoadOptions(quantization="fp8"))
     assert (
         "the blocks of the .gguf file are not kept, since quantization=fp8 rounds the expanded weights once more" in caplog.text
     )

@@ -15,7 +15,7 @@ from headway.core.contract.errors import ConfigError
 from headway.core.contract.ranks import Ranks
 from headway.core.sampling.ranked_vocabulary import join_logits
 from headway.models.checkpoints.formats.rounding import float8, int4, int8
-from headway.models.loader import load_model
+from headway.models.loader import LoadOptions, load_model
 from quantized_models import FORMATS, save_both
 from thread_ranks import on_ranks
 
@@ -38,7 +38,9 @@ def test_rounding_is_to_the_nearest_code_of_each_block(shape: tuple[int, int]) -
 def test_a_model_rounded_on_loading_is_the_model_of_the_rounded_weights(tmp_path: Path) -> None:
     _, dense = save_both(tmp_path, FORMATS["fp8"])
     with torch.inference_mode():
-        rounded: Any = load_model(str(dense), "float32", skip_tokenizer_init=True, quantization="fp8").decoder
+        rounded: Any = load_model(
+            str(dense), "float32", skip_tokenizer_init=True, options=LoadOptions(quantization="fp8")
+        ).decoder
     tensors = load_file(dense / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name:
@@ -57,7 +59,7 @@ def test_ranks_round_their_parts_as_well_as_one_rounds_all(tmp_path: Path) -> No
     _, dense = save_both(tmp_path, FORMATS["fp8"])
 
     def logits(ranks: Ranks, quantization: str | None = "fp8") -> Tensor:
-        options: Any = {"skip_tokenizer_init": True, "quantization": quantization, "ranks": ranks}
+        options: Any = {"skip_tokenizer_init": True, "options": LoadOptions(quantization=quantization), "ranks": ranks}
         model: Any = load_model(str(dense), "float32", **options).decoder
         attention = DenseAttention(model)
         attention.begin([(0, 9)])
@@ -81,11 +83,14 @@ def test_random_weights_have_the_format_that_the_configuration_says(tmp_path: Pa
 def test_what_cannot_be_is_said_in_a_line(tmp_path: Path) -> None:
     quantized, dense = save_both(tmp_path, FORMATS["fp8"])
     with pytest.raises(ConfigError, match="quantization: needs none or fp8, got 'int3'"):
-        load_model(str(dense), quantization="int3")
+        load_model(str(dense), options=LoadOptions(quantization="int3"))
     with pytest.raises(ConfigError, match=r"checkpoint's own method, got awq for weights in fp8 \(a scale for each"):
-        load_model(str(quantized), quantization="awq")
+        load_model(str(quantized), options=LoadOptions(quantization="awq"))
     with pytest.raises(ConfigError, match=r"checkpoint's own method, got gptq_marlin for plain weights"):
-        load_model(str(dense), quantization="gptq_marlin")
-    assert load_model(str(quantized), quantization="fp8").eos_token_ids == load_model(str(quantized)).eos_token_ids
+        load_model(str(dense), options=LoadOptions(quantization="gptq_marlin"))
+    assert (
+        load_model(str(quantized), options=LoadOptions(quantization="fp8")).eos_token_ids
+        == load_model(str(quantized)).eos_token_ids
+    )
     with pytest.raises(ConfigError, match="quantization: needs none, or a model that Headway's decoder computes"):
-        load_model(str(dense), quantization="fp8", model_impl="transformers")
+        load_model(str(dense), options=LoadOptions(quantization="fp8"), model_impl="transformers")
