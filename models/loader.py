@@ -57,7 +57,7 @@ class LoadedModel:
     implementation: str
     """What computes it, in words: Headway's decoder or transformers' code."""
     tokenizer: Any
-    """Of `read_tokenizer`; None where there is none or it was not wanted: token ids in, token ids out."""
+    """What `read_tokenizer` returns; None where there is none or it was not wanted: token ids in, token ids out."""
     eos_token_ids: frozenset[int]
     """Tokens that end an answer unless ignore_eos: see `read_end_tokens`."""
     tokenizer_folder: Path | None = None
