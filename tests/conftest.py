@@ -59,6 +59,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the pr
     os.environ["HEADWAY_CACHE"] = str(_cache_of_these_tests())
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave files that need Triton's interpreter to the processes that tests/test_interpreter.py starts."""
+    return True if collection_path.name.endswith("_interpreted.py") and os.environ.get("TRITON_INTERPRET") != "1" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `sampled` leaves out as slow, and leave out what needs a CUDA device where there is none.

@@ -22,10 +22,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler
 from headway.registry import Registry
 from host_decode import HostDecode, run_by_the_host
-from triton_interpreter import passed_in_the_interpreter
 
 CSRC = Path(decode.__file__).parent / "csrc"
-ON_THE_HOST = Path(__file__).with_name("test_decode_interpreted.py")
 FORMATS = {"int": "i", "float": "f", "long long": "q"}
 
 
@@ -60,17 +58,6 @@ def test_every_layer_compiles_without_spills(compiler: Compiler, asked: Attentio
     blocks = row_blocks(asked.group_size * tokens, asked.head_dim)
     cubin = variant_of(asked, 16, blocks).compile(ARCH, compiler)
     assert most_local_bytes(cubin) <= 8
-
-
-@pytest.mark.slow
-def test_the_source_is_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST) >= 25
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_random_steps_are_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST, marks="slow") >= 20
 
 
 def test_the_arguments_are_packed_as_they_are_declared() -> None:

@@ -1,4 +1,4 @@
-"""The source of decode.cu beside float64, run by the host; test_decode.py starts this in a process with Triton's interpreter."""
+"""The source of decode.cu beside float64, run by the host."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ import random
 import pytest
 import torch
 
-pytest.importorskip("triton")
-pytest.importorskip("cuda.bindings")
-
 from backend_cases import spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
 from headway.core.contract.layout import HND, NHD, CacheLayout, write_rows
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
-from headway.kernels.runtime.triton_launch import INTERPRETED
 from host_decode import HostDecode, run_by_the_host
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_decode.py runs these with TRITON_INTERPRET=1")
 BF16, FP16 = torch.bfloat16, torch.float16
 IN_TURN, FROM_THE_LAST, SOME = 0, 1, 2
 """Orders in which the host runs threads."""

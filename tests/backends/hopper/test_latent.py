@@ -23,10 +23,8 @@ from headway.core.contract.spec import AttentionSpec
 from headway.kernels.runtime.nvrtc.compiler import Compiler
 from headway.registry import Registry
 from host_latent import HostLatent, run_by_the_host
-from triton_interpreter import passed_in_the_interpreter
 
 CSRC = Path(latent.__file__).parent / "csrc"
-ON_THE_HOST = Path(__file__).with_name("test_latent_interpreted.py")
 RARE_TILES = (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)
 FORMATS = {"int": "i", "float": "f", "long long": "q"}
 
@@ -51,17 +49,6 @@ def test_every_tile_compiles(
     for dtype in (torch.bfloat16, torch.float16):
         assert variant_of(layer(num_heads, dtype=dtype), tile, block_size).compile(ARCH, compiler).startswith(b"\x7fELF")
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
-
-
-@pytest.mark.slow
-def test_the_source_is_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST) >= 5
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_the_rare_cases_are_right_on_the_host() -> None:
-    assert passed_in_the_interpreter(ON_THE_HOST, marks="slow") >= 20
 
 
 def test_the_arguments_are_packed_as_they_are_declared() -> None:

@@ -1,4 +1,4 @@
-"""The source of latent.cu beside float64, run by the host; test_latent.py starts this in a process with Triton's interpreter."""
+"""The source of latent.cu beside float64, run by the host."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ import random
 import pytest
 import torch
 
-pytest.importorskip("triton")
-pytest.importorskip("cuda.bindings")
-
 from backend_cases import spec
 from headway.core.contract.layout import LATENT, LayerCache, write_rows
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, reference_with_lse, relative_error, run_backend
-from headway.kernels.runtime.triton_launch import INTERPRETED
 from host_latent import HostLatent, run_by_the_host
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_latent.py runs these with TRITON_INTERPRET=1")
 BF16, FP16 = torch.bfloat16, torch.float16
 LATE, EARLY, AT_ONCE = 0, 1, 2
 """Orders in which the host runs threads: copies and products arrive as late as they may; copies as early; products as early."""

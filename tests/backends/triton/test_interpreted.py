@@ -1,4 +1,4 @@
-"""The Triton kernels against float64 under the interpreter, started by test_interpreter.py."""
+"""The Triton kernels against float64 under the interpreter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch.nn.functional as F
 
 from backend_cases import CASES, LAYOUTS, SPECS, VERIFY, spec
 from decode_writes import LENGTHS, error_after_writing, new_token_case, write_and_decode
+from headway.backends.triton import configs
+from headway.backends.triton.backend import TritonAttention
+from headway.backends.triton.write_kernel import Writer
 from headway.core.contract import layout as layouts
 from headway.core.contract.errors import BackendError, ConfigError
 from headway.core.contract.layout import HND, LATENT, NHD, NHD_INT8, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
@@ -23,17 +26,6 @@ from headway.testing.kit.checks.answers import dependent, invariance_case
 from latent_layers import IN_KEY, UNEQUAL, dense_errors, errors_of, strided
 from latent_layers import case_of as latent_case
 from shared_plans import errors_over_shared_plans
-
-pytest.importorskip("triton")
-try:
-    from headway.backends.triton import configs
-    from headway.backends.triton.backend import TritonAttention
-    from headway.backends.triton.write_kernel import Writer
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 FP8 = torch.float8_e4m3fn
 LAYERS = {name: layer for name, layer in SPECS.items() if layer.head_dim in TritonAttention.capabilities.head_dims}

@@ -1,4 +1,4 @@
-"""The kernels of experts against the plain way in float64 under Triton's interpreter, started by test_interpreter.py."""
+"""The kernels of experts against the plain way in float64 under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from expert_layers import CONFIGS, HIDDEN, SMALL, UNGATED, Layer
 from headway.kernels.experts.config import ExpertsConfig
 from headway.kernels.experts.plain import route, sort_by_expert
 
-triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in a process with TRITON_INTERPRET=1")
 CPU = torch.device("cpu")
 UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
 

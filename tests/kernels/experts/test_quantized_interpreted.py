@@ -1,4 +1,4 @@
-"""The experts' kernels over quantised weights against float64 under Triton's interpreter, started by test_interpreter.py."""
+"""The experts' kernels over quantised weights against float64 under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from expert_layers import CONFIGS, FORMS, SMALL, UNGATED, Layer
 from headway.kernels.experts.config import ExpertsConfig
 
-triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in a process with TRITON_INTERPRET=1")
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 PLAIN = dataclasses.replace(SMALL, num_experts=5, intermediate_size=64, renormalize=True)
 GPT_OSS = dataclasses.replace(CONFIGS["gpt_oss"], num_experts=5, intermediate_size=96)

@@ -1,4 +1,4 @@
-"""The fused operations against torch's in float64 under Triton's interpreter, started by test_interpreter.py."""
+"""The fused operations against torch's in float64 under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import math
 import pytest
 import torch
 
-from headway.kernels.linear import linear
+from headway.kernels.linear import linear, tile_kernels
 from headway.kernels.linear.linear import Linear
+from headway.kernels.runtime.triton_launch import FixedLauncher
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.linear import tile_kernels
-    from headway.kernels.runtime.triton_launch import INTERPRETED, FixedLauncher
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 MODELS = {

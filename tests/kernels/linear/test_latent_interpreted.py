@@ -1,4 +1,4 @@
-"""What stands around latent attention, fused, against torch's operations in float64, started by test_interpreter.py."""
+"""What stands around latent attention, fused, against torch's operations in float64."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import pytest
 import torch
 
 from headway.kernels.step.config import LatentConfig
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import TorchOperations
 from latent_steps import LITE, ODD, latent_steps
 from operation_inputs import ropes
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 

@@ -1,7 +1,4 @@
-"""The fused operations over quantised weights against torch's in float64 over the dequantised ones, under Triton's interpreter.
-
-Started by test_interpreter.py.
-"""
+"""The fused operations over quantised weights against torch's in float64 over the dequantised ones, interpreted."""
 
 from __future__ import annotations
 
@@ -13,22 +10,14 @@ from torch.nn.functional import rms_norm, silu
 
 from fake_vllm_library import FakeVllmLibrary
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts
+from headway.kernels.linear.quantized_ways import QuantizedWays
 from headway.kernels.runtime import vllm_library
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.invariant import invariant_operations
 from headway.kernels.step.operations import Norm, TorchOperations
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS, float8, int4
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.linear.quantized import QuantizedCut, QuantizedProducts
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 BF16 = torch.bfloat16
 MODELS = {

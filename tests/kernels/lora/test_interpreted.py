@@ -1,4 +1,4 @@
-"""The kernels of adapters against the plain way in float64 under Triton's interpreter, started by test_interpreter.py."""
+"""The kernels of adapters against the plain way in float64 under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from headway.kernels.linear.axes import Axis
 from headway.kernels.linear.linear import Linear, ProductOrigin
 from headway.kernels.lora import bank as bank_module
 from headway.kernels.lora.bank import AdaptedProduct, AdapterBank, AdapterInMemory
+from headway.kernels.lora.fused import FusedAdditions
 from headway.kernels.lora.operations import AdaptedOperations, PlainAdditions
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Embedding, Heads, Norm, TorchOperations
 from operation_inputs import ropes
 from tiny_adapters import exact, made_bank
-
-pytest.importorskip("triton")
-try:
-    from headway.kernels.lora.fused import FusedAdditions
-    from headway.kernels.runtime.triton_launch import INTERPRETED
-    from headway.kernels.step.fused import Fused
-except RuntimeError as error:  # pragma: no cover - an old GPU driver
-    pytest.skip(str(error), allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreter.py runs these with TRITON_INTERPRET=1")
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 CPU = torch.device("cpu")

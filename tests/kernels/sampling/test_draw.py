@@ -7,13 +7,7 @@ import torch
 
 from headway.core.sampling.sampler import draw, greedy
 from headway.core.sampling.verification import accept_drafts
-
-triton = pytest.importorskip("triton")
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+from triton_interpreter import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

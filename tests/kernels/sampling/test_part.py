@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from headway.core.sampling.ranked_vocabulary import best_of_part, tokens_of, winners
-
-triton = pytest.importorskip("triton")
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+from triton_interpreter import DEVICES
 
 
 def found_by(

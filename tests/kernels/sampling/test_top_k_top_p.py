@@ -11,13 +11,8 @@ import torch
 
 from headway.core.sampling.filtering import TokenFilter, torch_filter
 from headway.core.sampling.sampler import Draws, SamplingOps, keys_of, sample
+from triton_interpreter import DEVICES
 
-triton = pytest.importorskip("triton")
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")),
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
 NO_MIN = -math.inf
 WISHES = [
     TokenFilter(1.4, 50, 0.9, math.log(0.02)),
