@@ -66,18 +66,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what `sampled` leaves out as slow, and leave out what needs a CUDA device where there is none.
+    """Mark what `sampled` leaves out as slow or soak, and leave out what needs a CUDA device where there is none.
 
     `-m gpu` shows the latter, as skipped.
     """
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is not None and item.get_closest_marker("slow") is None:
+        then = mark.kwargs.get("then", "slow") if mark is not None else ""
+        if mark is not None and (then == "soak" or item.get_closest_marker("slow") is None):
             name = item.nodeid.partition("[")[0]
             step, first = (*mark.args, 0)[:2]
             if seen[name] % step != first:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(then)
             seen[name] += 1
     if torch.cuda.is_available():
         return
