@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache, reduce
-from itertools import pairwise, permutations
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from headway.core.oracle.cells import PHASES, CheckCell
 from headway.registry import Registry, create_registry
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
-from online_softmax import merge, paged_attention, walk
 
 CPU_BACKENDS = ("native", "sdpa", "sdpa.math")
 
@@ -80,15 +78,6 @@ def test_odd_shapes_that_the_grid_has_not(registry: Registry, backend_name: str,
     assert relative_error(run_backend(backend, case), reference(case), case) < 1e-6
 
 
-@pytest.mark.parametrize("case_name", CASES)
-@pytest.mark.parametrize("spec_name", SPECS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_online_softmax_walk_matches_float64(case_name: str, spec_name: str, layout: CacheLayout) -> None:
-    case = case_of(case_name, SPECS[spec_name], layout)
-    out = paged_attention(case.q, case.cache, case.metadata, case.spec)
-    assert relative_error(out, reference(case), case) < 1e-6
-
-
 def test_a_wrong_answer_would_be_seen(registry: Registry) -> None:
     """The comparison itself: one query shifted by one key is far beyond every tolerance used above."""
     case = case_of("decode", spec(), NHD)
@@ -125,30 +114,3 @@ def test_refusals_carry_what_need_got(registry: Registry) -> None:
     (reason,) = support.reasons
     assert (reason.what, reason.got) == ("dtype", "torch.float64")
     assert "float32" in reason.need
-
-
-BLOCK_SIZE = 8
-
-
-@pytest.mark.parametrize("name", ["gqa 2", "window", "softcap", "alibi"])
-@pytest.mark.parametrize("cuts", [(1,), (2, 4), (1, 2, 3, 4, 5)], ids=str)
-def test_merged_parts_are_the_whole_in_any_order(name: str, cuts: tuple[int, ...]) -> None:
-    case = make_case(parse_case("1q3s45"), SPECS[name], NHD, BLOCK_SIZE, write_rows, poison=float("nan"))
-    blocks = case.metadata.block_table_cpu[0].tolist()
-    bounds = [0, *cuts, len(blocks)]
-    parts = [walk(case.q, blocks[first:last], 45, first, case.cache, case.spec) for first, last in pairwise(bounds)]
-    expected = reference(case)
-    for order in list(permutations(parts))[:6]:
-        _, total, weighted = reduce(merge, order)
-        assert torch.allclose((weighted / total).transpose(0, 1).double(), expected, atol=1e-5)
-
-
-def test_a_part_that_sees_no_key_changes_nothing() -> None:
-    """With a window the first blocks are hidden from every query: their state is m = -inf, and merging it makes no NaN."""
-    case = make_case(parse_case("1q1s45"), spec(sliding_window=5), NHD, BLOCK_SIZE, write_rows)
-    blocks = case.metadata.block_table_cpu[0].tolist()
-    hidden = walk(case.q, blocks[:2], 45, 0, case.cache, case.spec)
-    seen = walk(case.q, blocks[2:], 45, 2, case.cache, case.spec)
-    assert hidden[0].isneginf().all()
-    for merged, alone in zip(merge(hidden, seen), seen, strict=True):
-        assert torch.equal(merged, alone)

@@ -166,14 +166,6 @@ def test_a_captured_step_plans_anew_in_each_replay_and_once(fake: FlashAttn3, la
     assert fake.names == ["get_scheduler_metadata", *["fwd"] * layers] * 3
 
 
-def test_calls_get_the_metadatas_own_tensors(fake: FlashAttn3) -> None:
-    case = case_of("decode ragged", spec())
-    run_backend(FlashAttention3(case.spec, NHD, 16), case)
-    given = fake.calls[-1][1]
-    for name, tensor in (("seqused_k", case.metadata.seq_lens), ("page_table", case.metadata.block_table)):
-        assert given[name].data_ptr() == tensor.data_ptr()
-
-
 def test_the_library_chooses_splits_until_their_memory_is_too_much(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, case = spec(num_heads=8, num_kv_heads=1), case_of("5q1s40", spec(num_heads=8, num_kv_heads=1))
     run_backend(FlashAttention3(layer, NHD, 16), case)

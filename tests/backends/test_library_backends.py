@@ -215,16 +215,6 @@ def test_flash_attn_folds_the_heads_of_a_group_into_rows(
     assert fake.calls[0][1]["q"].shape[1] == rows
 
 
-def test_flash_attn_makes_slopes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FlashAttn2()
-    install(monkeypatch, fake)
-    case = case_of("extend", SPECS["alibi"], FlashAttention2)
-    made = FlashAttention2(case.spec, NHD, BLOCK)
-    run_backend(made, case)
-    run_backend(made, case)
-    assert fake.calls[0][1]["slopes"] is fake.calls[1][1]["slopes"]
-
-
 @pytest.mark.parametrize("poison", [FINITE_POISON, math.nan])
 def test_flash_attn_4_needs_finite_rows_in_a_sequences_last_block(monkeypatch: pytest.MonkeyPatch, poison: float) -> None:
     install(monkeypatch, FlashAttn4())
@@ -400,12 +390,6 @@ def test_a_missing_library_is_named_with_what_installs_it(registry: Registry, na
     reason = first_of_library(support)
     assert "ModuleNotFoundError" in reason.got
     assert "pip install" in reason.hint
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_none_is_available_without_a_gpu(registry: Registry) -> None:
-    for name in (*LIBRARIES, "torch_varlen"):
-        assert "device" in [reason.what for reason in registry.availability(name).reasons]
 
 
 def test_the_folder_of_flash_attn_4_is_no_flash_attn_2_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import re
 from pathlib import Path
+from struct import Struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.backends.hopper import backend as attention
-from headway.backends.hopper import backend as module
-from headway.backends.hopper import schedule, tiles
+from headway.backends.hopper import decode, latent, schedule, tiles
 from headway.backends.hopper.backend import HopperAttention, HopperKernels
+from headway.backends.hopper.decode import HopperDecoding
+from headway.backends.hopper.latent import HopperLatent
 from headway.backends.hopper.schedule import Problem, choose
 from headway.backends.hopper.tiles import ARCH, SHARED_BYTES, AttentionTile, tiles_of, variant_of
-from headway.core.contract.backend import StepLimits, lattice
+from headway.core.contract.backend import AttentionBackend, StepLimits, lattice
 from headway.core.contract.errors import ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
-from headway.core.oracle.oracle import attend
+from headway.core.oracle.cases import make_case, reference, relative_error, run_backend
 from headway.kernels.runtime.nvrtc.compiler import Compiler
+from headway.registry import Registry
 
 pytest.importorskip("cuda.bindings")
 
@@ -39,7 +43,7 @@ def _reasons(spec: AttentionSpec = SPEC, layout: CacheLayout = NHD, block_size: 
 
 
 def test_another_generation_is_refused_in_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(attention, "capability", lambda device: (10, 0))
     support = HopperAttention.supports(SPEC, NHD, 16, Phase.PREFILL)
     assert len(support.reasons) == 1
     assert "9.0" in str(support)
@@ -48,7 +52,7 @@ def test_another_generation_is_refused_in_one_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_what_it_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
     assert HopperAttention.supports(SPEC, NHD, 16, Phase.EXTEND)
     assert HopperAttention.supports(SPEC, VLLM_5D, 8, Phase.PREFILL), "a prompt reads no cache"
     change = dataclasses.replace
@@ -63,26 +67,32 @@ def test_what_it_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "kv head" in _reasons(change(SPEC, num_heads=71, num_kv_heads=1))
 
 
-def test_a_cache_whose_rows_are_scattered_is_refused() -> None:
-    geometry = CacheGeometry.of(dataclasses.replace(SPEC, device=torch.device("cpu")), 4, 16)
-    whole = torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16)
-    wide = torch.zeros(4, 16, 8, 132, dtype=torch.bfloat16)[..., :128]
-    assert HopperAttention.accepts(LayerCache({"key": whole, "value": whole}, NHD, geometry))
-    support = HopperAttention.accepts(LayerCache({"key": whole, "value": wide}, NHD, geometry))
-    assert "value" in str(support)
-    assert "16 bytes" in str(support)
+@pytest.mark.parametrize("backend", [HopperAttention, HopperDecoding, HopperLatent])
+def test_a_cache_whose_rows_are_scattered_is_refused(backend: type[AttentionBackend]) -> None:
+    layout, name, heads, width = (LATENT, "key", 1, 576) if backend is HopperLatent else (NHD, "value", 8, 128)
+    changes = {"head_dim": 576, "v_head_dim": 512, "num_kv_heads": 1, "value_in_key": True} if backend is HopperLatent else {}
+    spec = dataclasses.replace(SPEC, device=torch.device("cpu"), **changes)
+    cache = layout.allocate(CacheGeometry.of(spec, 2, 16))
+    assert backend.accepts(cache)
+    wide = torch.zeros(2, 16, heads, width + 4, dtype=torch.bfloat16)[..., :width]
+    support = str(backend.accepts(LayerCache({**cache.tensors, name: wide}, layout, cache.geometry)))
+    assert f"cache, {name}: needs rows in one piece, at multiples of 16 bytes" in support
+
+
+@pytest.mark.parametrize(("name", "backend"), [("hopper_decode", HopperDecoding), ("hopper_mla", HopperLatent)])
+def test_the_registry_takes_their_claims(registry: Registry, name: str, backend: type[AttentionBackend]) -> None:
+    assert registry.backend(name) is backend
+    if not torch.cuda.is_available():
+        assert str(registry.availability(name)) == "no: device: needs a CUDA GPU, got none"
 
 
 def test_options_are_numbers() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        module.count_of("hopper", {"num_splits": "none"}, "num_splits")
+        attention.count_of("hopper", {"num_splits": "none"}, "num_splits")
 
 
-STEPS = [
-    ([1000, 3, 260], [0, 0, 0]),
-    ([200, 64, 5], [3000, 0, 700]),
-    ([40, 17], [9000, 100]),
-]
+STEPS = [[(1000, 1000), (3, 3), (260, 260)], [(200, 3200), (64, 64), (5, 705)], [(40, 9040), (17, 117)]]
+"""New tokens of each sequence, and how long it is then."""
 
 
 @pytest.mark.gpu
@@ -97,32 +107,9 @@ def test_answers_match_the_oracle(features: dict[str, object], layout: CacheLayo
     if not (support := HopperAttention.available()):
         pytest.skip(str(support))
     backend = HopperAttention(spec, layout, 32, {"num_splits": num_splits} if num_splits else None)
-    for query_lens, contexts in STEPS * 2:
-        lens = [q + c for q, c in zip(query_lens, contexts, strict=True)]
-        tables, used = [], 0
-        for length in lens:
-            tables.append(list(range(used, used - (-length // 32))))
-            used = tables[-1][-1] + 1
-        geometry = CacheGeometry.of(spec, used, 32)
-        shape = layout.shape("key", geometry)
-        cache = LayerCache(
-            {name: torch.full(shape, torch.nan, dtype=spec.dtype, device="cuda") for name in ("key", "value")}, layout, geometry
-        )
-        keys, values = ([torch.randn(n, 2, 128, dtype=spec.dtype, device="cuda") for n in lens] for _ in range(2))
-        for table, k, v in zip(tables, keys, values, strict=True):
-            for name, rows in (("key", k), ("value", v)):
-                logical = cache.logical_key if name == "key" else cache.logical_value
-                index = torch.arange(len(rows), device="cuda")
-                logical[torch.tensor(table, device="cuda")[index // 32], index % 32] = rows.unsqueeze(-1)
-        new_k, new_v = (torch.cat([x[-n:] for x, n in zip(each, query_lens, strict=True)]) for each in (keys, values))
-        q = torch.randn(sum(query_lens), 14, 128, dtype=spec.dtype, device="cuda")
-        out = torch.full_like(q, torch.nan)
-        metadata = AttentionMetadata.build(query_lens, contexts, tables, 32, "cuda")
-        backend.prefill(q, new_k, new_v, cache, backend.plan(metadata), out)
-        for queries, answer, k, v in zip(q.split(query_lens), out.split(query_lens), keys, values, strict=True):
-            expected, _ = attend(spec, queries, k.double(), v.double(), len(k) - len(queries))
-            error = (answer.double() - expected).norm() / expected.norm()
-            assert error < HopperAttention.tolerance[spec.dtype]
+    for lens in STEPS * 2:
+        case = make_case(lens, spec, layout, 32, write_rows, poison=math.nan)
+        assert relative_error(run_backend(backend, case), reference(case), case) < HopperAttention.tolerance[spec.dtype]
 
 
 CSRC = Path(tiles.__file__).parent / "csrc"
@@ -154,15 +141,21 @@ def test_shared_memory_suffices(pair: tuple[int, int]) -> None:
     assert chosen.narrow.rows >= tiles.MAX_GROUP, "a group must fit a tile"
 
 
-def test_the_arguments_are_packed_as_they_are_declared() -> None:
-    source = (CSRC / "shape.cuh").read_text()
-    body = re.sub(r"//.*", "", source.split("struct Arguments {")[1].split("};")[0])
+@pytest.mark.parametrize(
+    ("source", "struct", "packed"),
+    [
+        ("shape.cuh", "Arguments", attention.ARGUMENTS),
+        ("decode.cu", "DecodeArguments", decode.ARGUMENTS),
+        ("latent.cuh", "LatentArguments", latent.ARGUMENTS),
+    ],
+)
+def test_the_arguments_are_packed_as_they_are_declared(source: str, struct: str, packed: Struct) -> None:
+    body = re.sub(r"//.*", "", (CSRC / source).read_text().split(f"struct {struct} {{")[1].split("};")[0])
     declared = ""
     for statement in filter(None, map(str.strip, body.split(";"))):
         kind = "Q" if "*" in statement else next(code for name, code in FORMATS.items() if statement.startswith(name))
         declared += kind * (statement.count(",") + 1)
-    packed = re.sub(r"(\d+)(\D)", lambda found: found[2] * int(found[1]), attention.ARGUMENTS.format.lstrip("="))
-    assert packed == declared
+    assert re.sub(r"(\d+)(\D)", lambda found: found[2] * int(found[1]), packed.format.lstrip("=")).rstrip("x") == declared
 
 
 def test_an_item_has_as_many_numbers_as_its_struct() -> None:

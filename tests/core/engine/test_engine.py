@@ -60,17 +60,6 @@ def test_batching_chunking_and_preemption_change_no_token(registry: Registry, pa
     assert engine.stats.num_preemptions > 0
 
 
-def test_equal_seeds_repeat_tokens_and_other_seeds_differ(registry: Registry) -> None:
-    first, again, other = (
-        run(
-            make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)),
-            SamplingParams(seed=seed, temperature=2.0, max_tokens=20),
-        )
-        for seed in (1, 1, 2)
-    )
-    assert first == again != other
-
-
 def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Registry) -> None:
     def engine(seed: int) -> EngineLoop:
         return make_engine(
@@ -81,14 +70,6 @@ def test_without_seeds_the_engine_seed_decides_and_requests_differ(registry: Reg
     first, again, other = (run(engine(seed), params, [[1, 2, 3]] * 3) for seed in (1, 1, 2))
     assert first == again != other
     assert len({tuple(tokens) for tokens in first}) == 3
-
-
-def test_n_gives_n_completions(registry: Registry) -> None:
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL))
-    engine.add_request("r", engine.limits.checked([1, 2, 3], SamplingParams(n=3, seed=2**63 - 1, temperature=2.0, max_tokens=12)))
-    written = drain(engine)
-    assert sorted(written) == [("r", 0), ("r", 1), ("r", 2)]
-    assert len({tuple(completion.token_ids) for completion in written.values()}) == 3
 
 
 def test_the_completions_of_neighbouring_seeds_differ(registry: Registry) -> None:

@@ -143,12 +143,6 @@ def test_a_pool_too_small_for_one_sequence_says_what_fits_and_that_hint_works() 
     assert pool.longest_that_fits(FORMAT, 128, 1_000_000, at_most=4096) == fits
 
 
-def test_default_pool_holds_at_least_one_sequence() -> None:
-    size = pool.pool_size(FORMAT, max_model_len=2048, max_num_seqs=4, chunk=128, memory=None)
-    assert size.num_tokens(2048) >= 2048
-    assert torch.device("cpu") == SPECS[0].device
-
-
 PROMPTS = [[1, 2, 3], list(range(20)), [7], list(range(20, 45)), [*range(20, 40), 9, 9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 CONFIG = EngineConfig(block_size=16, kv_cache_memory=2**20, max_num_batched_tokens=24)

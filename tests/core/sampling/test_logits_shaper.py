@@ -187,53 +187,6 @@ def test_a_rows_token_is_the_same_alone_and_among_all_others() -> None:
     assert chosen(half) == [together[number] for number in half]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"temperature": 0.8},
-        {"temperature": 1.3, "top_k": 12},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.5, "presence_penalty": 0.4, "frequency_penalty": 0.3},
-        {"logit_bias": {2: 1.5, 5: -1.0}, "bad_words_token_ids": [[8, 1]]},
-        {"allowed_token_ids": list(range(0, 24, 3)), "temperature": 2.0},
-    ],
-    ids=str,
-)
-def test_draws_have_the_distribution_that_was_asked_for(wish: dict[str, object]) -> None:
-    """Pearson's chi-square over 6,000 draws; the expected shares come from transformers' and the formulas' logits, by shape."""
-    count, random = 6_000, Random(str(wish))
-    row = Row(random, **wish)
-    row.prompt, row.output = [3, 4], [5, 5, 2, 8]
-    logits = torch.full((1, VOCAB), -30.0)
-    logits[0, :24] = torch.randn(24, generator=torch.Generator().manual_seed(len(str(wish))))
-    filtered = need_of(row.params)
-    shares = (shape(logits, [row])[0] if filtered else logits[0] / row.params.temperature).double().softmax(-1)
-    places = range(len(row.tokens), len(row.tokens) + count)
-    tokens = torch.cat(
-        [
-            choose(
-                logits.expand(len(part), -1),
-                [row.params] * len(part),
-                list(part),
-                [len(row.tokens)] * len(part),
-                [row.tokens] * len(part),
-                len(row.prompt),
-            ).tokens
-            for part in (places[first : first + 500] for first in range(0, count, 500))
-        ]
-    )
-    found = torch.bincount(tokens, minlength=VOCAB).double()
-    assert not found[shares == 0].any(), "what is left out never comes"
-    likely = shares * count >= 5
-    expected, seen = shares[likely] * count, found[likely]
-    chi_square = float(((seen - expected) ** 2 / expected).sum())
-    freedom = int(likely.sum()) - 1
-    assert freedom >= 2
-    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 4
-
-
 def test_where_nothing_may_come_there_is_no_token_and_a_nan_stays_one() -> None:
     logits = torch.randn(3, VOCAB)
     logits[2, 5] = torch.nan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 
@@ -83,21 +82,6 @@ def test_verification_runs_outside_graphs_and_may_take_a_third() -> None:
     samples = [Sample(s, name, "nhd", 16, 1.0 if s.kv_len == own else 2.0) for s in shapes for name, own in lens.items()]
     one = StepChooser(StepCosts([(CostTable(samples, 0.02), 1)], "nhd", 16), {D: list(lens)})
     assert [one.choose(D, 1, 8, kv_len) for kv_len in LENGTHS] == ["a", "b", "c"]
-
-
-def test_a_lookup_costs_a_step_next_to_nothing() -> None:
-    one = chooser(**crossing(2000))
-    steps = [(batch, kv_len) for batch in (1, 8, 64) for kv_len in range(100, 8000, 100)]
-    for batch, kv_len in steps:
-        one.choose(D, batch, 1, kv_len)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        for batch, kv_len in steps:
-            one.choose(D, batch, 1, kv_len)
-        best = min(best, (time.perf_counter() - started) / len(steps))
-    print(f"a lookup costs {1e6 * best:.2f} us")
-    assert best < 5e-6
 
 
 def test_workloads_are_read_and_become_steps() -> None:

@@ -112,21 +112,6 @@ def test_a_point_between_corrects_its_surroundings_and_nothing_beyond_the_next_l
     assert StepCosts([(table, 1)], *HERE).between(Phase.DECODE) == [decode(16, 256)]
 
 
-def test_a_point_between_others_that_were_measured_between() -> None:
-    ends = [sample(decode(1, n), 10.0) for n in (64, 1024)]
-    more = [sample(decode(1, 256), 40.0, between=True), sample(decode(1, 128), 25.0, between=True)]
-    table = CostTable([*ends, *more], 0.02)
-    for n, us in ((64, 10), (128, 25), (256, 40), (512, 20), (1024, 10)):
-        assert layer_us(table, decode(1, n)) == pytest.approx(us)
-    assert layer_us(table, decode(1, 181)) == pytest.approx(math.sqrt(25 * 40), rel=1e-2)
-
-
-def test_a_point_between_at_the_edge_holds_beyond_it() -> None:
-    grid = [sample(decode(batch, n), 10.0) for batch in (1, 16) for n in (64, 1024)]
-    table = CostTable([*grid, sample(decode(16, 256), 40.0, between=True)], 0.02)
-    assert layer_us(table, decode(1000, 256)) == pytest.approx(40)
-
-
 def test_between_a_failure_is_avoided_and_no_time_is_made_up() -> None:
     grid = [sample(decode(1, n), 10.0, name) for n in (64, 1024) for name in "ab"]
     failed = [sample(decode(1, 256), us, name, between=True) for name, us in (("a", 10.0), ("b", None))]
@@ -136,12 +121,6 @@ def test_between_a_failure_is_avoided_and_no_time_is_made_up() -> None:
     assert layer_us(table, decode(1, 200), "a") == pytest.approx(10)
     gap = CostTable([*grid[:-1], sample(decode(1, 256), 5.0, "b", between=True)], 0.02)  # b has no time at 1,024
     assert layer_us(gap, decode(1, 256), "b") == math.inf
-
-
-def test_who_wins_between_alone_is_a_winner() -> None:
-    grid = [sample(decode(1, n), us, name) for n in (64, 1024) for name, us in (("a", 10.0), ("b", 20.0))]
-    found = [sample(decode(1, 256), us, name, between=True) for name, us in (("a", 40.0), ("b", 20.0))]
-    assert StepCosts([(CostTable([*grid, *found], 0.02), 1)], *HERE).winners(Phase.DECODE, ["a", "b"]) == ["a", "b"]
 
 
 def test_a_backend_or_place_without_times_costs_infinitely_much() -> None:

@@ -24,16 +24,11 @@ from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
 from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
-from headway.core.engine.execution.captured_step import DecodeGraph
 from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
 from headway.core.engine.execution.static_inputs import (
     DecodeInputs,
     ModelStep,
-    Shapes,
-    StaticInputs,
     decode_shapes,
-    prefill_shapes,
-    verify_shapes,
 )
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
@@ -125,21 +120,6 @@ def check(inputs: DecodeInputs, tables: HostBlockTables, step: ScheduledStep, to
     assert not table[count:].any(), "padding points at a block that exists"
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [decode_shapes(graph_step(), 3), prefill_shapes(graph_step(), 7), verify_shapes(graph_step(), 1, 2)],
-    ids=["decode", "prefill", "verify"],
-)
-def test_fields_are_aligned_and_lie_apart(shapes: Shapes) -> None:
-    inputs = StaticInputs(graph_step(), [shapes])
-    planes = [plane for field, shape in zip(inputs.fields(shapes), shapes, strict=True) for plane in (field if shape[0] else ())]
-    for field in inputs.fields(shapes):
-        assert field.data_ptr() % 16 == 0
-    for number, plane in enumerate(planes):
-        plane.fill_(number)
-    assert all((plane == number).all() for number, plane in enumerate(planes))
-
-
 def step_of(*sequences: tuple[int, int], goes_on: bool = False, drafts: int = 0) -> StepInput:
     """A step of (query_len, context_len)."""
     query_lens, context_lens = numpy.array(sequences, dtype=numpy.int32).T
@@ -182,22 +162,6 @@ def engine(**options: object) -> EngineLoop:
     return make_engine(
         EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=9 * 8 * 512, **options))
     )
-
-
-@torch.inference_mode()
-def test_graphs_compute_their_logits_into_one_buffer() -> None:
-    """That of the largest, though a backend that was refused may have tried a batch of one before."""
-    made = engine()
-    step = graph_step(made.executor.attention, 8, 64)
-    inputs = DecodeInputs(step, [decode_shapes(step, 6)])
-    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
-    graphs = [DecodeGraph(step, inputs, size, backends) for size in (1, 6, 4, 2)]
-    assert step.logits is not None
-    assert step.logits.shape == (6, 50)
-    for graph in graphs:
-        step.logits.fill_(77)
-        graph.run()
-        assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]
 
 
 @pytest.mark.sampled(4, 1)

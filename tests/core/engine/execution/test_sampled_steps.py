@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -298,26 +297,6 @@ def test_completions_wait_for_no_sibling_that_is_gone(registry: Registry) -> Non
     written = drain(made)
     assert sorted(written) == [("half", 1), ("half", 2), *(("short", index) for index in range(3))]
     assert {len(one.token_ids) for key, one in written.items() if key[0] == "half"} == {4}
-
-
-@pytest.mark.slow
-def test_random_requests_with_forks_and_aborts_leave_nothing_behind(registry: Registry) -> None:
-    random = Random(5)
-    made = engine(registry, replace(SMALL, async_scheduling=True, max_model_len=64, kv_cache_memory=12 * 8 * 512))
-    written: dict[tuple[str, int], Written] = {}
-    for number in range(60):
-        wish, n = random.choice(WISHES), random.randint(1, 3)
-        params = SamplingParams(n=n, best_of=n + random.randint(0, 1), seed=number, max_tokens=random.randint(9, 20), **wish)
-        prompt = [random.randrange(50) for _ in range(random.randint(1, 40))]
-        with contextlib.suppress(ConfigError):
-            made.add_request(str(number), made.limits.checked(prompt, params))
-        for _ in range(random.randint(0, 6)):
-            if made.has_unfinished:
-                made.step()
-        if random.random() < 0.3:
-            made.abort(str(random.randint(0, number)), random.choice([None, 0, 1]))
-    drain(made, written)
-    assert made.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.backends.sdpa import SDPAMath
-from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice, powers
+from headway.core.contract.backend import API_VERSION, BackendInfo, Lengths, StepLimits, fits, lattice
 from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
@@ -195,26 +194,6 @@ def test_steps_stay_within_the_limits(tokens: int, seqs: int, length: int, phase
     assert phase is not Phase.PREFILL or [Lengths(min(tokens, length), 0)] in steps
 
 
-def test_what_does_not_fit_is_told() -> None:
-    limits = StepLimits(10, 2, 20)
-    assert fits([Lengths(4, 16), Lengths(6, 0)], limits)
-    for step in ([], [Lengths(1, 0)] * 3, [Lengths(11, 0)], [Lengths(5, 16)]):
-        assert not fits(step, limits)
-
-
-def test_powers_hold_both_sides_of_every_power_of_two() -> None:
-    assert powers(20) == [1, 2, 3, 4, 5, 8, 9, 16, 17, 20]
-    assert powers(1) == [1]
-    assert powers(0) == []
-
-
-def test_the_pool_of_one_sequence_is_enough() -> None:
-    engine = engine_with(Lazy, max_num_seqs=1, max_model_len=8, max_num_batched_tokens=8, kv_cache_memory=2**14)
-    engine.add_request("a", engine.limits.checked([1, 2], SamplingParams(temperature=0.0, max_tokens=3)))
-    assert len(drain(engine)["a", 0].token_ids) == 3
-    assert not engine.stats.compilations
-
-
 def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's inputs go through two buffers: a third step would overwrite what the first has not read yet."""
     launch, wait = ModelRunner.launch, Launched.wait
@@ -235,13 +214,3 @@ def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.Monke
     engine_with(Lazy)
     assert 2 in most
     assert max(most) <= 3, "two, and the last of the round before, which the device has ended"
-
-
-def test_zeros_have_the_strides_of_the_model() -> None:
-    engine = engine_with(Lazy)
-    q, k, v = engine.executor.warmup.layer_inputs(1)
-    assert q.shape == (40, 4, 8)
-    assert k.shape == v.shape == (40, 2, 8)
-    assert q.stride() == k.stride() == v.stride() == (64, 8, 1)
-    assert k.data_ptr() - q.data_ptr() == 4 * 8 * 4
-    assert not torch.cat([q, k, v], 1).any()

@@ -134,19 +134,6 @@ def test_a_held_slot_is_not_handed_out() -> None:
     kept.check_integrity([first], [])
 
 
-@pytest.mark.slow
-def test_auto_swaps_states_where_the_link_is_fast_and_computes_again_where_it_is_slow(registry: Registry) -> None:
-    kinds = {}
-    for name, rate in (("fast", 1e15), ("slow", 1e3)):
-        config = replace(CONFIG, preemption_mode="auto", kv_cache_memory=80_000)
-        engine = make_engine(EngineParts(model=MODELS["kda"], source=registry, config=config))
-        costs = engine.scheduler.offloader.costs  # type: ignore[union-attr]
-        costs.rates = replace(costs.rates, out=rate, back=rate)
-        assert tokens(engine) == expected_of("kda")
-        kinds[name] = set(engine.stats.preemptions_by_kind)
-    assert kinds == {"fast": {"swap"}, "slow": {"recompute"}}
-
-
 @pytest.mark.parametrize(
     ("name", "lives"),
     [("lightning", 2), *(pytest.param(name, 5, marks=pytest.mark.slow) for name in ("lightning", "mamba1"))],

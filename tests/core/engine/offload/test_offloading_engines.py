@@ -72,21 +72,6 @@ def test_offloading_changes_no_token(registry: Registry, name: str, layout: str)
     assert engine.snapshot().num_offloaded_blocks == engine.cache_usage().num_offloaded_blocks > 0
 
 
-def test_swapping_changes_no_token(registry: Registry) -> None:
-    expected = [PLAIN.greedy(prompt, 14) for prompt in PROMPTS]
-    for mode in ("swap", "recompute", "auto"):
-        config = small(PLAIN, kv_offload_size="4MiB", preemption_mode=mode)
-        memory = config.pool_bytes
-        assert memory is not None
-        engine = make_engine(
-            EngineParts(model=PLAIN, source=registry, config=replace(config, kv_cache_memory=memory + 4 * memory // 24))
-        )
-        assert tokens(engine) == expected
-        assert engine.stats.num_preemptions > 0
-        assert mode == "auto" or set(engine.stats.preemptions_by_kind) == {mode}
-        assert (engine.stats.blocks_swapped > 0) == (engine.stats.preemptions_by_kind["swap"] > 0)
-
-
 @pytest.mark.parametrize(
     ("name", "kv_cache_dtype"),
     [

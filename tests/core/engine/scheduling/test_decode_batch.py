@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy
-import pytest
 
 from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.sequence import Sequence
@@ -105,11 +104,3 @@ def test_budget_below_the_running_sequences_dissolves_the_batch() -> None:
     step = launch(scheduler)
     assert not step.members
     assert [each.seq for each in step] == seqs[:2]
-
-
-def test_changing_a_member_of_the_batch_is_refused() -> None:
-    scheduler = Scheduler(BlockManager(64, 4), 64, 4)
-    (seq,) = running(scheduler, [3])
-    take(scheduler, launch(scheduler))
-    with pytest.raises(AssertionError, match="leaves it first"):
-        seq.num_computed = 0

@@ -10,9 +10,9 @@ from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence, Status
 from headway.core.engine.engine import EngineParts, make_engine
-from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting, expected
+from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
-from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, is_captured, width_of
+from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
 from headway.registry import Registry
 from proposer_stub import Told, told_of
 from run_engine import drain, generate
@@ -129,15 +129,6 @@ def test_fewer_guesses_than_were_asked_for_are_tried_as_well_and_not_for_ever(na
     assert goes_on or sum(map(bool, drafted)) == 8
 
 
-def test_one_slow_step_hardly_moves_a_mean_and_fast_ones_soon_do() -> None:
-    times = times_of(1e-3, 2e-3)
-    times.note(1, 8, 1.0)
-    assert times.of(1, [8])[8] == pytest.approx(2e-3, rel=0.1)
-    for _ in range(5):
-        times.note(1, 8, 1.5e-3)
-    assert times.of(1, [8])[8] == pytest.approx(1.5e-3, rel=0.08)
-
-
 def test_times_come_from_the_table_until_they_are_measured() -> None:
     times = StepTimes(lambda batch, query_len, kv_len: 100.0 * query_len)
     assert times.of(4, [8]) == {}
@@ -150,17 +141,6 @@ def test_times_come_from_the_table_until_they_are_measured() -> None:
     assert times.of(4, [8], 100)[8] == pytest.approx(5e-3)
     times.note(4, 8, 1e3)
     assert times.of(4, [8], 100)[8] < 8e-3
-
-
-def test_a_verification_is_captured_at_the_next_width_and_the_next_power_of_two() -> None:
-    found = {each: is_captured(*each) for each in ((1, 8), (32, 8), (33, 8), (20, 6), (40, 6), (128, 2), (129, 2), (64, 3))}
-    assert [each for each, captured in found.items() if not captured] == [(33, 8), (40, 6), (129, 2)]
-
-
-def test_expected_tokens() -> None:
-    assert expected(0.5, 2) == 1.75
-    assert expected(1.0, 7) == 8.0
-    assert expected(0.0, 7) == 1.0
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
