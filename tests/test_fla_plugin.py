@@ -16,7 +16,6 @@ from headway.core.contract.metadata import Phase
 from headway.core.contract.state import KEY_VALUE, VALUE_KEY, StateLayout, StateSpec
 from headway.core.contract.state_backend import StateBackend
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.oracle.state_cases import make_state_case
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
@@ -25,6 +24,7 @@ from headway.testing.diagnosis.state_verdict import Judge
 from headway.testing.kit.checking import Wanted, check
 from headway.testing.kit.state_kit import StateKit
 from headway.testing.kit.state_subject import state_subject_of
+from made_engine import made_engine
 from run_engine import generate
 from stateful_model import MODELS
 
@@ -131,7 +131,7 @@ def test_an_engine_has_others_decode_and_convolve(plugin: ModuleType) -> None:
     config = EngineConfig(
         attn_backend="sdpa", state_backend="prefill=fla,decode=torch", kv_cache_memory=2**21, max_num_batched_tokens=80
     )
-    engine = make_engine(EngineParts(model=model, source=registry, config=config))
+    engine = made_engine(model, registry, config)
     prompts = [[number % 50 for number in range(start, start + length)] for start, length in ((0, 3), (5, 150), (5, 140))]
     params = SamplingParams(temperature=0, max_tokens=8)
     written = generate(engine, prompts, params)

@@ -18,11 +18,11 @@ import hybrid_models
 from backend_cases import LAYOUTS
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.models.families.families import FAMILIES
 from headway.models.loader import load_model
 from headway.registry import Registry
+from made_engine import made_engine
 from plain_models import ROWS, SMALL, VOCAB
 from transformers_release import needs
 
@@ -46,12 +46,10 @@ CASES = [*((name, "auto") for name in ROWS), *((name, other.name) for name in ("
 def test_logits_equal_transformers(tmp_path: Path, registry: Registry, name: str, layout: str) -> None:
     needs(FAMILIES[ROWS[name].model_type].architecture)
     reference = save_random(ROWS[name], tmp_path)
-    engine = make_engine(
-        EngineParts(
-            model=load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
-            source=registry,
-            config=EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
-        )
+    engine = made_engine(
+        load_model(str(tmp_path), "float32", skip_tokenizer_init=True).decoder,
+        registry,
+        EngineConfig(block_size=8, kv_layout=layout, kv_cache_memory=2**20, max_num_batched_tokens=BATCHED_TOKENS),
     )
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in PROMPT_LENS]
@@ -86,7 +84,7 @@ def test_longrope_takes_one_set_of_factors(
     options = {"skip_tokenizer_init": True, "model_impl": implementation, "max_model_len": longest}
     loaded = load_model(str(tmp_path), "float32", **options)
     assert loaded.long_factors is (longest is None)
-    engine = make_engine(EngineParts(model=loaded.decoder, source=registry, config=config))
+    engine = made_engine(loaded.decoder, registry, config)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
     compare(reference, engine, prompts, [0, 0, 0])

@@ -13,10 +13,10 @@ from transformers import Gemma3TextConfig, GptOssConfig, MistralConfig, Pretrain
 
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.models.loader import load_model
 from headway.registry import Registry
+from made_engine import made_engine
 from run_engine import generate
 
 VOCAB = 97
@@ -54,7 +54,7 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     shared = [random.randrange(3, VOCAB) for _ in range(130)]
     tails = ([], [3, 4], [random.randrange(3, VOCAB) for _ in range(150)])
     prompts = [[*shared, *tail] for tail in tails] + [[5] * 3, shared[:40]]
-    engine = make_engine(EngineParts(model=decoder, source=registry, config=replace(CONFIG, kv_cache_memory=2**22)))
+    engine = made_engine(decoder, registry, replace(CONFIG, kv_cache_memory=2**22))
     written = []
     for _ in range(2):
         again = observed(engine, prompts, 24)
@@ -65,7 +65,7 @@ def test_sequences_of_many_windows_are_continued_as_transformers_does(tmp_path: 
     assert sum(usage.given_back for usage in engine.cache_usage().groups) > 40
     pages = engine.capacity.pool.page_format
     tight = replace(CONFIG, kv_cache_memory=(pages.pages_for(320, 71) + 4) * pages.page_bytes)
-    short = make_engine(EngineParts(model=decoder, source=registry, config=replace(tight, async_scheduling=True)))
+    short = made_engine(decoder, registry, replace(tight, async_scheduling=True))
     crowd = [*range(5), *[3, 4] * 3]
     crowded = generate(short, [prompts[number] for number in crowd], GREEDY)
     assert [each.token_ids for each in crowded] == [written[number] for number in crowd]

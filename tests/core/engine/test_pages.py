@@ -19,11 +19,11 @@ from headway.core.engine.data import pool
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.groups import PageFormat, page_format
 from headway.core.engine.data.sequence import Sequence
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import occupancy
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
+from made_engine import made_engine
 from run_engine import generate
 from tiny_model import TinyModel
 from windowed_model import MODELS, Windowed
@@ -199,7 +199,7 @@ class TwoKinds:
 )
 def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, asked: str, layouts: list[str]) -> None:
     model = TwoKinds()
-    engine = make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_layout=asked)))
+    engine = made_engine(model, registry, replace(CONFIG, kv_layout=asked))
     assert [cache.layout.name for cache in engine.executor.caches] == layouts
     pool = engine.capacity.pool
     assert pool.num_bytes == sum(t.nbytes for cache in engine.executor.caches for t in cache.tensors.values())
@@ -209,7 +209,7 @@ def test_each_group_has_its_layout_and_one_table_serves_all(registry: Registry, 
     assert [written.token_ids for written in again] == expected
     assert [written.num_cached_tokens for written in again] == [0, 19, 0, 24, 21]
     tight = replace(CONFIG, kv_layout=asked, kv_cache_memory=6 * pool.num_bytes // pool.num_pages, max_model_len=64)
-    short = make_engine(EngineParts(model=model, source=registry, config=tight))
+    short = made_engine(model, registry, tight)
     assert [written.token_ids for written in generate(short, PROMPTS, GREEDY)] == expected
     assert short.stats.num_preemptions > 0
 
@@ -218,13 +218,11 @@ def test_layout_that_no_layer_can_use_is_refused(registry: Registry) -> None:
     model = TwoKinds()
     model.attention_specs = model.attention_specs[1:2]
     with pytest.raises(UnsupportedError, match="needs a layout that keeps the value inside the key, got nhd"):
-        make_engine(EngineParts(model=model, source=registry, config=replace(CONFIG, kv_layout="nhd")))
+        made_engine(model, registry, replace(CONFIG, kv_layout="nhd"))
 
 
 def test_occupancy_agrees_with_cache_usage(registry: Registry) -> None:
-    engine = make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=EngineConfig(block_size=8, kv_cache_memory=2**20))
-    )
+    engine = made_engine(TinyModel(), registry, EngineConfig(block_size=8, kv_cache_memory=2**20))
     params, prompt = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), list(range(1, 34))
     engine.add_request("first", engine.limits.checked(prompt, params))
     for _ in range(3):

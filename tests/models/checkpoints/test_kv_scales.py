@@ -14,11 +14,11 @@ from transformers import LlamaConfig
 from engine_logits import logits_by_transformers, observed, save_random
 from headway.core.contract.errors import ModelError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.select.layer_specs import LayerSpecs
 from headway.models.layers.decoder import Decoder
 from headway.models.loader import load_model
 from headway.registry import Registry
+from made_engine import made_engine
 
 LAYERS, VOCAB = 2, 53
 CONFIG = LlamaConfig(
@@ -73,7 +73,7 @@ def test_scales_are_read_and_used(tmp_path: Path, registry: Registry, way: str) 
     for scales in (decoder.kv_scales, None):
         config = EngineConfig(block_size=8, kv_cache_memory=2**18, max_model_len=64, kv_cache_dtype="fp8_e4m3")
         layers = LayerSpecs.of(decoder, "fp8_e4m3", scales)
-        engine = make_engine(EngineParts(model=decoder, source=registry, config=config, layers=layers))
+        engine = made_engine(decoder, registry, config, layers=layers)
         ((tokens, logits, _),) = observed(engine, [prompt], 8)
         expected = logits_by_transformers(reference, prompt, tokens)
         errors.append(float((logits - expected).norm() / expected.norm()))

@@ -14,11 +14,11 @@ from graph_stub import Tape
 from headway.core.contract.adapters import LoRARequest, rows_with
 from headway.core.contract.model import Attention, AttentionFunctions
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.graph_set import PiecewiseGraphs
 from headway.core.engine.execution.local_executor import LocalExecutor
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
+from made_engine import made_engine
 from proposer_stub import Told, told_of
 from registries import registering
 from run_engine import drain
@@ -77,9 +77,7 @@ def engine_of(graphs: bool, proposer: Told | None = None) -> tuple[EngineLoop, S
         enforce_eager=not graphs,
     )
     model = ShiftedModel()
-    engine = make_engine(
-        EngineParts(model=model, source=registering(wide=Wide), config=config, proposer=proposer, measured=False)
-    )
+    engine = made_engine(model, registering(wide=Wide), config, proposer=proposer, measured=False)
     assert isinstance(engine.executor, LocalExecutor)
     if graphs:
         engine.executor.capture(Again())

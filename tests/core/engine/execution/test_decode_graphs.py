@@ -22,7 +22,6 @@ from headway.core.engine.cache.block_manager import BlockManager
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
 from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
 from headway.core.engine.execution.static_inputs import (
@@ -38,6 +37,7 @@ from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps, draw, greedy
 from headway.core.select.layer_specs import LayerSpecs
 from headway.registry import create_registry
+from made_engine import made_engine
 from run_engine import generate
 from tiny_model import TinyModel
 
@@ -159,9 +159,7 @@ def test_reason_for_a_step_without_graph_is_named(caplog: pytest.LogCaptureFixtu
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="walk", block_size=8, max_num_batched_tokens=24, max_model_len=64, max_num_seqs=6)
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    return make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=9 * 8 * 512, **options))
-    )
+    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=9 * 8 * 512, **options))
 
 
 @pytest.mark.sampled(4, 1)
@@ -283,7 +281,7 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     prompts = [[3, 1], [4, 1, 5], [9, 2, 6], [5]]
     made = engine()
     registry = create_registry([WalkPlugin()], load_entry_points=False)
-    fast = make_engine(EngineParts(model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose)))
+    fast = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose))
     fast.executor.capture(Again())
     expected = [each.token_ids for each in generate(made, prompts, wishes)]
     assert [each.token_ids for each in generate(fast, prompts, wishes)] == expected
@@ -292,11 +290,7 @@ def test_a_graph_draws_for_the_rows_that_want_it() -> None:
     assert not fast.stats.steps_waiting
     assert fast.stats.num_graph_steps == 8
     changed.clear()
-    inside = make_engine(
-        EngineParts(
-            model=TinyModel(), source=registry, config=made.config, sampling=SamplingOps(choose=choose, filter=torch_filter)
-        )
-    )
+    inside = made_engine(TinyModel(), registry, made.config, sampling=SamplingOps(choose=choose, filter=torch_filter))
     inside.executor.capture(Again())
     assert [each.token_ids for each in generate(inside, prompts, wishes)] == expected
     assert not changed

@@ -12,12 +12,12 @@ from torch import Tensor
 from graph_stub import PiecesTape, Tape
 from headway.core.contract.errors import BackendError
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.captured_step import borrowed
 from headway.core.engine.execution.graph_set import MAX_TOKENS, PiecewiseGraphs, piecewise_sizes
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry
+from made_engine import made_engine
 from run_engine import generate
 from tiny_model import TinyModel
 
@@ -32,9 +32,7 @@ def test_sizes_waste_less_than_half_a_step() -> None:
 
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="sdpa.math", block_size=8, max_model_len=64, max_num_seqs=6, kv_cache_memory=40 * 8 * 512)
-    return make_engine(
-        EngineParts(model=TinyModel(), source=create_registry(load_entry_points=False), config=replace(config, **options))
-    )
+    return made_engine(TinyModel(), create_registry(load_entry_points=False), replace(config, **options))
 
 
 def test_steps_of_prompts_extends_and_decodes_are_the_same_in_pieces_and_larger_ones_are_counted() -> None:

@@ -12,10 +12,10 @@ import torch
 from graph_stub import Tape
 from headway.core.contract.backend import GraphLevel
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.testing.broken.attention import PlainBackend
+from made_engine import made_engine
 from registries import registering
 from run_engine import generate
 from tiny_model import TinyModel
@@ -50,9 +50,7 @@ class Again(Tape):
 def engine(**options: object) -> EngineLoop:
     config = EngineConfig(attn_backend="plain", block_size=8, max_num_batched_tokens=40, max_model_len=48, max_num_seqs=4)
     registry = registering(plain=Uniform)
-    return make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=replace(config, kv_cache_memory=30 * 8 * 512, **options))
-    )
+    return made_engine(TinyModel(), registry, replace(config, kv_cache_memory=30 * 8 * 512, **options))
 
 
 @pytest.mark.parametrize("wish", [{"temperature": 0}, {"seed": 3}], ids=str)

@@ -14,12 +14,12 @@ from graph_backend import Again, WalkPlugin
 from headway.core.contract.errors import ConfigError
 from headway.core.contract.sampling_plugins import LogitsProcessorInfo
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import HostRows
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.logprobs import TokenLogprobs
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry, create_registry
+from made_engine import made_engine
 from run_engine import Written, drain, generate
 from sample_tokens import DRAWS_INSIDE, FILTERS_INSIDE
 from tiny_model import TinyModel
@@ -79,7 +79,7 @@ NAMED = {
 
 
 def engine(registry: Registry, config: EngineConfig, **options: Any) -> EngineLoop:
-    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, hosts=HostRows(None, NAMED), **options))
+    return made_engine(TinyModel(), registry, config, hosts=HostRows(None, NAMED), **options)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:

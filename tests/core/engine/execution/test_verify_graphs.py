@@ -18,12 +18,12 @@ from headway.core.contract.model import Model
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.contract.state import MAMBA2
 from headway.core.engine.data.config import EngineConfig
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.attention import HostBlockTables, MirroredTables
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
 from headway.registry import Registry
+from made_engine import made_engine
 from proposer_stub import Told, told_of
 from registries import registering
 from run_engine import generate
@@ -45,9 +45,7 @@ def made(
     **options: object,
 ) -> EngineLoop:
     config, model = replace(CONFIG, **options), model or TinyModel()
-    return make_engine(
-        EngineParts(model=model, source=source, config=config, sampling=sampling, proposer=proposer, measured=False)
-    )
+    return made_engine(model, source, config, sampling=sampling, proposer=proposer, measured=False)
 
 
 def requests(wish: dict[str, float]) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -202,9 +200,7 @@ def test_a_backend_that_cannot_be_captured_wide_is_named(caplog: pytest.LogCaptu
         graph_level = GraphLevel.DECODE
 
     registry = registering(wide=Narrow)
-    engine = make_engine(
-        EngineParts(model=TinyModel(), source=registry, config=CONFIG, proposer=Told(lambda _: [1]), measured=False)
-    )
+    engine = made_engine(TinyModel(), registry, CONFIG, proposer=Told(lambda _: [1]), measured=False)
     with caplog.at_level("WARNING", "headway"):
         engine.executor.capture(Again())
     (record,) = caplog.records

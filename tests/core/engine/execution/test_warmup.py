@@ -19,12 +19,12 @@ from headway.core.contract.compiled import announce_compilation
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.step import StepInput
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.execution.host_rows import Launched
 from headway.core.engine.execution.model_runner import ModelRunner
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import create_registry, hookimpl
+from made_engine import made_engine
 from run_engine import drain
 from tiny_model import TinyModel
 
@@ -83,7 +83,7 @@ class Plugin:
 def engine_with(backend: type[Lazy], ahead: Any = nullcontext, **options: Any) -> EngineLoop:
     registry = create_registry([Plugin(backend)], load_entry_points=False)
     config = replace(CONFIG, attn_backend=backend.name, **options)
-    return make_engine(EngineParts(model=TinyModel(), source=registry, config=config, compile_ahead=ahead))
+    return made_engine(TinyModel(), registry, config, compile_ahead=ahead)
 
 
 def serve(engine: EngineLoop, prompts: list[list[int]], seed: int) -> None:

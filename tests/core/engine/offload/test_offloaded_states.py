@@ -14,10 +14,10 @@ from headway.core.engine.cache.checkpoints import Checkpoints
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.state_slots import StateSlots
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.loop import EngineLoop
 from headway.core.sampling.params import SamplingParams
 from headway.registry import Registry
+from made_engine import made_engine
 from proposer_stub import told_of
 from run_engine import generate
 from stateful_model import MODELS
@@ -61,7 +61,7 @@ def test_a_start_comes_back_with_its_state(registry: Registry, name: str, rows: 
     One row has four checkpoints, so that half of the prompts' states have been overwritten; with four rows
     most pages have, and few states.
     """
-    engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=replace(CONFIG, max_num_seqs=rows)))
+    engine = made_engine(MODELS[name], registry, replace(CONFIG, max_num_seqs=rows))
     assert tokens(engine) == expected_of(name)
     again = generate(engine, PROMPTS, GREEDY)
     assert [each.token_ids for each in again] == expected_of(name)
@@ -84,7 +84,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(registry: Registry, name: str
     computed = {}
     for mode in ("recompute", "swap"):
         config = replace(CONFIG, preemption_mode=mode, kv_cache_memory=memory)
-        engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config))
+        engine = made_engine(MODELS[name], registry, config)
         assert tokens(engine) == expected_of(name)
         stats = engine.stats
         assert stats.num_preemptions > 0
@@ -104,7 +104,7 @@ def test_a_state_is_copied_from_the_slot_of_the_last_draft_that_held(registry: R
     for memory in range(least, least + 6000, 1500):
         config = replace(CONFIG, preemption_mode="swap", kv_cache_memory=memory, num_speculative_tokens=4)
         guesses = told_of(texts, wrong_every=4)
-        engine = make_engine(EngineParts(model=MODELS[name], source=registry, config=config, proposer=guesses, measured=False))
+        engine = made_engine(MODELS[name], registry, config, proposer=guesses, measured=False)
         assert tokens(engine) == expected_of(name)
         swapped += engine.stats.states_swapped
         check(engine)
@@ -163,4 +163,4 @@ def test_a_thousand_crowded_lives_write_the_tokens_of_lone_texts(registry: Regis
 )
 def test_what_cannot_keep_states_is_refused(registry: Registry, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_engine(EngineParts(model=MODELS["gated delta"], source=registry, config=replace(CONFIG, **options)))
+        made_engine(MODELS["gated delta"], registry, replace(CONFIG, **options))

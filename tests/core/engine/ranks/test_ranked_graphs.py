@@ -11,9 +11,9 @@ from headway.core.contract.ranks import Ranks
 from headway.core.contract.sampling_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.sampling.params import SamplingParams
 from headway.core.sampling.sampler import TORCH_SAMPLING, SamplingOps
+from made_engine import made_engine
 from proposer_stub import Told
 from ranked_model import RankedModel
 from registries import registering
@@ -37,7 +37,7 @@ def write(ranks: Ranks, sampling: SamplingOps, wishes: list[SamplingParams], pro
     )
     model: Any = RankedModel(ranks)
     options: Any = {"proposer": proposer, "measured": False}
-    engine = make_engine(EngineParts(model=model, source=REGISTRY, config=config, sampling=sampling, ranks=ranks, **options))
+    engine = made_engine(model, REGISTRY, config, sampling=sampling, ranks=ranks, **options)
     engine.executor.capture(Again())
     return generate(engine, PROMPTS, wishes), engine.stats
 

@@ -9,11 +9,11 @@ import pytest
 from headway.core.contract.errors import ConfigError
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence, Status
-from headway.core.engine.engine import EngineParts, make_engine
 from headway.core.engine.scheduling.drafting import COSTLY, MEASURING, Drafting
 from headway.core.sampling.params import SamplingParams
 from headway.core.speculation.proposers import PLAIN, UNGUESSED, StepTimes, width_of
 from headway.registry import Registry
+from made_engine import made_engine
 from proposer_stub import Told, told_of
 from run_engine import drain, generate
 from tiny_model import TinyModel
@@ -147,12 +147,9 @@ def test_times_come_from_the_table_until_they_are_measured() -> None:
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=3, max_tokens=24)], ids=["greedy", "sampled"])
 def test_measured_drafts_change_no_token(registry: Registry, params: SamplingParams, overlapped: bool) -> None:
     config = replace(SMALL, async_scheduling=overlapped)
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=config)), PROMPTS, params)
-    ]
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, config), PROMPTS, params)]
     texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, plain, strict=True)]
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=config, proposer=told_of(texts)))
+    engine = made_engine(TinyModel(), registry, config, proposer=told_of(texts))
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, params)] == plain
     assert set(engine.stats.steps_without_drafts) <= {COSTLY, MEASURING, "no guess"}
@@ -163,12 +160,9 @@ def test_measured_drafts_change_no_token(registry: Registry, params: SamplingPar
 def test_the_built_in_proposers_change_no_token(registry: Registry, name: str) -> None:
     from headway.core.contract.sampling_plugins import ProposerOptions
 
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), PROMPTS, GREEDY)
-    ]
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
     proposer = registry.proposer(name).make(ProposerOptions())
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     for _ in range(2):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert engine.stats.num_draft_tokens > 0
@@ -187,11 +181,8 @@ class Broken(Told):
 def test_a_broken_proposer_is_named_and_costs_no_request(
     registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = [
-        each.token_ids
-        for each in generate(make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL)), PROMPTS, GREEDY)
-    ]
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+    plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     with caplog.at_level("WARNING", "headway"):
         assert [each.token_ids for each in generate(engine, PROMPTS, GREEDY)] == plain
     assert len(caplog.records) == len(PROMPTS)
@@ -201,7 +192,7 @@ def test_a_broken_proposer_is_named_and_costs_no_request(
 
 def test_abort_during_verification_frees_every_page(registry: Registry) -> None:
     proposer = Told(lambda _: [1, 2, 3])
-    engine = make_engine(EngineParts(model=TinyModel(), source=registry, config=SMALL, proposer=proposer, measured=False))
+    engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     for number, prompt in enumerate(PROMPTS):
         engine.add_request(str(number), engine.limits.checked(prompt, GREEDY))
     for _ in range(4):
