@@ -87,7 +87,7 @@ def test_both_parts_of_a_step_keep_their_plans(plugin: ModuleType) -> None:
         (8, {"decode": "cuda_cores"}, ("auto", False)),
     ],
 )
-def test_the_kernels_of_decode_follow_the_heads_or_the_user(
+def test_kernels_of_decode_follow_the_heads(
     plugin: ModuleType, heads: int, options: dict[str, str], expected: tuple[str, bool]
 ) -> None:
     backend = plugin.FlashInfer(spec(num_heads=heads, num_kv_heads=2, head_dim=64), HND, 16, options)

@@ -206,9 +206,7 @@ def test_flash_attn_calls(monkeypatch: pytest.MonkeyPatch, case_name: str, calls
 
 
 @pytest.mark.parametrize(("layer", "rows"), [(spec(), 2), (spec(sliding_window=5), 1), (spec(num_heads=2), 1)], ids=str)
-def test_flash_attn_folds_the_heads_of_a_group_into_rows(
-    monkeypatch: pytest.MonkeyPatch, layer: AttentionSpec, rows: int
-) -> None:
+def test_flash_attn_folds_heads_of_a_group_into_rows(monkeypatch: pytest.MonkeyPatch, layer: AttentionSpec, rows: int) -> None:
     fake = FlashAttn2()
     install(monkeypatch, fake)
     check(FlashAttention2, case_of("decode", layer, FlashAttention2))

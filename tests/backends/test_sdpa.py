@@ -63,7 +63,7 @@ def test_the_way_taken_on_a_gpu_gives_the_same_answers(phase: str, case: str) ->
     ],
     ids=str,
 )
-def test_rows_that_follow_one_another_are_read_where_they_lie(
+def test_contiguous_rows_are_read_where_they_lie(
     tables: list[list[int]], in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -78,7 +78,7 @@ def test_all_that_the_default_model_lacks_is_named_at_once(monkeypatch: pytest.M
     )
 
 
-def test_nothing_is_announced_where_no_reader_is_installed(
+def test_nothing_is_announced_without_a_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "model.gguf"

@@ -265,9 +265,7 @@ def test_a_rank_hook_that_answers_none_leaves_it_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("answer", [["sdpa"], ["sdpa", "sdpa"], ["sdpa", "sdpa.math", "flash"], "sdpa", ["sdpa", 1], 7], ids=repr)
-def test_a_rank_that_is_no_order_of_the_candidates_is_named_and_passed_over(
-    answer: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rank_that_is_no_order_is_named_and_passed_over(answer: object, caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     registry = make(mine=Plugin(rank=answer))
     assert registry.rank(spec(), Phase.DECODE, ["sdpa.math", "sdpa"]) == ["sdpa", "sdpa.math"]

@@ -133,9 +133,7 @@ def test_unknown_names_are_answered_with_those_there_are(registry: Registry) -> 
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",
 )
-def test_what_a_hook_hands_in_is_checked_and_a_plugin_comes_whole_or_not_at_all(
-    registry: Registry, plugin: Plugin, words: str
-) -> None:
+def test_what_a_hook_hands_in_is_checked_and_taken_whole_or_not(registry: Registry, plugin: Plugin, words: str) -> None:
     fresh = create_registry(load_entry_points=False)
     with pytest.raises(PluginError, match=re.escape(words)):
         fresh.add_plugin("toy", "toy", plugin)

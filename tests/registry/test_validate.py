@@ -339,9 +339,7 @@ def test_a_distribution_that_is_on_the_path_twice_counts_once(plugins: Path, mon
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_plugin_is_a_record_and_registers_nothing(
-    registry: Registry, plugins: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_broken_plugin_registers_nothing(registry: Registry, plugins: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install(plugins, f"broken_{name}", BROKEN[name])
     broken = create(plugins, monkeypatch)
     (failure,) = broken.failures

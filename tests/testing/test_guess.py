@@ -363,9 +363,7 @@ class LosesElements(PlainBackend):
         (DoublesWithOneKvHead, {"kv_heads": 1, "group": 4}),
     ],
 )
-def test_a_mistake_without_a_name_is_found(
-    made: type[PlainBackend], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unnamed_mistake_is_found(made: type[PlainBackend], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert_guessed(made, changes, "", monkeypatch)
 
 

@@ -146,7 +146,7 @@ def shifted(spec: StateSpec, parameters: StateParameters, *given: Any) -> tuple[
         (with_rules(convolve=shifted), StateCell("answer", "extend", "conv"), "channel 0", "taps shifted by one"),
     ],
 )
-def test_what_is_kept_or_computed_wrongly_is_found_with_its_place_and_a_guess(
+def test_what_is_kept_or_computed_wrongly_is_found_with_its_place(
     found: type[PlainStates], cell: StateCell, where: str, words: str
 ) -> None:
     result = StateKit(state_subject_of(found, torch.device("cpu"))).run(cell)

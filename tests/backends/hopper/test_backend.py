@@ -253,7 +253,7 @@ LIMITS = StepLimits(max_num_tokens=4096, max_num_seqs=64, max_model_len=16384)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 1, 256)])
-def test_no_step_takes_a_kernel_that_the_warm_up_has_not_met(
+def test_no_step_takes_a_kernel_unmet_in_warm_up(
     monkeypatch: pytest.MonkeyPatch, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     met: set[Any] = set()

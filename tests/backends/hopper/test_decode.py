@@ -175,7 +175,7 @@ STEPS = [
 
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize(("query_len", "kv_lens"), STEPS)
-def test_partial_results_of_latents_fit_what_is_kept_free(
+def test_partial_results_of_latents_fit(
     monkeypatch: pytest.MonkeyPatch, num_heads: int, query_len: int, kv_lens: list[int]
 ) -> None:
     latent_by_the_host(monkeypatch, 0, multiprocessors=132)

@@ -219,7 +219,7 @@ def test_a_list_of_tritons_own_making_counts_as_missing() -> None:
     assert found() is None
 
 
-def test_a_folder_that_cannot_be_written_is_replaced_for_this_process(
+def test_an_unwritable_folder_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -244,7 +244,7 @@ def test_a_read_only_folder_is_read(own_folder: Path, monkeypatch: pytest.Monkey
     assert Path(other.put(b"more", "kernel.cubin")).read_bytes() == b"more"
 
 
-def test_a_full_disk_is_worked_around_and_leaves_nothing(
+def test_a_full_disk_is_worked_around(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     replace = os.replace

@@ -135,9 +135,7 @@ class TwoLayers(TritonAttention):
 @pytest.mark.parametrize("name", WRITING)
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_decode_writes_the_new_token_itself(
-    registry: Registry, layout: CacheLayout, block_size: int, name: str, lengths: str
-) -> None:
+def test_decode_writes_the_new_token(registry: Registry, layout: CacheLayout, block_size: int, name: str, lengths: str) -> None:
     """Launched, and in a graph, where it is a programmatic dependent of the layer before and cut for far longer sequences."""
     layer = layer_of(**WRITING[name])
     case = new_token_case(lengths, layer, layout, block_size)

@@ -179,7 +179,7 @@ def error_of_writing(
 @pytest.mark.parametrize("dtype", [torch.float32, rare(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("block_size", [16, rare(48)])
 @pytest.mark.parametrize("layout", [VLLM_5D, rare(NHD), rare(HND)], ids=lambda layout: layout.name)
-def test_decode_writes_the_new_token_itself(layout: CacheLayout, block_size: int, dtype: torch.dtype) -> None:
+def test_decode_writes_the_new_token(layout: CacheLayout, block_size: int, dtype: torch.dtype) -> None:
     error = error_of_writing(spec(dtype=dtype), layout, block_size, num_splits="3")
     assert error < TritonAttention.tolerance[dtype]
 

@@ -315,9 +315,7 @@ def test_offsets_are_where_gather_reads(
 @BY_THE_HOST
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_a_staged_tile_fills_its_memory_and_eight_chunks_meet_eight_banks(
-    arithmetic: ctypes.CDLL, head_dim: int, itemsize: int
-) -> None:
+def test_a_staged_tile_fills_its_memory_and_meets_eight_banks(arithmetic: ctypes.CDLL, head_dim: int, itemsize: int) -> None:
     x = 16 // itemsize
     whole = list(range(0, TILE * head_dim * itemsize, 16))
     assert sorted(arithmetic.staged_k(piece, slot) for piece in range(head_dim // x) for slot in range(TILE)) == whole

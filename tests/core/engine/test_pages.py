@@ -89,9 +89,7 @@ def pattern(layers: int, every: int, window: int) -> list[AttentionSpec]:
     ids=["gemma3-270m", "gemma3-1b", "gemma3-4b", "gemma3-12b", "gemma3-27b", "gpt-oss"],
 )
 @pytest.mark.parametrize("chunk", [2048, 16384])
-def test_at_16_sequences_of_8192_tokens_the_pool_holds_many_more(
-    layers: int, every: int, window: int, times: float, chunk: int
-) -> None:
+def test_the_pool_holds_many_more_than_16_long_sequences(layers: int, every: int, window: int, times: float, chunk: int) -> None:
     """Run, not computed: as many as fit are admitted, prompt by prompt, and decode beside each other without preemption."""
     specs, length, block_size = pattern(layers, every, window), 8192, 16
     layouts = [NHD] * layers

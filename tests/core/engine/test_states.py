@@ -79,9 +79,7 @@ def test_an_odd_budget_leaves_few_checkpoints_and_right_tokens(registry: Registr
     [("gated delta", False), ("gated delta", True), ("no attention", True)],
     ids=["one by one", "overlapped", "no attention"],
 )
-def test_states_that_a_step_without_memory_has_moved_on_are_computed_again(
-    registry: Registry, name: str, overlapped: bool
-) -> None:
+def test_states_that_a_failed_step_has_moved_on_are_computed_again(registry: Registry, name: str, overlapped: bool) -> None:
     model, sizes = copy.copy(EVERY[name]), [0]
     called, logits = type(model).__call__, type(model).compute_logits
 

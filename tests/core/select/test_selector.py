@@ -246,9 +246,7 @@ def test_a_refused_auto_says_which_backend_lacks_what() -> None:
     ],
     ids=["decode only", "prefill only", "no extend"],
 )
-def test_a_backend_for_some_phases_asked_for_alone_is_refused_and_the_fix_keeps_it(
-    asked: type[AttentionBackend], kept: tuple[str, ...]
-) -> None:
+def test_a_backend_for_some_phases_is_refused_and_the_fix_keeps_it(asked: type[AttentionBackend], kept: tuple[str, ...]) -> None:
     source = Source(backend("fine"), asked)
     with pytest.raises(UnsupportedError, match="phase: needs") as caught:
         select(source, "part")

@@ -37,9 +37,7 @@ def cut(tiles: int, warps: int, stages: int = 2) -> ExpertCutRule:
 @pytest.mark.parametrize(
     ("add", "tokens"), [(rows_of(8), 11), (lots_of(8), 11), pytest.param(lots_of(32), 30, marks=pytest.mark.slow)]
 )
-def test_clamped_experts_with_biases_and_rows_that_end_within_a_slice(
-    monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int
-) -> None:
+def test_clamped_experts_with_biases_and_part_of_a_slice(monkeypatch: pytest.MonkeyPatch, add: Add, tokens: int) -> None:
     check(monkeypatch, add, "mxfp4", CLAMPED, 160, tokens)
 
 
@@ -100,7 +98,7 @@ def test_tiles_that_reach_beyond_an_expert(monkeypatch: pytest.MonkeyPatch, tile
     ],
 )
 @pytest.mark.parametrize(("add", "tokens"), [(rows_of(8), 9), (lots_of(8), 9), (lots_of(32), 33)])
-def test_experts_without_a_gate_and_shared_ones_in_float16(
+def test_ungated_and_shared_experts_in_float16(
     monkeypatch: pytest.MonkeyPatch, form: str, config: ExpertsConfig, add: Add, tokens: int
 ) -> None:
     check(monkeypatch, add, form, config, 192 if form == "int4" else 176, tokens, dtype=torch.float16)

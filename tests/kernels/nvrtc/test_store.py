@@ -127,7 +127,7 @@ def test_a_damaged_file_is_compiled_again(kept_log: pytest.LogCaptureFixture, da
     assert compiler.calls == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_a_compilation_and_one_warning(
+def test_an_unwritable_folder_costs_a_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_log: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("no folder")
@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_and_one_warning(
     assert kept_log.text.count("cannot be written (Not a directory): every process compiles its kernels again") == 1
 
 
-def test_a_full_disk_leaves_nothing_half_written(
+def test_a_full_disk_leaves_no_half_file(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, kept_log: pytest.LogCaptureFixture
 ) -> None:
     def full(*arguments: object) -> None:

@@ -105,9 +105,7 @@ def test_a_row_with_a_nan_has_no_token(device: str, place: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("room", "programs"), [(4, 4), (64, 4), (512, 8)])
-def test_lists_without_room_and_programs_with_many_logits(
-    device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_lists_and_programs_with_many_logits(device: str, room: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list is too short, narrowed by both digits, or cut twice; thousands of equal logits lie at its lower end."""
     monkeypatch.setattr("headway.kernels.sampling.top_k_top_p_kernels.LIST_CAPACITY", (room, room))
     monkeypatch.setattr("headway.kernels.sampling.top_k_top_p_kernels.MAX_PROGRAMS", programs)

@@ -104,9 +104,7 @@ def test_answers_end_at_the_ends_of_texts_turns_and_messages(cache: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("token", "told"), [("x", "eot_token_id"), (2.5, "eot_token_id"), (2**32 - 1, "")])
-def test_a_damaged_end_of_turns_is_told(
-    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: Any, told: str
-) -> None:
+def test_a_damaged_end_is_told(cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: Any, told: str) -> None:
     path, _ = written(tmp_path, "lfm2", eos_token_id=3, eot_token_id=token)
     if told:
         with pytest.raises(ModelError, match=told):
@@ -230,9 +228,7 @@ REFUSED: list[tuple[str, Change, str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), REFUSED)
-def test_what_a_file_lacks_or_says_too_much_is_refused(
-    cache: Path, tmp_path: Path, name: str, change: Change, words: str
-) -> None:
+def test_what_a_file_lacks_or_adds_is_refused(cache: Path, tmp_path: Path, name: str, change: Change, words: str) -> None:
     path, _ = written(tmp_path, name, change)
     with pytest.raises(ModelError, match=words):
         gguf.convert(path)

@@ -113,7 +113,7 @@ def test_the_files_of_one_checkpoint_are_read(tmp_path: Path, files: dict[str, s
         ({"m-00001-of-00003": "a", "m-00003-of-00003": "b"}, None, r"lacks m-00002-of-00003\.safetensors, which m-00001-.* says"),
     ],
 )
-def test_files_of_no_or_two_checkpoints_are_refused(
+def test_files_of_no_checkpoint_are_refused(
     tmp_path: Path, files: dict[str, str], named: dict[str, str] | None, words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
@@ -154,9 +154,7 @@ def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None
         (lambda weights: weights.take("a", (LAST.even(8), 3)), r"a needs shape \[8, 3\] by config.json, got \[2, 3\]"),
     ],
 )
-def test_what_a_checkpoint_does_not_hold_is_refused_by_name(
-    tmp_path: Path, take: Callable[[Weights], object], words: str
-) -> None:
+def test_what_a_checkpoint_lacks_is_refused_by_name(tmp_path: Path, take: Callable[[Weights], object], words: str) -> None:
     save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
     with pytest.raises(ModelError, match=words) as caught:
         take(open_folder(tmp_path))
@@ -383,9 +381,7 @@ def test_a_gguf_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
         find(str(tmp_path / "missing.gguf"))
 
 
-def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_that_is_none_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))

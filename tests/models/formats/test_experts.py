@@ -316,7 +316,7 @@ TENSORS: list[tuple[str, Callable[[dict[str, Tensor]], None], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "words"), TENSORS)
-def test_a_tensor_that_cannot_be_is_named_with_its_file(
+def test_an_impossible_tensor_is_named(
     tmp_path: Path, name: str, change: Callable[[dict[str, Tensor]], None], words: str
 ) -> None:
     quantized, _ = save_both(tmp_path, FORMATS[name])

@@ -88,9 +88,7 @@ def test_parts_of_different_forms_or_plain_ones_are_expanded(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_expanded_is_told_once_with_its_size(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype
-) -> None:
+def test_what_is_expanded_is_told_with_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture, dtype: torch.dtype) -> None:
     quantized, _ = save_both(tmp_path, FORMATS["fp8 blocks"])
     with caplog.at_level(logging.INFO, "headway"):
         load_model(str(quantized), str(dtype).removeprefix("torch."), skip_tokenizer_init=True)

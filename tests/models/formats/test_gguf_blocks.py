@@ -38,9 +38,7 @@ def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "types", [*({"down_proj": name} for name in BLOCK_TYPES), MIXED], ids=lambda types: "-".join(types.values())
 )
-def test_logits_differ_from_those_of_the_expanded_model_by_the_rounding_of_activations(
-    types: dict[str, str], tmp_path: Path
-) -> None:
+def test_logits_differ_from_the_expanded_models_by_rounding(types: dict[str, str], tmp_path: Path) -> None:
     """A rounding of x in groups of 32 is off by 2e-5 of x in 16 bits, by 0.4 to 0.8 % in 8; a model adds such errors up."""
     save_block_model(tmp_path, types, seed=7)
     kept, expanded = (load_model(str(tmp_path), "auto", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False))

@@ -86,7 +86,7 @@ class Steps:
     ],
     ids=["decode", "padded", "prompt of a token", "prefill beside it", "extend beside it", "verify"],
 )
-def test_only_decode_of_one_token_each_is_written_by_the_backend(
+def test_only_decode_of_one_token_is_written_by_backends(
     lens: list[tuple[int, int]], decode_query_len: int, calls: list[str]
 ) -> None:
     steps = Steps()

@@ -112,7 +112,7 @@ def alone(registry: Registry) -> list[Written]:
 @pytest.mark.sampled(5, 3)
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("how", ["together", "chunked", "tight", "graphs", "graphs that draw", "graphs that filter", "drafts"])
-def test_batches_chunks_preemption_graphs_and_drafts_change_nothing(
+def test_neither_batches_nor_graphs_nor_drafts_change_it(
     registry: Registry, alone: list[Written], how: str, overlapped: bool
 ) -> None:
     config = replace(SMALL, async_scheduling=overlapped)

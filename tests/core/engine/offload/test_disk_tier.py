@@ -92,7 +92,7 @@ def test_a_readable_folder_of_an_earlier_version_is_closed(tmp_path: Path) -> No
     assert modes(tmp_path) == {tmp_path.name: 0o755, "salt": 0o700}  # the outer one is the user's own
 
 
-def test_pages_in_a_folder_of_another_user_are_refused(
+def test_a_folder_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "salt").mkdir()

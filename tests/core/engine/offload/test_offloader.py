@@ -144,9 +144,7 @@ def test_host_tier_without_room_loses_pages() -> None:
 
 @pytest.mark.parametrize("broken", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("max_stored", [0, 50])
-def test_failed_copies_are_recomputed_counted_and_logged_once(
-    broken: float, max_stored: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_copies_are_recomputed_and_logged_once(broken: float, max_stored: int, caplog: pytest.LogCaptureFixture) -> None:
     tiers = Tiers(num_pages=8, num_slots=16, mode="swap", max_stored=max_stored)
     tiers.finish(sequence("kept", [1] * 24, 1), sequence("in its place", [2] * 30, 1))
     tiers.settle()

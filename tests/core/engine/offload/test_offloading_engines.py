@@ -162,9 +162,7 @@ def fold(path: Path) -> None:
 @pytest.mark.parametrize(
     "harm", [flip, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (cut, empty, exchange, fold, Path.unlink))]
 )
-def test_damaged_file_is_recomputed_and_counted(
-    registry: Registry, tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_file_is_recomputed(registry: Registry, tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture) -> None:
     first = make_engine(EngineParts(model=PLAIN, source=registry, **on_disk(tmp_path)))
     expected = tokens(first, PROMPTS[:2])
     finish(first)

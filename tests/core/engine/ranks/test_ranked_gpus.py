@@ -53,9 +53,7 @@ def test_a_model_over_two_gpus_writes_what_it_writes_on_one() -> None:
     assert written[0] == written[1]
 
 
-def test_gpus_that_are_not_to_reach_each_other_sum_by_nccl(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpus_without_peer_access_sum_by_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     written = []
     for disabled in ("0", "1"):
         monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)

@@ -140,7 +140,7 @@ def sequence(name: str, known: KnownAdapter | None, prompt: int, tokens: int) ->
     spare=st.integers(0, 6),
     budget=st.integers(4, 30),
 )
-def test_every_request_runs_with_its_own_adapter_in_a_slot(
+def test_every_request_runs_with_its_adapter(
     wanted: list[tuple[int, int, int]], slots: int, max_num_seqs: int, spare: int, budget: int
 ) -> None:
     """With preemption too, which gives slots up and takes them again."""

@@ -178,9 +178,7 @@ class Broken(Told):
 @pytest.mark.parametrize(
     "proposer", [Broken(lambda _: []), Told(lambda _: [50]), Told(lambda _: [-1])], ids=["raises", "50", "-1"]
 )
-def test_a_broken_proposer_is_named_and_costs_no_request(
-    registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_proposer_costs_no_request(registry: Registry, proposer: Told, caplog: pytest.LogCaptureFixture) -> None:
     plain = [each.token_ids for each in generate(made_engine(TinyModel(), registry, SMALL), PROMPTS, GREEDY)]
     engine = made_engine(TinyModel(), registry, SMALL, proposer=proposer, measured=False)
     with caplog.at_level("WARNING", "headway"):
