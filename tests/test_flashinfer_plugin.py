@@ -41,12 +41,7 @@ CHANGED = {"sliding_window": 7, "softcap": 20.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "changes"),
-    [
-        *((name, NHD, {}) for name in CASES),
-        ("verify", HND, {}),
-        ("decode ragged", HND, CHANGED),
-    ],
+    ("name", "layout", "changes"), [*((name, NHD, {}) for name in CASES), ("verify", HND, {}), ("decode ragged", HND, CHANGED)]
 )
 def test_it_computes_every_phase(plugin: ModuleType, name: str, layout: CacheLayout, changes: dict[str, Any]) -> None:
     layer = spec(num_heads=4, num_kv_heads=2, head_dim=64, **changes)

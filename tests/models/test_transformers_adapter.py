@@ -82,11 +82,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {},
     "OPTForCausalLM": {"ffn_dim": 80, "word_embed_proj_dim": 48, "init_std": 0.2},
     "GPTNeoXForCausalLM": {"rotary_pct": 0.5},
-    "Phi3ForCausalLM": {
-        "max_position_embeddings": 256,
-        "original_max_position_embeddings": 64,
-        "rope_parameters": LONGROPE,
-    },
+    "Phi3ForCausalLM": {"max_position_embeddings": 256, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE},
     "GraniteForCausalLM": {"attention_multiplier": 0.4, "logits_scaling": 3.0, "residual_multiplier": 0.7},
     "Olmo2ForCausalLM": {},
     "Starcoder2ForCausalLM": {"sliding_window": WINDOW},

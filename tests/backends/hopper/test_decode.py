@@ -104,8 +104,7 @@ def latent_layer(num_heads: int = 16, **changes: object) -> AttentionSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_heads", "block_size", "cluster"),
-    [(128, 64, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in RARE_TILES)],
+    ("num_heads", "block_size", "cluster"), [(128, 64, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in RARE_TILES)]
 )
 def test_every_tile_compiles(
     compiler: Compiler, num_heads: int, block_size: int, cluster: int, caplog: pytest.LogCaptureFixture
@@ -162,15 +161,7 @@ def test_options_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         HostLatent(latent_layer(device=torch.device("cpu")), LATENT, 16, {"cluster": "0"})
 
 
-STEPS = [
-    (1, [4096] * 64),
-    (1, [16384]),
-    (1, [2048] * 8),
-    (5, [9000, 3, 70]),
-    (300, [5000]),
-    (1, [2] * 700),
-    (64, [900] * 64),
-]
+STEPS = [(1, [4096] * 64), (1, [16384]), (1, [2048] * 8), (5, [9000, 3, 70]), (300, [5000]), (1, [2] * 700), (64, [900] * 64)]
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])

@@ -41,11 +41,7 @@ def layer_of(**changes: object) -> AttentionSpec:
 
 
 def check(
-    case_name: str,
-    layer: AttentionSpec,
-    layout: CacheLayout = NHD,
-    block_size: int = 16,
-    options: dict[str, str] | None = None,
+    case_name: str, layer: AttentionSpec, layout: CacheLayout = NHD, block_size: int = 16, options: dict[str, str] | None = None
 ) -> None:
     most = 8 if case_name == "verify" else 1
     lens = parse_case(CASES.get(case_name, case_name), most)

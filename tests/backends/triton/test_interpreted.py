@@ -60,8 +60,7 @@ def everyday(spec_name: str, case_name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("spec_name", "case_name"),
-    [pytest.param(*cell, marks=[] if everyday(*cell) else pytest.mark.slow) for cell in GRID],
+    ("spec_name", "case_name"), [pytest.param(*cell, marks=[] if everyday(*cell) else pytest.mark.slow) for cell in GRID]
 )
 def test_matches_float64(case_name: str, spec_name: str) -> None:
     assert error_of(case_of(case_name, LAYERS[spec_name])) < 2e-6
@@ -387,8 +386,7 @@ def test_a_captured_plan_is_cut_anew_for_each_replay() -> None:
 
 @pytest.mark.parametrize("case_name", [rare("prefill"), "mixed", rare("verify")])
 @pytest.mark.parametrize(
-    ("layer", "layout"),
-    [("expanded", VLLM_5D), ("192/128", NHD), ("longer value", HND), ("expanded, window softcap sinks", NHD)],
+    ("layer", "layout"), [("expanded", VLLM_5D), ("192/128", NHD), ("longer value", HND), ("expanded, window softcap sinks", NHD)]
 )
 def test_unequal_heads(layer: str, layout: CacheLayout, case_name: str) -> None:
     error, lse = errors_of(TritonAttention, latent_case(case_name, UNEQUAL[layer], layout))

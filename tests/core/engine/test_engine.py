@@ -265,10 +265,7 @@ def test_the_attention_op_is_opaque_to_the_compiler(registry: Registry) -> None:
 def test_an_fp8_cache_halves_the_memory_and_keeps_the_tokens_near(registry: Registry) -> None:
     """In the engine, through chunks, preemption and prefix copies; the pool obeys the type that was asked for."""
     half = replace(SMALL, kv_cache_dtype="fp8_e4m3")
-    plain, small = (
-        made_engine(TinyModel(), registry, SMALL),
-        made_engine(TinyModel(), registry, half),
-    )
+    plain, small = (made_engine(TinyModel(), registry, SMALL), made_engine(TinyModel(), registry, half))
     assert {cache.key.dtype for cache in small.executor.caches} == {torch.float8_e4m3fn}
     assert small.capacity.pool.num_pages == 4 * plain.capacity.pool.num_pages
     expected, whole = run(plain, GREEDY), run(small, GREEDY)
@@ -321,13 +318,7 @@ def test_drafts_change_no_token_and_spare_steps(registry: Registry, params: Samp
     engine = made_engine(TinyModel(), registry, config, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected
     assert engine.stats.num_steps < plain.stats.num_steps / 2
-    assert (
-        run(
-            made_engine(TinyModel(), registry, config, proposer=Told(lambda _: [1, 2]), measured=False),
-            params,
-        )
-        == expected
-    )
+    assert run(made_engine(TinyModel(), registry, config, proposer=Told(lambda _: [1, 2]), measured=False), params) == expected
     tight = replace(config, max_model_len=48, kv_cache_memory=12 * 8 * 256)
     engine = made_engine(TinyModel(), registry, tight, proposer=Told(propose), measured=False)
     assert run(engine, params) == expected

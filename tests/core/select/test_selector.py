@@ -105,20 +105,7 @@ def test_parse_backend_request(text: str, prefill: str, decode: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "  ",
-        "=",
-        ",",
-        "a,b",
-        "a,",
-        "prefill=",
-        "prefill=a,",
-        "prefil=a",
-        "prefill=a,b",
-        "prefill=a,prefill=b",
-        "extend=a",
-    ],
+    ["", "  ", "=", ",", "a,b", "a,", "prefill=", "prefill=a,", "prefil=a", "prefill=a,b", "prefill=a,prefill=b", "extend=a"],
 )
 def test_any_other_text_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape("auto, NAME, or prefill=NAME,decode=NAME")) as caught:

@@ -109,12 +109,7 @@ def test_ungated_and_shared_experts_in_float16(
 @pytest.mark.parametrize("lot", [8, 32])
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        (lambda weight: int4(weight, 128), float8),
-        (int8, lambda weight: int4(weight, 64)),
-        (float8, float4),
-        (float4, int8),
-    ],
+    [(lambda weight: int4(weight, 128), float8), (int8, lambda weight: int4(weight, 64)), (float8, float4), (float4, int8)],
     ids=["int4 of 128, fp8", "int8, int4 of 64", "fp8, mxfp4", "mxfp4, int8"],
 )
 def test_products_of_two_forms(monkeypatch: pytest.MonkeyPatch, first: object, second: object, lot: int) -> None:

@@ -158,8 +158,7 @@ CASES_OF_FORMS = [(form, config, count, way) for form in FORMS for config in (PL
 
 
 @pytest.mark.parametrize(
-    ("form", "config", "num_tokens", "method"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES_OF_FORMS)],
+    ("form", "config", "num_tokens", "method"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES_OF_FORMS)]
 )
 def test_every_form_by_every_way(form: str, config: ExpertsConfig, num_tokens: int, method: str) -> None:
     check_form(form, config, num_tokens, method)

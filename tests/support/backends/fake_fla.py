@@ -187,11 +187,7 @@ def _lens(starts: Tensor | None) -> list[int]:
 def modules() -> dict[str, ModuleType]:
     """The library's modules, by the names under which they are imported."""
     found = {name: ModuleType(name) for name in ("fla", "fla.ops")}
-    for name, function in (
-        ("gated_delta_rule", chunk_gated_delta_rule),
-        ("kda", chunk_kda),
-        ("simple_gla", chunk_simple_gla),
-    ):
+    for name, function in (("gated_delta_rule", chunk_gated_delta_rule), ("kda", chunk_kda), ("simple_gla", chunk_simple_gla)):
         module = found[f"fla.ops.{name}"] = ModuleType(f"fla.ops.{name}")
         setattr(module, function.__name__, function)
     return found

@@ -24,11 +24,7 @@ from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
 from headway.core.engine.execution.graph_set import DecodeGraphs, PrefillGraphs, capture_sizes
-from headway.core.engine.execution.static_inputs import (
-    DecodeInputs,
-    ModelStep,
-    decode_shapes,
-)
+from headway.core.engine.execution.static_inputs import DecodeInputs, ModelStep, decode_shapes
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare

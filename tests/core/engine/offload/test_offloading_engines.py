@@ -92,10 +92,7 @@ def test_offloading_a_cache_of_8_bits_changes_no_token(registry: Registry, name:
 
 
 def on_disk(folder: Path, weights: str = "these", **options: Any) -> dict[str, Any]:
-    return {
-        "config": small(PLAIN, kv_offload_size="4MiB", kv_offload_dir=str(folder), **options),
-        "weights": weights,
-    }
+    return {"config": small(PLAIN, kv_offload_size="4MiB", kv_offload_dir=str(folder), **options), "weights": weights}
 
 
 def files(folder: Path) -> list[Path]:
