@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,18 @@ from fake_flash_attn_3 import ARGUMENTS, HOMES, FlashAttn3
 from headway.backends import flash_attn_3 as module
 from headway.backends.flash_attn_3 import FlashAttention3
 from headway.backends.flash_attn_3_library import Library, Operators
-from headway.core.contract.backend import BackendInfo, StepLimits, fits
+from headway.core.contract.backend import StepLimits, fits
 from headway.core.contract.errors import BackendError
 from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, LayerCache, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 from headway.core.oracle.cases import Case, make_case, parse_case, reference, relative_error, run_backend
-from headway.registry import create_registry, hookimpl
+from headway.core.oracle.cells import CheckCell
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.subject import load_subject
 from latent_layers import errors_of, strided
+from registries import registering
 
 GPU = torch.device("cuda")
 CLAIMS = FlashAttention3.capabilities
@@ -320,39 +322,32 @@ def test_the_kernel_says_where_it_comes_from(fake: FlashAttn3) -> None:
 # The kit, over the stand-in: what a GPU is held to, but for the device's own checks.
 
 
-@pytest.fixture
-def kit(fake: FlashAttn3, monkeypatch: pytest.MonkeyPatch) -> Kit:
-    class OnCpu(FlashAttention3):
-        name = "fa3_on_cpu"
-        capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
+class OnCpu(FlashAttention3):
+    name = "fa3_on_cpu"
+    capabilities = dataclasses.replace(CLAIMS, devices=("cpu",))
 
-        @classmethod
-        def available(cls) -> Support:
-            return YES
+    @classmethod
+    def available(cls) -> Support:
+        return YES
 
-    class Plugin:
-        @hookimpl
-        def headway_register_backends(self) -> list[BackendInfo]:
-            return [BackendInfo("fa3_on_cpu", "over a stand-in", lambda: OnCpu, api_version=2)]
 
-    registry = create_registry([Plugin()], load_entry_points=False)
-    return Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registry))
+@functools.cache
+def kit() -> tuple[Kit, list[CheckCell]]:
+    """The kit over the stand-in, and its quick cells, which take seconds to list."""
+    made = Kit(load_subject("fa3_on_cpu", torch.device("cpu"), registering(fa3_on_cpu=OnCpu)))
+    return made, made.cells(quick=True)
+
+
+CHECKS = ["claims", "lse", "answer", "graph", "bounds", "options", "repeat", "refuse", "tolerance", "turns"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        *("claims", "lse"),
-        *(
-            pytest.param(check, marks=pytest.mark.slow)
-            for check in ("answer", "graph", "bounds", "options", "repeat", "refuse", "tolerance", "turns")
-        ),
-    ],
-)
-def test_the_quick_cells_of_the_kit_pass(kit: Kit, check: str) -> None:
-    cells = [cell for cell in kit.cells(quick=True) if cell.check == check]
-    results = [kit.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
+@pytest.mark.xdist_group("kit of flash_attn_3")
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_quick_cells_of_the_kit_pass(fake: FlashAttn3, check: str) -> None:
+    made, listed = kit()
+    cells = [cell for cell in listed if cell.check == check]
+    results = [made.run(cell) for cell in (cells[::3] if check == "answer" else cells)]
     assert results
     assert [(result.cell, result.reason) for result in results if result.status == "failed"] == []
 

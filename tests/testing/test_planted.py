@@ -20,7 +20,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Support
 from headway.core.oracle.cells import CheckCell
-from headway.testing.broken.attention import PLANTED, PlainBackend
+from headway.testing.broken.attention import PLANTED, PlainBackend, PlainPlan
 from headway.testing.kit.cover import MANY_HEADS
 from headway.testing.kit.kit import Kit
 from headway.testing.kit.report import CellResult
@@ -97,21 +97,14 @@ def test_what_shows_from_the_65th_query_head_on_is_found_by_the_cells_of_many_he
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMED)
-def test_nothing_is_found_where_nothing_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.testing.broken import attention as planted
-    from headway.testing.broken.attention import PlainBackend
-
-    monkeypatch.setitem(planted.PLANTED, "nothing", PlainBackend)
-    right = Kit(load_subject("broken:nothing", torch.device("cpu")))
+def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
+    right = Kit(subject_of(PlainBackend, torch.device("cpu")))
     results: list[CellResult] = [right.run(cell) for cell in cells_for(name)]
     assert [result.status for result in results] == ["passed"] * len(results), results
 
 
 @pytest.mark.parametrize("stale", [False, True], ids=["keeps its tensors", "copies them"])
 def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.testing.broken import attention as planted
-    from headway.testing.broken.attention import PlainBackend, PlainPlan
-
     class Uniform(PlainBackend):
         graph_level = GraphLevel.UNIFORM
 
@@ -120,7 +113,7 @@ def test_a_captured_prompt_finds_its_blocks_where_they_were_planned(stale: bool,
                 return PlainPlan(metadata)
             return PlainPlan(replace(metadata, block_table=metadata.block_table.clone()))
 
-    monkeypatch.setitem(planted.PLANTED, "uniform", Uniform)
+    monkeypatch.setitem(PLANTED, "uniform", Uniform)
     tried = Kit(load_subject("broken:uniform", torch.device("cpu")))
     result = tried.run(
         CheckCell("prompt", layout="nhd", block_size=8, head_dim=32, group=2, feature="none").plain("prompt", phase="prefill")
@@ -248,6 +241,7 @@ def test_a_right_backend_passes_a_cell_of_each_check(odd: Odd) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(7, 1, then="soak")
 @pytest.mark.parametrize("odd", KINDS, ids=lambda odd: odd.name)
 def test_a_right_backend_passes_every_quick_cell(odd: Odd) -> None:
     kit = kit_of(odd)

@@ -259,20 +259,6 @@ def test_int8_scales_are_read_by_strides_and_any_split() -> None:
         assert relative_error(run_backend(backend, case), reference(case), case) < 2e-6
 
 
-def test_the_scales_of_an_fp8_cache_matter() -> None:
-    case = case_of("decode", spec(kv_dtype=FP8, k_scale=0.02, v_scale=0.05))
-    other = dataclasses.replace(case, spec=spec(kv_dtype=FP8, k_scale=0.03, v_scale=0.05))
-    assert relative_error(reference(other), reference(case), case) > 1e-2
-
-
-@pytest.mark.slow
-def test_partial_results_are_clean_after_use() -> None:
-    case = case_of("2q1s70_1q1s300", spec())
-    backend = TritonAttention(case.spec, NHD, 16, {"num_splits": "5"})
-    first, again = run_backend(backend, case), run_backend(backend, case)
-    assert torch.equal(first, again)
-
-
 @pytest.mark.parametrize("tokens", [rare(1), 5, rare(300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

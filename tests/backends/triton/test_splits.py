@@ -44,12 +44,6 @@ def test_larger_tiles_serve_many_programs_of_large_blocks() -> None:
     assert decode_configs(DEFAULT, 256, 2, 256, split_rows=False)[0].block_n == 16
 
 
-def test_no_multiprocessor_gets_a_large_program_more_than_the_others() -> None:
-    """35 x 9,606 tokens with 8 kv heads: 280 programs of large tiles are three on some multiprocessors and two on the rest."""
-    assert [cut(batch, 9606) for batch in (33, 34, 35, 40, 44)] == [("few", 4), *[("few", 3)] * 4]
-    assert cut(48, 9606) == ("many", 1)
-
-
 def test_no_keys_and_no_sequences_need_no_splits() -> None:
     assert choose_cut(8, 0, KV, 2, H200, (FEW,)) == (FEW, 1)
     assert choose_cut(0, 10, KV, 2, H200, (FEW,)) == (FEW, 1)
@@ -66,11 +60,6 @@ def test_the_cut_is_the_cheapest_and_within_its_bounds(items: int, keys: int, mu
     assert expected_us(config, splits, items, keys, KV, rows, multiprocessors) <= whole
 
 
-def test_more_rows_make_merging_dearer_and_splits_fewer() -> None:
-    counts = [choose_cut(8, 4096, KV, rows, H200, (FEW,))[1] for rows in (2, 4, 16)]
-    assert counts == sorted(counts, reverse=True)
-
-
 def parts_of(count: int, tiles: int, num_kv_heads: int = 8) -> tuple[int, int]:
     """Query tiles that keep their keys, and the parts of the others; `count` query tiles see `tiles` tiles of keys each."""
     rule = RunRule(SM_90.extend, num_kv_heads, 128, 128, H200)
@@ -83,16 +72,6 @@ def test_an_extend_is_split_where_its_query_tiles_are_fewer_than_multiprocessors
     assert parts_of(13, 38, num_kv_heads=2) == (0, 4), "the same, 16/2 heads: 26 programs"
     assert parts_of(16, 469) == (0, 1), "512 new tokens of 60,000: 128 programs"
     assert parts_of(96, 24) == (0, 1), "six full waves"
-
-
-def test_only_the_last_wave_is_split_where_it_is_not_full() -> None:
-    assert parts_of(22, 24) == (16, 2), "176 programs are 128 and 48"
-    assert parts_of(17, 400)[0] == 16
-
-
-def test_few_keys_are_not_split() -> None:
-    assert parts_of(4, 1) == (0, 1)
-    assert parts_of(4, 2)[1] <= 2
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=200), st.integers(1, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -23,7 +24,6 @@ pytest.importorskip("triton")
 BF16 = torch.bfloat16
 SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
 """Of a block of threads, and of an H200."""
-EVERYDAY = ("fp8 blocks", "qwen3"), ("mxfp4", "gpt_oss")
 
 
 def variants(form: str, shape: str) -> list[ExpertVariant]:
@@ -47,28 +47,6 @@ def test_cuts_fit_into_shared_memory_and_leave_few_warps_idle(form: str, shape: 
         assert cut.stages >= 2
         assert -(-slices // cut.warps) * cut.warps <= max(2, 1.34 * slices)
         assert not variant.each.gated or cut.tiles % 2 == 0
-
-
-@pytest.mark.parametrize(
-    ("form", "shape"),
-    [
-        pair if pair in EVERYDAY else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in product(("fp8 blocks", "fp8 rows", "mxfp4", "int4"), PUBLISHED)
-        if pair != ("fp8 blocks", "rank")
-    ],
-)
-def test_sources_compile(form: str, shape: str) -> None:
-    compiler, support = find_compiler()
-    assert compiler is not None, str(support)
-    for variant in variants(form, shape):
-        assert variant.source.compile("sm_90", compiler).startswith(b"\x7fELF")
-
-
-def test_another_generation_has_the_kernel_too() -> None:
-    compiler, support = find_compiler()
-    assert compiler is not None, str(support)
-    for variant in variants("int4", "qwen3")[2:4]:
-        assert variant.source.compile("sm_80", compiler).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,22 +108,39 @@ def test_cuts_fit_beside_one_another_and_boxes_end_with_an_expert(form: str, sha
         assert variant.outputs % variant.box == 0
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("form", "shape"),
-    [
-        pair if pair in EVERYDAY else pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in product(("fp8 blocks", "fp8 rows", "mxfp4", "int4"), PUBLISHED)
-        if pair != ("fp8 blocks", "rank")
-    ],
-)
-def test_sources_of_lots_compile(form: str, shape: str, caplog: pytest.LogCaptureFixture) -> None:
+Variants = list[ExpertVariant] | list[LotsVariant]
+
+
+def compile_all(found: Variants, caplog: pytest.LogCaptureFixture) -> None:
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
     caplog.set_level("INFO", "headway")
-    for variant in lot_variants(form, shape):
+    for variant in found:
         assert variant.source.compile("sm_90a", compiler).startswith(b"\x7fELF")
     assert "serialized" not in caplog.text, "each product would wait for the one before it"
+
+
+@pytest.mark.slow
+def test_another_generation_has_the_kernel_too() -> None:
+    compiler, support = find_compiler()
+    assert compiler is not None, str(support)
+    for variant in variants("int4", "qwen3")[2:4]:
+        assert variant.source.compile("sm_80", compiler).startswith(b"\x7fELF")
+
+
+def test_some_sources_compile(caplog: pytest.LogCaptureFixture) -> None:
+    compile_all(variants("mxfp4", "gpt_oss")[:2], caplog)
+    compile_all(lot_variants("fp8 blocks", "qwen3")[:1], caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(4, then="soak")
+@pytest.mark.parametrize("made", [variants, lot_variants])
+@pytest.mark.parametrize("shape", PUBLISHED)
+@pytest.mark.parametrize("form", ["fp8 blocks", "fp8 rows", "mxfp4", "int4"])
+def test_sources_compile(form: str, shape: str, made: Callable[..., Variants], caplog: pytest.LogCaptureFixture) -> None:
+    if (form, shape) != ("fp8 blocks", "rank"):  # whose rows end within a block
+        compile_all(made(form, shape), caplog)
 
 
 @pytest.mark.parametrize(

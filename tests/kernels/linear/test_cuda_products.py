@@ -152,9 +152,17 @@ def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capabil
         assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("rows", [1, 8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (16, 32, 128))])
-@pytest.mark.parametrize("form", [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.slow) for name in READ])
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    [
+        (EVERYDAY[0], 1),
+        *(
+            pytest.param(form, rows, marks=[pytest.mark.slow, *[pytest.mark.soak] * ((place + rows) % 5 > 1)])
+            for place, form in enumerate(READ)
+            for rows in (1, 8, 16, 32, 64, 128)
+        ),
+    ],
+)
 def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
@@ -221,8 +229,10 @@ def test_large_weights_keep_every_multiprocessor_copying() -> None:
         assert each * variant.cut.stages * weight >= 44 * 1024, (variant.cut, each)
 
 
-@pytest.mark.parametrize("rows", [16, 128, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 32, 64))])
-@pytest.mark.parametrize("blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.sampled(3, then="soak")
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("blocks", [True, False])
 def test_float8_sources_compile(blocks: bool, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
