@@ -36,7 +36,6 @@ pytest.importorskip("triton")
 BF16, FP16 = torch.bfloat16, torch.float16
 SHARED_BYTES, MULTIPROCESSORS = 227 * 1024, 132
 """Of a block of threads, and of an H200."""
-EVERYDAY = "fp8 blocks", "int4 of 64 with zeros"
 READ = list(FORMS)
 
 
@@ -152,17 +151,10 @@ def test_few_rows_fit_gpus_with_less_shared_memory(form: str, rows: int, capabil
         assert fitted(variant.cut, variant.weight, variant.most_rows, SHARED_BYTES) == variant.cut
 
 
-@pytest.mark.parametrize(
-    ("form", "rows"),
-    [
-        (EVERYDAY[0], 1),
-        *(
-            pytest.param(form, rows, marks=[pytest.mark.slow, *[pytest.mark.soak] * ((place + rows) % 5 > 1)])
-            for place, form in enumerate(READ)
-            for rows in (1, 8, 16, 32, 64, 128)
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sampled(4, then="soak")
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("form", READ)
 def test_sources_compile(form: str, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     compiler, support = find_compiler()
     assert compiler is not None, str(support)
