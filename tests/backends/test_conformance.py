@@ -39,7 +39,7 @@ def quick_cells(name: str) -> list[CheckCell]:
 
 @pytest.mark.sampled(13, 1)
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
-@pytest.mark.parametrize("name", map(by_kit, CPU_BACKENDS))
+@pytest.mark.parametrize("name", [by_kit(name) for name in CPU_BACKENDS])
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     results = [kit(name).run(cell) for cell in quick_cells(name) if cell.check == check]
     assert results or (name, check) == ("native", "lse")  # which it does not declare

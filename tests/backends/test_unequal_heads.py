@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from backend_cases import CASES, spec
+from backend_cases import CASES, LAYOUTS, SPECS, spec
 from headway.backends.sdpa import SDPA, SDPAMath
+from headway.core.contract import layout as layouts
 from headway.core.contract.backend import AttentionBackend
-from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheLayout, write_rows
-from headway.core.contract.metadata import Phase
-from headway.core.oracle.cases import make_case, parse_case
+from headway.core.contract.errors import ConfigError
+from headway.core.contract.layout import HND, LATENT, NHD, VLLM_5D, CacheGeometry, CacheLayout, LayerCache, write_rows
+from headway.core.contract.metadata import AttentionMetadata, Phase
+from headway.core.contract.spec import AttentionSpec
+from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
+from headway.core.oracle.oracle import attend as exact
+from headway.registry import Registry, create_registry
+from headway.testing.kit.checks.answers import dependent, invariance_case
+from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
 from latent_layers import IN_KEY, UNEQUAL, case_of, dense_errors, errors_of, strided
+from shared_plans import errors_over_shared_plans
 
 BACKENDS = pytest.mark.parametrize("backend", [SDPA, SDPAMath], ids=lambda backend: backend.name)
 
@@ -85,3 +95,161 @@ def test_a_backend_that_needs_whole_blocks_refuses_foreign_memory() -> None:
     cache = strided(case_of("decode", spec(), NHD)).cache
     assert SDPA.accepts(cache)
     assert "one piece of memory" in str(Whole.accepts(cache))
+
+
+@pytest.mark.parametrize("backend", [SDPA, SDPAMath])
+@pytest.mark.parametrize("name", CASES)
+def test_sdpa(name: str, backend: type[AttentionBackend]) -> None:
+    layer = spec(kv_dtype=torch.float8_e4m3fn, sinks=(0.0,) * 4)
+    assert max(errors_over_shared_plans(backend, layer, name, layouts.write_rows)) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "hopper", "flash_attn_3", "flash_attn_4"])
+@pytest.mark.parametrize("name", CASES)
+def test_shared_plans_on_a_gpu(name: str, backend: str) -> None:
+    registry = create_registry(load_entry_points=False)
+    if not (support := registry.availability(backend)):
+        pytest.skip(support.brief)
+    if Phase.DECODE not in registry.backend(backend).capabilities.phases and name not in ("prefill", "extend"):
+        pytest.skip(f"{backend} serves no decode")
+    layer = spec(num_heads=8, head_dim=128, dtype=torch.bfloat16, device=torch.device("cuda", 0), sinks=(0.0,) * 8)
+    assert max(errors_over_shared_plans(registry.backend(backend), layer, name, layouts.write_rows)) < 1.2e-2
+
+
+NAMES = list(create_registry(load_entry_points=False).backends)
+
+
+def check(registry: Registry, name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
+    asked = dataclasses.replace(layer, batch_invariant=True)
+    for phase in Phase:
+        support = registry.supports(name, asked, layout, block_size, phase)
+        if not support and name not in registry.able(layer.device):
+            pytest.skip(str(support))
+        claims = registry.backend(name).capabilities.batch_invariant
+        assert ("batch_invariant" in {reason.what for reason in support.reasons}) != claims, str(support)
+        if not support:
+            return
+    writer = registry.layout(layout.name).load_writer(layer.device)
+    case = invariance_case(layer, layout, block_size, writer)
+    assert not dependent(registry.backend(name)(case.spec, layout, block_size), case)
+
+
+@pytest.mark.parametrize("spec_name", ["gqa 2", "mha", "gqa 8, head_dim 80", "head_dim 24", "window softcap alibi", "alibi"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_cpu(registry: Registry, name: str, layout: CacheLayout, spec_name: str) -> None:
+    check(registry, name, SPECS[spec_name], layout, 16)
+
+
+GPU_CELLS = {
+    "nhd 256, 16/8, bf16": (NHD, 256, 16, 8, torch.bfloat16),
+    "nhd 16, 32/8, bf16": (NHD, 16, 32, 8, torch.bfloat16),
+    "vllm_5d 16, 8/1, fp16": (VLLM_5D, 16, 8, 1, torch.float16),
+    "hnd 64, 16/8, fp32": (HND, 64, 16, 8, torch.float32),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", GPU_CELLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(registry: Registry, name: str, cell: str) -> None:
+    layout, block_size, num_heads, num_kv_heads, dtype = GPU_CELLS[cell]
+    layer = spec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, device=torch.device("cuda"))
+    check(registry, name, layer, layout, block_size)
+
+
+class Dependent(SDPA):
+    """Off by a rounding where it is not alone."""
+
+    name = "dependent"
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Any, out: Tensor, lse: Tensor | None) -> None:
+        super()._attend(q, keys, values, group, out, lse)
+        if len(q) > group.count * group.query_len:
+            out[group.tokens] *= 1 + 2**-23
+
+
+def test_a_dependence_of_one_bit_would_be_seen(registry: Registry) -> None:
+    case = invariance_case(spec(), NHD, 16, registry.layout("nhd").load_writer(spec().device))
+    assert len(dependent(Dependent(case.spec, NHD, 16), case)) > 20
+
+
+GEOMETRY = Geometry(4, 2, 32)
+CPU = torch.device("cpu")
+
+
+def layer(device: str, **options: str) -> SDPA:
+    return SDPA(make_spec(GEOMETRY, torch.float32, None, torch.device(device)), NHD, 16, options)
+
+
+def takes_cudnn(backend: SDPA) -> bool:
+    with backend.allowed_kernels():
+        return bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def test_cudnn_which_plans_for_every_shape_must_be_asked_for() -> None:
+    assert not takes_cudnn(layer("cuda"))
+    assert takes_cudnn(layer("cuda", cudnn="1"))
+    with pytest.raises(ConfigError, match=r"sdpa\.cudnn: needs 0 or 1, got '2'"):
+        layer("cuda", cudnn="2")
+    with pytest.raises(ConfigError, match=r"sdpa\.math"):
+        SDPAMath(make_spec(GEOMETRY, torch.float32, None, CPU), NHD, 16, {"cudnn": "1"})
+
+
+@pytest.mark.parametrize(("phase", "case"), [("prefill", "2q20"), ("prefill", "2q8s40_1q5s5"), ("decode", "3q1s17_2q3s30")])
+def test_the_way_taken_on_a_gpu_gives_the_same_answers(phase: str, case: str) -> None:
+    step = build_case(make_work(phase, case, GEOMETRY, make_spec(GEOMETRY, torch.float32, None, CPU)), NHD, 16, 0)
+    backend = layer("cpu")
+    backend.on_gpu = True
+    out, plan = torch.full_like(step.q, torch.nan), backend.plan(step.metadata)
+    if phase == "decode":
+        backend.decode(step.q, step.cache, plan, out)
+    else:
+        backend.prefill(step.q, step.k, step.v, step.cache, plan, out)
+    assert relative_error(out, reference(step), step) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tables", "in_place"),
+    [
+        ([[3, 4, 5]], True),
+        ([[1, 2, 3], [5, 6, 7]], True),
+        ([[1, 2, 3], [4, 5, 6], [7, 8, 9]], True),
+        ([[3, 5, 4]], False),
+        ([[5, 6, 7], [1, 2, 3]], False),
+        ([[1, 2, 3], [3, 4, 5], [6, 7, 8]], False),
+        ([[1, 3, 5]], False),
+    ],
+    ids=str,
+)
+def test_contiguous_rows_are_read_where_they_lie(
+    tables: list[list[int]], in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+    gathered: list[Tensor] = []
+    gather = LayerCache.gather
+
+    def noted(cache: LayerCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+        gathered.append(slots)
+        return gather(cache, slots)
+
+    monkeypatch.setattr(LayerCache, "gather", noted)
+    for layout in (NHD, HND):
+        cache = layout.allocate(CacheGeometry.of(spec, 10, 4))
+        for tensor in cache.tensors.values():
+            tensor.normal_(generator=generator)
+        kv_lens = [11] * len(tables)
+        metadata = AttentionMetadata.build([1] * len(tables), [10] * len(tables), tables, 4)
+        backend = SDPA(spec, layout, 4)
+        q = torch.randn(len(tables), 4, 8, generator=generator)
+        out = torch.empty_like(q)
+        gathered.clear()
+        backend.decode(q, cache, backend.plan(metadata), out)
+        assert bool(gathered) == (not in_place or layout is HND)
+        for row, (table, kv_len) in enumerate(zip(tables, kv_lens, strict=True)):
+            slots = torch.tensor([table[at // 4] * 4 + at % 4 for at in range(kv_len)])
+            k, v = (t.double() for t in gather(cache, slots))
+            expected = exact(spec, q[row : row + 1], k, v, kv_len - 1)[0]
+            torch.testing.assert_close(out[row : row + 1].double(), expected, rtol=1e-5, atol=1e-6)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from absent_gpu import most_local_bytes
 from backend_cases import spec
-from cubin_registers import most_local_bytes
 from headway.backends.hopper import backend, latent
 from headway.backends.hopper.decode import HopperDecoding, Ring, row_blocks, shared_bytes, variant_of
 from headway.backends.hopper.latent import HeadTile, HopperLatent

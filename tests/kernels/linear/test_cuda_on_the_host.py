@@ -22,8 +22,7 @@ from headway.kernels.linear.cuda_variant import (
 from headway.kernels.linear.forms import Float8Weight
 from headway.kernels.linear.linear import Linear
 from headway.kernels.step.operations import Norm
-from host_kernels import HostProduct, HostRotation, multiply, multiply_float8
-from host_launches import on_the_host
+from host_kernels import HostProduct, HostRotation, multiply, multiply_float8, on_the_host
 from quantized_weights import FORMS, float8, int4
 
 pytest.importorskip("triton")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cubin_registers import blocks_that_fit
+from absent_gpu import blocks_that_fit
 from headway.kernels.linear import quantized_ways
 from headway.kernels.linear.cuda_products import arranged, computes
 from headway.kernels.linear.cuda_variant import (

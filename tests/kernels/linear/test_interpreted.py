@@ -13,7 +13,7 @@ from headway.kernels.runtime.triton_launch import FixedLauncher
 from headway.kernels.step.config import LatentConfig
 from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
-from latent_steps import LITE, ODD, latent_steps
+from latent_layers import LITE, ODD, latent_steps
 from operation_inputs import Inputs, Sizes, ropes
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

@@ -29,8 +29,7 @@ from transformers_release import needs
 pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType, dequantize, quantize
 
-from gguf_keys import architecture, keys_of
-from gguf_models import converted, save_gguf
+from gguf_models import architecture, converted, keys_of, save_gguf
 
 NAMES = [
     "bamba, biased",
