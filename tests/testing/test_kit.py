@@ -74,7 +74,7 @@ def test_a_hostile_backend_is_caught(name: str, cell: CheckCell, words: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DecodeOnly", "NoPrompts", "OwnLayout"])
+@pytest.mark.parametrize("name", ["DecodeOnly", pytest.param("NoPrompts", marks=pytest.mark.soak), "OwnLayout"])
 def test_a_part_of_the_contract_is_enough(name: str) -> None:
     own = kit(name)
     layout = "slots_first" if name == "OwnLayout" else "nhd"

@@ -161,8 +161,9 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert [result.status for result in results] == ["passed"] * len(results), results
 
 
-@pytest.mark.parametrize("name", NAMED)
 @pytest.mark.slow
+@pytest.mark.sampled(3, then="soak")
+@pytest.mark.parametrize("name", NAMED)
 def test_the_quick_run_finds_every_planted_mistake(name: str) -> None:
     tried = kit(f"broken:{name}")
     cells = [cell for cell in tried.cells(quick=True) if cell.check in ("answer", "graph")]

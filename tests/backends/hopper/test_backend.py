@@ -114,8 +114,6 @@ def test_answers_match_the_oracle(features: dict[str, object], layout: CacheLayo
 
 CSRC = Path(tiles.__file__).parent / "csrc"
 PAIRS = [(dim, dim) for dim in tiles.HEAD_DIMS] + list(tiles.UNEQUAL)
-EVERYDAY = [(128, 128)]
-KINDS = [pair if pair in EVERYDAY else pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS]
 FORMATS = {"int": "i", "float": "f", "long long": "q"}
 
 
@@ -124,7 +122,8 @@ def _spec(pair: tuple[int, int], **others: object) -> AttentionSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", KINDS, ids=str)
+@pytest.mark.sampled(3, then="soak")
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kind_compiles(compiler: Compiler, pair: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "headway")
     chosen = tiles_of(*pair)

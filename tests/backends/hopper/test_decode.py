@@ -94,7 +94,7 @@ def test_partial_results_fit_what_is_kept_free(monkeypatch: pytest.MonkeyPatch, 
     assert plan.partial.nbytes <= made.workspace_bytes(4096, len(kv_lens))
 
 
-RARE_TILES = (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)
+TILES = (128, 64, 2), (16, 64, 1), (20, 16, 1), (128, 48, 1), (96, 256, 2)
 
 
 def latent_layer(num_heads: int = 16, **changes: object) -> AttentionSpec:
@@ -103,9 +103,8 @@ def latent_layer(num_heads: int = 16, **changes: object) -> AttentionSpec:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_heads", "block_size", "cluster"), [(128, 64, 2), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in RARE_TILES)]
-)
+@pytest.mark.sampled(4, then="soak")
+@pytest.mark.parametrize(("num_heads", "block_size", "cluster"), TILES)
 def test_every_tile_compiles(
     compiler: Compiler, num_heads: int, block_size: int, cluster: int, caplog: pytest.LogCaptureFixture
 ) -> None:

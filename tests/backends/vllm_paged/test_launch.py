@@ -339,7 +339,8 @@ def test_the_header_alone_is_enough() -> None:
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 EVERYDAY = [(BF16, BF16, 128, 16), (torch.float16, FP8, 80, 64)]
-RARE = [
+SHAPES = [
+    *EVERYDAY,
     (torch.float32, torch.float32, 256, 8),
     (torch.float32, torch.float32, 80, 64),
     (BF16, BF16, 64, 8),
@@ -349,11 +350,11 @@ RARE = [
     (torch.float16, torch.float16, 256, 16),
     (BF16, FP8, 128, 16),
 ]
-SHAPES = [*EVERYDAY, *(pytest.param(shape, marks=pytest.mark.slow) for shape in RARE)]
 
 
-@BY_THE_HOST
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
+@pytest.mark.slow
+@pytest.mark.sampled(5, then="soak")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(str(part).removeprefix("torch.") for part in shape))
 def test_every_kind_compiles(compiler: Compiler, shape: tuple[torch.dtype, torch.dtype, int, int], arch: str) -> None:
     arch = "sm_89" if (arch, shape[1]) == ("sm_80", FP8) else arch  # the first that converts e4m3
@@ -361,12 +362,10 @@ def test_every_kind_compiles(compiler: Compiler, shape: tuple[torch.dtype, torch
         assert variant.compile(arch, compiler).startswith(b"\x7fELF")
 
 
-@BY_THE_HOST
 def test_what_moves_blocks_compiles(compiler: Compiler) -> None:
     assert Variant(CSRC, "blocks.cu").compile("sm_80", compiler).startswith(b"\x7fELF")
 
 
-@BY_THE_HOST
 def test_what_does_not_compile_says_why(compiler: Compiler) -> None:
     constants = dict(Variant.of(CSRC, "cache.cu", BF16, BF16, 128, 16).constants)
     broken = Variant(CSRC, "cache.cu", tuple({**constants, "TYPE": "NOT_A_TYPE"}.items()))

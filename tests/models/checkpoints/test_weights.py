@@ -148,9 +148,8 @@ def test_a_copy_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None
 )
 def test_what_a_checkpoint_lacks_is_refused_by_name(tmp_path: Path, take: Callable[[Weights], object], words: str) -> None:
     save(tmp_path, a=tensor(2, 3), b=tensor(2, 1))
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=words):
         take(open_folder(tmp_path))
-    assert str(tmp_path) in str(caught.value)
 
 
 def test_left_over_tensors_are_counted_and_the_first_named(tmp_path: Path) -> None:

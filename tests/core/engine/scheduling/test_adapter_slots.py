@@ -132,7 +132,7 @@ def sequence(name: str, known: KnownAdapter | None, prompt: int, tokens: int) ->
     return Sequence(name, 0, [5] * prompt, params, frozenset(), 60, adapter=known)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     wanted=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=14),
     slots=st.integers(1, 3),

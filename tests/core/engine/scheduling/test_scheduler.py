@@ -200,8 +200,8 @@ def test_sampled_token_is_scheduled_before_the_host_has_read_it() -> None:
 
 
 @examples(
-    40,
-    200,
+    12,
+    100,
     arrivals=ARRIVALS,
     others=ARRIVALS,
     block_size=st.sampled_from([1, 4, 8]),
