@@ -76,7 +76,6 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 
 def test_the_output_of_a_command_may_differ_in_numbers_alone() -> None:
     shown = pattern("19.4 tokens/s (8 tokens, stop)")
-    assert shown is not None
     assert shown.search("  7.0  tokens/s (8 tokens, stop)")
     assert not shown.search("19.4 tokens/s (8 tokens, length)")
 

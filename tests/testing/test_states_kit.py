@@ -131,7 +131,6 @@ def of_a_head_in_turn(*given: Any) -> TokenOperands:
 
 
 def shifted(spec: StateSpec, parameters: StateParameters, *given: Any) -> tuple[Tensor, Tensor]:
-    assert parameters.conv_weight is not None
     return convolve(spec, replace(parameters, conv_weight=parameters.conv_weight.roll(1, dims=1)), *given)
 
 

@@ -39,7 +39,6 @@ def check(monkeypatch: pytest.MonkeyPatch, case: Case, order: int, multiprocesso
     """Returns the most blocks of threads of a launch."""
     made = decode_by_the_host(monkeypatch, order, multiprocessors)
     view = case.metadata.decode
-    assert view is not None
     assert view.num_tokens == len(case.q)
     assert HostDecode.supports(case.spec, case.cache.layout, case.cache.block_size, view.phase)
     assert HostDecode.accepts(case.cache)
@@ -103,7 +102,6 @@ def test_a_captured_plan_serves_other_lengths(monkeypatch: pytest.MonkeyPatch) -
     decode_by_the_host(monkeypatch, IN_TURN)
     case = case_of("1q2s400_1q2s30", layer("8/2/64"), verify=2, padding_rows=1)
     view = case.metadata.decode
-    assert view is not None
     backend = HostDecode(case.spec, NHD, 16)
     plan = backend.plan_for_capture(dataclasses.replace(view, seq_lens_cpu=torch.full_like(view.seq_lens_cpu, 4000)))
     assert plan.chunks.split
@@ -211,7 +209,6 @@ def test_a_captured_plan_of_latents_serves_other_lengths(monkeypatch: pytest.Mon
     latent_by_the_host(monkeypatch, AT_ONCE)
     case = latent_case("1q2s400_1q2s30", 32, 16, verify=2, padding_rows=1)
     view = case.metadata.decode
-    assert view is not None
     long = dataclasses.replace(view, seq_lens_cpu=torch.full_like(view.seq_lens_cpu, 4000))
     backend = HostLatent(case.spec, LATENT, 16)
     plan = backend.plan_for_capture(long)

@@ -79,7 +79,6 @@ def declared(source: str, function: str) -> list[tuple[str, str]]:
     """(type, name) of each parameter of a kernel in the sources."""
     text = re.sub(r"//.*", "", (CSRC / source).read_text())
     found = re.search(rf"{function}\(([^)]*)\) \{{", text)
-    assert found is not None
     pairs = [parameter.rpartition(" ") for parameter in " ".join(found[1].split()).split(", ")]
     return [(kind, name) for kind, _, name in pairs]
 

@@ -205,7 +205,6 @@ def test_rows_come_back_as_numbers_times_their_scales(scale_axes: tuple[str, ...
     assert torch.equal(cache.gather(slots)[1], v)
     assert torch.equal(cache.logical_key[0, 3].flatten(1), numbers[0, 0].to(torch.int8))
     scales = cache.logical_scale("key")
-    assert scales is not None
     assert scales.shape == (5, 8, 3)
     assert scales[4, 7].tolist() == [0.25] * 3
     assert not any(rows.any() for rows in cache.gather(torch.tensor([0, 9, 38])))

@@ -33,8 +33,6 @@ def test_a_mixed_step_and_its_views() -> None:
     assert metadata.slot_mapping.tolist() == [16, 17, 18, 6 * 4 + 1, 6 * 4 + 2, 3 * 4 + 0, 7 * 4 + 1]
     assert (metadata.max_query_len, metadata.max_seq_len) == (3, 9)
     prefill, decode = metadata.prefill, metadata.decode
-    assert prefill is not None
-    assert decode is not None
     assert prefill.phase is Phase.EXTEND
     assert decode.phase is Phase.DECODE
     assert prefill.query_start_loc.tolist() == [0, 3, 5]

@@ -107,7 +107,6 @@ def test_preempted_sequences_begin_again_from_a_checkpoint(registry: Registry) -
 def test_without_a_prefix_cache_no_state_is_kept(registry: Registry) -> None:
     engine = made_engine(MODELS["kda"], registry, replace(CONFIG, enable_prefix_caching=False))
     assert tokens(generate(engine, PROMPTS, GREEDY)) == expected_of("kda")
-    assert engine.capacity.states is not None
     assert engine.capacity.states.num_checkpoints == engine.stats.num_checkpoints == 0
 
 
@@ -183,7 +182,6 @@ def test_a_model_without_attention_gives_all_memory_to_states(registry: Registry
     row = sum(KEY_VALUE.bytes_per_slot(layer.spec) for layer in NO_ATTENTION.state_layers)
     config = replace(CONFIG, kv_cache_memory=CONFIG.max_num_seqs * row)
     capacity = made_engine(NO_ATTENTION, registry, config).capacity
-    assert capacity.states is not None
     assert (capacity.states.num_bytes, capacity.states.num_checkpoints) == (config.kv_cache_memory, 0)
     assert capacity.pool.num_bytes == 0
     assert capacity.pool.num_sequences(NO_ATTENTION.max_position_embeddings) == CONFIG.max_num_seqs

@@ -97,8 +97,6 @@ def test_scales_of_neighbouring_rows_lie_side_by_side() -> None:
     weight = weight_of("int4 of 64 with zeros")
     assert isinstance(weight, Int4Weight)
     read = arranged(weight)
-    assert weight.zeros is not None
-    assert read.zeros is not None
     for row, group in product((0, 5, 63), (0, 7)):
         assert read.scales[group, row] == weight.scales[row, group]
         assert read.zeros[group, row] == weight.zeros[row, group]
@@ -261,7 +259,6 @@ def test_it_takes_part_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in weights:
         assert refusal(weight) == refusal(weight, torch.float16) == "yes"
     kind = QuantizedWays(CPU).kind(Linear(weights[0], dtype=BF16, kept=True), BF16)
-    assert kind is not None
     assert FLOAT8 in kind.able(256)
     assert FLOAT8 not in kind.able(257)
     assert not any(rule(rows, [*kind.ways]).startswith(FLOAT8) for rows in (1, 16, 64, 256)), "nothing has measured it"

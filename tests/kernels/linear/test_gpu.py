@@ -113,7 +113,6 @@ def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dty
     products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
-    assert linear.bias is not None
     exact = x.double() @ linear.weight.double().T + linear.bias.double()
     assert products.takes(x, linear)
     for before in (y, torch.zeros_like(y)):
@@ -236,7 +235,6 @@ def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: 
     linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
     ways, expected = QuantizedWays(torch.device("cuda")), x.cpu().double() @ weight.dequantized(torch.float64).t()
     kind = ways.kind(linear, x.dtype)
-    assert kind is not None
     assert ("scaled_mm" in kind.ways) == ("fp8" in form and torch.cuda.get_device_capability() == (9, 0)), kind.name
     for way in kind.able(rows):
         ways.ways[way].prepare(linear)
@@ -268,7 +266,6 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
     bias = torch.randn(1024, generator=generator).to(dtype)
     linear, ways = Linear(moved(weight, "cuda"), bias.cuda(), dtype=dtype), QuantizedWays(torch.device("cuda"))
     kind = ways.kind(linear, dtype)
-    assert kind is not None
     expected_here = {"marlin": form != "int8" and (form, dtype) != ("mxfp4", torch.float16), "cutlass": "fp8" in form}
     assert (way in kind.ways) == expected_here[way], str(kind.refused.get(way))
     if way not in kind.ways:
@@ -341,7 +338,6 @@ def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, for
 
     generator = torch.Generator().manual_seed(rows)
     kernel = QuantizedWays(torch.device("cuda")).ways[way].kernel
-    assert kernel is not None
     x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
     weight = FORMS[form](torch.randn(3072, 2048, generator=generator) * 0.02)
     linear, wide = Linear(moved(weight, "cuda"), dtype=dtype), weight.dequantized(torch.float64).t()

@@ -119,7 +119,6 @@ def test_processes_that_build_the_same_at_once_read_whole_files(own_cache: Path,
 def test_a_damaged_file_is_compiled_again(kept_log: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]) -> None:
     compiler = Slow()
     first = build(BLOCKS, "sm_90", compiler)
-    assert first.path is not None
     first.path.write_bytes(damage(first.path.read_bytes()))
     assert build(BLOCKS, "sm_90", compiler).cubin == first.cubin
     assert "is damaged and is compiled again" in kept_log.text

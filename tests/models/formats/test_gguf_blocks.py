@@ -45,7 +45,6 @@ def test_logits_differ_from_the_expanded_models_by_rounding(types: dict[str, str
     down = [linear for linear, _ in kept.decoder.products if linear.in_features == 512]
     assert all(linear.reads_quantized and linear.expanded_bytes == 0 for linear in down)
     found = functions()
-    assert found is not None
     bound = {0: 1e-5, 8: 0.03 if types is MIXED else 0.02, 16: 1e-4}[found.x_bits]
     for count in (1, 5, 40):
         tokens = torch.randint(160, (count,), generator=torch.Generator().manual_seed(count))
@@ -61,7 +60,6 @@ def test_a_float32_that_is_named_rounds_nothing(tmp_path: Path) -> None:
         load_model(str(tmp_path), "float32", skip_tokenizer_init=True, keep_quantized=keep) for keep in (True, False)
     )
     tokens, found = torch.arange(20), functions()
-    assert found is not None
     own, exact = logits_of(named.decoder, tokens), logits_of(expanded.decoder, tokens)
     assert float((own - exact).norm() / exact.norm()) < 1e-5
     kept = [linear.reads_quantized and linear.in_features == 512 for linear, _ in named.decoder.products]

@@ -49,7 +49,6 @@ def tokens(engine: EngineLoop) -> list[list[int]]:
 
 def check(engine: EngineLoop) -> None:
     engine.blocks.check_integrity(engine.scheduler.holders)
-    assert engine.scheduler.offloader is not None
     engine.scheduler.offloader.tier.check_integrity(idle=True)
 
 
@@ -71,7 +70,6 @@ def test_a_start_comes_back_with_its_state(registry: Registry, name: str, rows: 
     assert rows == 4 or (stats.states_restored > 3 and stats.states_offloaded > 3)
     assert engine.snapshot().num_offloaded_states == len(engine.scheduler.offloader.tier.states)  # type: ignore[union-attr]
     states = engine.cache_usage().states
-    assert states is not None
     assert states.num_offloaded == engine.snapshot().num_offloaded_states
     assert stats.offload_bytes_in >= stats.states_restored * states.slots.bytes_per_slot
     check(engine)

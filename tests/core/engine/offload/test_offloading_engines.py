@@ -101,7 +101,6 @@ def files(folder: Path) -> list[Path]:
 
 def finish(engine: EngineLoop) -> None:
     """Wait until the disk, which works in the order of the calls, has done what it was asked for."""
-    assert engine.executor.mover is not None
     engine.executor.mover.fetch([]).result()
 
 
