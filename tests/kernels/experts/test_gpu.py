@@ -13,6 +13,7 @@ from torch import Tensor
 from dense_attention import DenseAttention
 from expert_layers import CONFIGS, FORMS, HIDDEN, Layer
 from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.fused import FusedExperts
 from headway.kernels.experts.plain import Routing
 from headway.kernels.experts.weights import ExpertWeights, forms_of
 from headway.kernels.linear.forms import merged
@@ -39,8 +40,6 @@ def run(kind: object, name: str, layer: Layer, x: Tensor, dtype: torch.dtype) ->
 
 
 def kind_of(config: ExpertsConfig, dtype: torch.dtype, batch_invariant: bool = False) -> object:
-    from headway.kernels.experts.fused import FusedExperts
-
     return FusedExperts(config, dtype, DEVICE, batch_invariant)
 
 
@@ -118,8 +117,6 @@ QUANTIZED = {
 
 
 def quantized_kind(layer: Layer, form: str, batch_invariant: bool = False) -> tuple[object, ExpertWeights]:
-    from headway.kernels.experts.fused import FusedExperts
-
     weights = layer.quantized(form, "cuda")
     kind = FusedExperts(layer.config, layer.dtype, DEVICE, batch_invariant, forms_of(weights))
     kind.layer(weights, layer.norm_of(layer.dtype, "cuda"))  # whose weights tell which kernels there are
@@ -221,8 +218,6 @@ class Given:
     """A layer of a form on the GPU, and the methods in question."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, form: str, shape: str, dtype: torch.dtype = BF16) -> None:
-        from headway.kernels.experts.fused import FusedExperts
-
         monkeypatch.setitem(FORMS, "fp8 blocks", WIDE["fp8 blocks"])
         config, self.hidden = SHAPES[shape]
         self.layer, self.dtype = Layer(config, dtype, hidden=self.hidden), dtype

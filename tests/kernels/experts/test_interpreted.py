@@ -9,7 +9,11 @@ import torch
 
 from expert_layers import CONFIGS, FORMS, HIDDEN, SMALL, UNGATED, Layer
 from headway.kernels.experts.config import ExpertsConfig
+from headway.kernels.experts.fused import Dequantized, FusedExperts
+from headway.kernels.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
 from headway.kernels.experts.plain import route, sort_by_expert
+from headway.kernels.experts.route_kernels import Router
+from headway.kernels.linear.quantized_ways import QuantizedWays
 
 CPU = torch.device("cpu")
 UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2, renormalize=True)
@@ -17,8 +21,6 @@ UNEVEN = dataclasses.replace(SMALL, intermediate_size=24, num_experts=5, top_k=2
 
 def way_of(method: str, config: ExpertsConfig, router: object) -> object:
     """A method of few and large programs, which the interpreter runs one after the other."""
-    from headway.kernels.experts.methods import ExpertTiling, RowCut, RowMethod, TileMethod
-
     if method == "rows":
         return RowMethod(config, router, CPU, RowCut(gate_rows=16, down_rows=16, down_chunk=32))
     swapped = ExpertTiling(16, 64, 32, 4, 2, swapped=True, group_m=2)
@@ -28,8 +30,6 @@ def way_of(method: str, config: ExpertsConfig, router: object) -> object:
 
 
 def check(config: ExpertsConfig, num_tokens: int, method: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-    from headway.kernels.experts.route_kernels import Router
-
     layer = Layer(config, dtype, seed)
     way = way_of(method, config, Router(config, CPU))
     x = layer.draw(num_tokens, HIDDEN)
@@ -59,8 +59,6 @@ def test_experts_without_a_gate(method: str, num_tokens: int) -> None:
 
 
 def test_what_needs_a_gate_takes_no_experts_without() -> None:
-    from headway.kernels.experts.fused import FusedExperts
-
     methods = FusedExperts(UNGATED, torch.bfloat16, CPU).methods
     assert methods
     assert "triton.rows" not in methods
@@ -82,8 +80,6 @@ def test_half_precision_and_sizes_that_fill_no_tile(method: str, dtype: torch.dt
 
 @pytest.mark.parametrize("num_tokens", [18, pytest.param(1, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.slow)])
 def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
-    from headway.kernels.experts.route_kernels import Router
-
     names = ("qwen2_moe", "deepseek_v3") if num_tokens == 18 else CONFIGS
     for name, config in ((name, CONFIGS[name]) for name in names):
         layer = Layer(config, torch.float32, seed=num_tokens)
@@ -105,8 +101,6 @@ def test_routing_equals_that_of_torch_token_by_token(num_tokens: int) -> None:
 
 @pytest.mark.parametrize("method", ["tiles", pytest.param("rows", marks=pytest.mark.slow)])
 def test_a_nan_stays_in_its_row(method: str) -> None:
-    from headway.kernels.experts.route_kernels import Router
-
     config = CONFIGS["deepseek_v3"]
     layer, router = Layer(config, torch.float32), Router(config, CPU)
     weights, norm = layer.weights(torch.float32), layer.norm_of(torch.float32)
@@ -127,11 +121,6 @@ SHARED = dataclasses.replace(CONFIGS["qwen2_moe"], num_experts=4, intermediate_s
 
 
 def quantized_way(method: str, config: ExpertsConfig) -> object:
-    from headway.kernels.experts.fused import Dequantized
-    from headway.kernels.experts.methods import ExpertTiling, RowMethod, TileMethod
-    from headway.kernels.experts.route_kernels import Router
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-
     router = Router(config, CPU)
     if method == "rows":
         return RowMethod(config, router, CPU)
@@ -195,8 +184,6 @@ def test_only_one_of_the_two_weights_may_be_quantised() -> None:
 
 
 def test_a_kind_of_quantised_layers_has_methods_that_read_them() -> None:
-    from headway.kernels.experts.fused import FusedExperts
-
     kind = FusedExperts(PLAIN, BF16, CPU, forms=("fp8 128x128", "fp8 128x128"))
     layer = Layer(PLAIN, BF16, hidden=96)
     kind.layer(layer.quantized("fp8 blocks"), layer.norm_of(BF16))

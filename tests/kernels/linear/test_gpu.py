@@ -28,11 +28,17 @@ from transformers import (
 )
 
 from headway.kernels.linear.linear import Linear
+from headway.kernels.linear.quantized_ways import QuantizedWays
+from headway.kernels.linear.tile_kernels import TiledProducts
+from headway.kernels.runtime.compile_ahead import compile_ahead
+from headway.kernels.runtime.vllm_library import find_library
+from headway.kernels.step.fused import Fused
 from headway.kernels.step.operations import Norm, TorchOperations
 from headway.models.checkpoints.weights import Weights
 from headway.models.families.families import read_decoder_config
 from headway.models.families.rope import rope_tables
 from headway.models.layers.decoder import Decoder
+from headway.tuning.measure.products import choose_products
 from operation_inputs import Inputs, Sizes, ropes
 from quantized_weights import FORMS as PLAIN_FORMS
 from quantized_weights import int4, moved
@@ -91,8 +97,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 16, 17, 64, 65, 128, 300])
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.kernels.step.fused import Fused
-
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     sizes = dataclasses.replace(STEPS[name], rows=rows)
     inputs = Inputs(sizes, dtype)
@@ -108,8 +112,6 @@ def test_every_step_is_right(name: str, rows: int, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("shape", [(5120, 2880), (2880, 4096), (4096, 4096)], ids=str)
 def test_tiles_whose_rows_are_the_weights(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
     """With a bias, added to what is there; twice, since its counters must be zero again."""
-    from headway.kernels.linear.tile_kernels import TiledProducts
-
     products = TiledProducts(torch.device("cuda"))
     linear = Linear(torch.randn(shape, device="cuda").to(dtype) * 0.02, torch.randn(shape[0], device="cuda").to(dtype))
     x, y = torch.randn(rows, shape[1], device="cuda").to(dtype), torch.randn(rows, shape[0], device="cuda").to(dtype)
@@ -178,8 +180,6 @@ def test_a_graph_gives_the_same_bits(tmp_path: Path, num_tokens: int) -> None:
 )
 def test_a_padded_batch_gives_the_same_bits(rows: int, padded: int) -> None:
     """A graph pads its batch: as long as both take the same kernel, a row must not know how many others there are."""
-    from headway.kernels.step.fused import Fused
-
     ops = Fused(*(table.cuda() for table in ropes(128)))
     inputs = Inputs(dataclasses.replace(STEPS["qwen3"], rows=padded), torch.bfloat16)
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
@@ -215,8 +215,6 @@ def assert_graphs_repeat(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", QUANTIZED_STEPS)
 def test_every_step_over_quantised_weights_is_right(name: str, form: str, rows: int, dtype: torch.dtype) -> None:
-    from headway.kernels.step.fused import Fused
-
     sizes = dataclasses.replace(QUANTIZED_STEPS[name], rows=rows)
     inputs, tables = Inputs(sizes, dtype, quantize=FORMS[form]), ropes(sizes.head_dim)
     fused = dict(inputs.results(Fused(*(table.cuda() for table in tables)), dtype, "cuda"))
@@ -229,8 +227,6 @@ def test_every_step_over_quantised_weights_is_right(name: str, form: str, rows: 
 @pytest.mark.parametrize("rows", [1, 16, 65, 500])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_way_is_right_and_gives_the_same_bits_in_a_graph(form: str, rows: int) -> None:
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-
     weight = FORMS[form](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)))
     linear, x = Linear(moved(weight, "cuda"), dtype=torch.bfloat16), torch.randn(rows, 2048, device="cuda").bfloat16()
     ways, expected = QuantizedWays(torch.device("cuda")), x.cpu().double() @ weight.dequantized(torch.float64).t()
@@ -256,9 +252,6 @@ LIBRARY_FORMS = {
 @pytest.mark.parametrize("form", LIBRARY_FORMS)
 @pytest.mark.parametrize("way", ["marlin", "cutlass"])
 def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype) -> None:
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-    from headway.kernels.runtime.vllm_library import find_library
-
     if not find_library():
         pytest.skip(f"vLLM's library: {find_library().brief}")
     generator = torch.Generator().manual_seed(12)
@@ -283,8 +276,6 @@ def test_a_way_of_vllms_library_is_right(way: str, form: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("group", [128, 1024])
 def test_x_is_rounded_to_the_nearest_after_its_norm(group: int) -> None:
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-
     x, weight = torch.randn(5, 1024, device="cuda").bfloat16(), torch.randn(1024, device="cuda").bfloat16()
     y, scales = QuantizedWays(torch.device("cuda")).rounding(x, group, Norm(weight, 1e-6))
     normed = torch.nn.functional.rms_norm(x.double(), (1024,), weight.double(), 1e-6)
@@ -309,8 +300,6 @@ def hopper() -> None:
 @pytest.mark.parametrize("way", FLOAT8_WAYS)
 def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None:
     """With a bias, and the same bits in a graph."""
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-
     generator = torch.Generator().manual_seed(rows)
     for shape in FLOAT8_SHAPES:
         weight = FORMS[form](torch.randn(shape, generator=generator))
@@ -334,8 +323,6 @@ def test_floats_of_8_bits_by_such_floats(way: str, form: str, rows: int) -> None
 @pytest.mark.parametrize("form", [form for form in FORMS if "fp8" in form])
 @pytest.mark.parametrize("way", FLOAT8_WAYS)
 def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, form: str, rows: int, dtype: torch.dtype) -> None:
-    from headway.kernels.linear.quantized_ways import QuantizedWays
-
     generator = torch.Generator().manual_seed(rows)
     kernel = QuantizedWays(torch.device("cuda")).ways[way].kernel
     x, norm = torch.randn(rows, 2048, generator=generator).to(dtype), torch.randn(2048, generator=generator).to(dtype)
@@ -352,8 +339,6 @@ def test_a_norm_before_and_a_gate_or_a_sum_behind_floats_of_8_bits(way: str, for
 
 @pytest.mark.parametrize(("rows", "padded"), [(2, 8), (9, 16), (17, 32), (40, 64)])
 def test_a_padded_batch_over_quantised_weights_gives_the_same_bits(rows: int, padded: int) -> None:
-    from headway.kernels.step.fused import Fused
-
     ops = Fused(*(table.cuda() for table in ropes(128)))
     inputs = Inputs(dataclasses.replace(QUANTIZED_STEPS["qwen3"], rows=padded), torch.bfloat16, quantize=FORMS["int4 of 128"])
     whole = dict(inputs.results(ops, torch.bfloat16, "cuda"))
@@ -362,10 +347,6 @@ def test_a_padded_batch_over_quantised_weights_gives_the_same_bits(rows: int, pa
 
 
 def test_a_start_measures_every_way_and_the_choice_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.kernels.runtime.compile_ahead import compile_ahead
-    from headway.kernels.step.fused import Fused
-    from headway.tuning.measure.products import choose_products
-
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     ops, device = Fused(*(table.cuda() for table in ropes(128))), torch.device("cuda", 0)
     weights = [FORMS["fp8 blocks"](torch.randn(1024, 2048, generator=torch.Generator().manual_seed(n))) for n in range(3)]

@@ -9,10 +9,13 @@ import numpy
 import pytest
 import torch
 
+from headway.core.contract.compiled import compile_ahead
 from headway.core.sampling.filtering import TokenFilter, torch_filter
 from headway.core.sampling.ranked_vocabulary import best_of_part, tokens_of, winners
 from headway.core.sampling.sampler import Draws, SamplingOps, draw, greedy, keys_of, sample
 from headway.core.sampling.verification import accept_drafts
+from headway.kernels.sampling.draw_kernels import FusedPart, FusedSampling
+from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
 from triton_interpreter import DEVICES
 
 NO_MIN = -math.inf
@@ -34,8 +37,6 @@ def table(wishes: Sequence[TokenFilter], device: str) -> torch.Tensor:
 
 def same(logits: torch.Tensor, wishes: Sequence[TokenFilter], draws: int = 1) -> None:
     """For several keys: tokens of both paths, and of each row alone."""
-    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
-
     fused, device, rows = TopKTopPSampler(logits.device), str(logits.device), len(logits)
     others, generator = torch.arange(rows, device=device) + 7, torch.Generator().manual_seed(rows)
     for _ in range(draws):
@@ -55,8 +56,6 @@ def test_same_tokens_as_torch(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_picked_out_of_a_table_draw_as_torch_does(device: str) -> None:
     """numpy lays picked columns one after another, whichever way the table lies."""
-    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
-
     known, rows = numpy.array(WISHES, dtype=numpy.float32).T.copy(), numpy.array([0, 2, 5, 0, 2])
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).to(device)
     keys = keys_of(range(5), [9] * 5).view(numpy.int64)
@@ -121,8 +120,6 @@ def test_full_lists_and_programs_with_many_logits(device: str, room: int, progra
 @pytest.mark.parametrize("vocab_size", [151936, 128256, 32000, 100003, 262144])
 def test_same_tokens_as_torch_at_real_sizes(rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     """A token whose sums lie within the last bit of a limit may differ, for exp2 rounds otherwise: one row in a thousand may."""
-    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
-
     generator = torch.Generator("cuda").manual_seed(rows)
     spread = torch.tensor([0.02, 1, 3, 6], device="cuda").repeat(rows)[:rows, None]
     logits = (torch.randn(rows, vocab_size, generator=generator, device="cuda") * spread).to(dtype)
@@ -139,8 +136,6 @@ def test_same_tokens_as_torch_at_real_sizes(rows: int, vocab_size: int, dtype: t
 
 @pytest.mark.gpu
 def test_a_captured_graph_filters_as_its_inputs_say() -> None:
-    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
-
     device, fused = torch.device("cuda"), TopKTopPSampler(torch.device("cuda"))
     logits = torch.randn(16, 151936, device=device, dtype=torch.bfloat16) * 3
     keys, others = torch.arange(16, device=device), torch.arange(16, device=device)
@@ -160,8 +155,6 @@ def test_a_captured_graph_filters_as_its_inputs_say() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_come_as_often_as_the_kept_ones_should(device: str) -> None:
-    from headway.kernels.sampling.top_k_top_p_kernels import TopKTopPSampler
-
     count, logits = (60 if device == "cpu" else 20000), torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -5.0], device=device)
     wishes = [TokenFilter(1, 4, 0.99, NO_MIN)] * count
     keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(1)).to(device)
@@ -180,8 +173,6 @@ def test_tokens_come_as_often_as_the_kept_ones_should(device: str) -> None:
     [(5, 4096), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 50), (3, 9001), (8, 20000)))],
 )
 def test_draws_are_those_of_torch(device: str, dtype: torch.dtype, rows: int, vocab_size: int) -> None:
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     fused = FusedSampling(torch.device(device))
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocab_size + 3, generator=generator).to(device, dtype)[:, :vocab_size]
@@ -201,8 +192,6 @@ def test_draws_are_those_of_torch(device: str, dtype: torch.dtype, rows: int, vo
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_left_out_never_comes(device: str) -> None:
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     logits = torch.full((64, 5000), -torch.inf, device=device)
     logits[:, 4321] = 0.0
     fused = FusedSampling(torch.device(device))
@@ -214,8 +203,6 @@ def test_what_is_left_out_never_comes(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [4096, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 4095, 4999))])
 def test_a_row_with_a_nan_draws_no_token(device: str, place: int) -> None:
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0, 17] = torch.inf
     logits[1, place] = torch.nan
@@ -229,9 +216,6 @@ def test_a_row_with_a_nan_draws_no_token(device: str, place: int) -> None:
 
 @pytest.mark.gpu
 def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
-    from headway.core.contract.compiled import compile_ahead
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     device = torch.device("cuda")
     logits = torch.randn(64, 5000, device=device)
     torch.full((64,), 2**62, device=device)  # whose memory the tokens are given next
@@ -243,8 +227,6 @@ def test_while_kernels_are_compiled_ahead_the_tokens_can_be_looked_up() -> None:
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_drafts_hold_as_by_torch(device: str, width: int) -> None:
     """Every number of drafts that hold, behind every number of tokens that are no new ones; and a NaN's token."""
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     generator, rows = torch.Generator().manual_seed(width), 4 * width * width
     sampled = torch.randint(0, 2, (rows, width), generator=generator)
     ids = torch.randint(0, 2, (rows, width), generator=generator)
@@ -264,8 +246,6 @@ def found_by(
     ranks: int, logits: torch.Tensor, scales: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Tokens that so many ranks choose."""
-    from headway.kernels.sampling.draw_kernels import FusedPart
-
     part, width = FusedPart(logits.device), -(-logits.shape[1] // ranks)
     padded = torch.nn.functional.pad(logits, (0, ranks * width - logits.shape[1]), value=-torch.inf)
     own = [padded[:, rank * width :][:, :width] for rank in range(ranks)]
@@ -279,8 +259,6 @@ def found_by(
     [(2, 4097), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((3, 50), (4, 20003), (8, 9001)))],
 )
 def test_tokens_are_those_of_one_rank(device: str, dtype: torch.dtype, ranks: int, vocab_size: int) -> None:
-    from headway.kernels.sampling.draw_kernels import FusedSampling
-
     fused, generator = FusedSampling(torch.device(device)), torch.Generator().manual_seed(ranks)
     logits = torch.randn(5, vocab_size, generator=generator).to(device, dtype)
     keys = torch.randint(-(2**63), 2**63 - 1, (5,), generator=generator).to(device)
@@ -294,8 +272,6 @@ def test_tokens_are_those_of_one_rank(device: str, dtype: torch.dtype, ranks: in
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_are_those_of_torch(device: str) -> None:
-    from headway.kernels.sampling.draw_kernels import FusedPart
-
     part = FusedPart(torch.device(device))
     logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0] -= 9
