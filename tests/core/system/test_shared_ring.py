@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Thread
 
 import numpy
 import pytest
 
-from headway.core.system.part_clock import PartClock
 from headway.core.system.shared_ring import RingReader, RingSize, RingWriter, shared_memory
 
 
@@ -72,35 +71,3 @@ def test_signs_of_life_are_seen_from_the_other_side() -> None:
         reader.progress.end_step()
         assert seen.step_text == "after step 1"
         assert writer.progress_of(-1).place == (0, 0, 0)
-
-
-class FakeTime:
-    """Seconds that a test lets pass."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_what_runs_inside_a_part_counts_once() -> None:
-    time = FakeTime()
-    clock = PartClock(time)
-    compiling = clock.within("compiling", nullcontext)
-    assert clock.within("compiling", None) is None
-    with clock.part("measuring"):
-        time.now += 2.0
-        with compiling():
-            time.now += 5.0
-    with clock.part("weights"):
-        time.now += 1.0
-        with compiling():
-            time.now += 0.5
-    with clock.part("nothing"):
-        time.now += 0.01
-    time.now += 0.49
-    clock.end()
-    time.now += 60.0
-    assert clock.seconds == {"compiling": 5.5, "measuring": 2.0, "weights": 1.0, "nothing": clock.seconds["nothing"]}
-    assert str(clock) == "9.0 s: compiling 5.5, measuring 2.0, weights 1.0, the rest 0.5"
