@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,6 @@ assert "LLM" in dir(headway)
 """
     result = run_python("-c", code, cwd=tmp_path)
     assert result.code == 0, result
-
-
-def test_a_python_that_imports_headway_starts_in_less_than_twice_the_time_of_one_that_does_not(tmp_path: Path) -> None:
-    def seconds(code: str) -> float:
-        started = time.perf_counter()
-        assert run_python("-c", code, cwd=tmp_path).code == 0
-        return time.perf_counter() - started
-
-    pairs = [(seconds(""), seconds("import headway")) for _ in range(5)]  # in turns, for others use this machine, too
-    bare, importing = map(min, zip(*pairs, strict=True))
-    assert importing < 2 * bare
 
 
 def test_every_extra_that_is_named_exists() -> None:
