@@ -26,7 +26,7 @@ from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.sequence import Sequence
 from headway.core.engine.data.step import NEWEST, ScheduledStep, StepInput
 from headway.core.engine.execution.attention import HostBlockTables, PagedAttention
-from headway.core.engine.execution.captured_step import borrowed
+from headway.core.engine.execution.captured_step import DecodeGraph, borrowed
 from headway.core.engine.execution.graph_set import (
     MAX_TOKENS,
     DecodeGraphs,
@@ -35,7 +35,15 @@ from headway.core.engine.execution.graph_set import (
     capture_sizes,
     piecewise_sizes,
 )
-from headway.core.engine.execution.static_inputs import DecodeInputs, ModelStep, decode_shapes
+from headway.core.engine.execution.static_inputs import (
+    DecodeInputs,
+    ModelStep,
+    Shapes,
+    StaticInputs,
+    decode_shapes,
+    prefill_shapes,
+    verify_shapes,
+)
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.scheduling.scheduler import Scheduler
 from headway.core.engine.scheduling.step_input import prepare
@@ -466,3 +474,34 @@ def test_what_is_borrowed_is_the_same_memory_and_holds_none() -> None:
     assert torch.cuda.memory_allocated() == before
     whole.fill_(7)
     assert (lent == 7).all()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [decode_shapes(graph_step(), 3), prefill_shapes(graph_step(), 7), verify_shapes(graph_step(), 1, 2)],
+    ids=["decode", "prefill", "verify"],
+)
+def test_fields_are_aligned_and_lie_apart(shapes: Shapes) -> None:
+    inputs = StaticInputs(graph_step(), [shapes])
+    planes = [plane for field, shape in zip(inputs.fields(shapes), shapes, strict=True) for plane in (field if shape[0] else ())]
+    for field in inputs.fields(shapes):
+        assert field.data_ptr() % 16 == 0
+    for number, plane in enumerate(planes):
+        plane.fill_(number)
+    assert all((plane == number).all() for number, plane in enumerate(planes))
+
+
+@torch.inference_mode()
+def test_graphs_compute_their_logits_into_one_buffer() -> None:
+    """That of the largest, though a backend that was refused may have tried a batch of one before."""
+    made = engine()
+    step = graph_step(made.executor.attention, 8, 64)
+    inputs = DecodeInputs(step, [decode_shapes(step, 6)])
+    backends = {spec: Walk(spec, made.selection.layout, 8) for spec in made.executor.attention.specs}
+    graphs = [DecodeGraph(step, inputs, size, backends) for size in (1, 6, 4, 2)]
+    assert step.logits is not None
+    assert step.logits.shape == (6, 50)
+    for graph in graphs:
+        step.logits.fill_(77)
+        graph.run()
+        assert (step.logits != 77).all(-1).tolist() == [row < graph.size for row in range(6)]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -214,3 +215,13 @@ def test_no_more_steps_are_in_flight_than_the_loop_has(monkeypatch: pytest.Monke
     engine_with(Lazy)
     assert 2 in most
     assert max(most) <= 3, "two, and the last of the round before, which the device has ended"
+
+
+def test_zeros_have_the_strides_of_the_model() -> None:
+    engine = engine_with(Lazy)
+    q, k, v = engine.executor.warmup.layer_inputs(1)
+    assert q.shape == (40, 4, 8)
+    assert k.shape == v.shape == (40, 2, 8)
+    assert q.stride() == k.stride() == v.stride() == (64, 8, 1)
+    assert k.data_ptr() - q.data_ptr() == 4 * 8 * 4
+    assert not torch.cat([q, k, v], 1).any()

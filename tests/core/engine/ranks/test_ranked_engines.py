@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -24,7 +25,7 @@ from headway.core.contract.sampling_plugins import Proposer
 from headway.core.engine.data.config import EngineConfig
 from headway.core.engine.data.executor import ExecutorLostError
 from headway.core.engine.data.stats import EngineStats
-from headway.core.engine.data.step import NEWEST, StartedRow, StepInput
+from headway.core.engine.data.step import NEWEST, NewPages, PageCopy, StartedRow, StepInput
 from headway.core.engine.loop import EngineLoop
 from headway.core.engine.ranks.rank_messages import decode, encode
 from headway.core.engine.ranks.rank_processes import RankProcesses
@@ -332,3 +333,35 @@ def test_logits_processors_stay_on_rank_0() -> None:
     (found,) = decode(encode(step)).started
     assert (found.row, found.seed, found.params.top_k, found.params.extra_args) == (1, 5, 3, None)
     assert len(found.params.logits_processors or ()) == 1
+
+
+def assert_same(found: StepInput, step: StepInput) -> None:
+    for field in fields(StepInput):
+        mine, theirs = getattr(found, field.name), getattr(step, field.name)
+        if isinstance(theirs, numpy.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+            numpy.testing.assert_array_equal(mine, theirs)
+        else:
+            assert mine == theirs, field.name
+
+
+PAGES = (NewPages(3, 0, [5, 900_000], 1), NewPages(0, 17, [], 0), NewPages(1, 2, [4], 0))
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"new_pages": PAGES},
+        {"state_indices": True, "new_pages": PAGES},
+        {"copies": (PageCopy(0, 1, 2, 3),)},
+        {"restored": ((1, 2),), "checkpoints": numpy.ones((2, 3), dtype=numpy.int32)},
+        {"started": (StartedRow(0, SamplingParams(logprobs=2, stop="x"), 2**63 - 1, (1, 2), 2, (0,)),)},
+    ],
+    ids=str,
+)
+def test_a_step_comes_back_as_it_was(count: int, more: dict[str, object]) -> None:
+    more = {**more, "state_indices": numpy.arange(count, dtype=numpy.int32)} if "state_indices" in more else more
+    step = decode_step(count, **more)
+    assert_same(decode(encode(step)), step)
