@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from backend_cases import CASES, LAYOUTS, SPECS, spec
+from backend_cases import CASES, spec
 from headway.backends.sdpa import SDPA, SDPAMath
 from headway.core.contract import layout as layouts
 from headway.core.contract.backend import AttentionBackend
@@ -19,8 +18,7 @@ from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.oracle.cases import make_case, parse_case, reference, relative_error
 from headway.core.oracle.oracle import attend as exact
-from headway.registry import Registry, create_registry
-from headway.testing.kit.checks.answers import dependent, invariance_case
+from headway.registry import create_registry
 from headway.tuning.measure.workloads import Geometry, build_case, make_spec, make_work
 from latent_layers import IN_KEY, UNEQUAL, case_of, dense_errors, errors_of, strided
 from shared_plans import errors_over_shared_plans
@@ -115,64 +113,6 @@ def test_shared_plans_on_a_gpu(name: str, backend: str) -> None:
         pytest.skip(f"{backend} serves no decode")
     layer = spec(num_heads=8, head_dim=128, dtype=torch.bfloat16, device=torch.device("cuda", 0), sinks=(0.0,) * 8)
     assert max(errors_over_shared_plans(registry.backend(backend), layer, name, layouts.write_rows)) < 1.2e-2
-
-
-NAMES = list(create_registry(load_entry_points=False).backends)
-
-
-def check(registry: Registry, name: str, layer: AttentionSpec, layout: CacheLayout, block_size: int) -> None:
-    asked = dataclasses.replace(layer, batch_invariant=True)
-    for phase in Phase:
-        support = registry.supports(name, asked, layout, block_size, phase)
-        if not support and name not in registry.able(layer.device):
-            pytest.skip(str(support))
-        claims = registry.backend(name).capabilities.batch_invariant
-        assert ("batch_invariant" in {reason.what for reason in support.reasons}) != claims, str(support)
-        if not support:
-            return
-    writer = registry.layout(layout.name).load_writer(layer.device)
-    case = invariance_case(layer, layout, block_size, writer)
-    assert not dependent(registry.backend(name)(case.spec, layout, block_size), case)
-
-
-@pytest.mark.parametrize("spec_name", ["gqa 2", "mha", "gqa 8, head_dim 80", "head_dim 24", "window softcap alibi", "alibi"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_cpu(registry: Registry, name: str, layout: CacheLayout, spec_name: str) -> None:
-    check(registry, name, SPECS[spec_name], layout, 16)
-
-
-GPU_CELLS = {
-    "nhd 256, 16/8, bf16": (NHD, 256, 16, 8, torch.bfloat16),
-    "nhd 16, 32/8, bf16": (NHD, 16, 32, 8, torch.bfloat16),
-    "vllm_5d 16, 8/1, fp16": (VLLM_5D, 16, 8, 1, torch.float16),
-    "hnd 64, 16/8, fp32": (HND, 64, 16, 8, torch.float32),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cell", GPU_CELLS)
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu(registry: Registry, name: str, cell: str) -> None:
-    layout, block_size, num_heads, num_kv_heads, dtype = GPU_CELLS[cell]
-    layer = spec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128, dtype=dtype, device=torch.device("cuda"))
-    check(registry, name, layer, layout, block_size)
-
-
-class Dependent(SDPA):
-    """Off by a rounding where it is not alone."""
-
-    name = "dependent"
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, group: Any, out: Tensor, lse: Tensor | None) -> None:
-        super()._attend(q, keys, values, group, out, lse)
-        if len(q) > group.count * group.query_len:
-            out[group.tokens] *= 1 + 2**-23
-
-
-def test_a_dependence_of_one_bit_would_be_seen(registry: Registry) -> None:
-    case = invariance_case(spec(), NHD, 16, registry.layout("nhd").load_writer(spec().device))
-    assert len(dependent(Dependent(case.spec, NHD, 16), case)) > 20
 
 
 GEOMETRY = Geometry(4, 2, 32)

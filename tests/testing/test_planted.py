@@ -149,6 +149,7 @@ class ServesOneShape(PlainBackend):
         return super().supports(spec, layout, block_size, phase) & fits
 
 
+@pytest.mark.slow
 def test_a_layer_is_found_for_a_backend_that_serves_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLANTED, "made", ServesOneShape)
     made = Kit(load_subject("broken:made", torch.device("cpu")))

@@ -33,8 +33,6 @@ LAYERS = {
     "16/8 heads of 128": (layer(), 1),
     "groups of 4, verified": (layer("32/8/128", sliding_window=100), 5),
     "one head of 256": (layer("8/1/256", dtype=torch.float16), 1),
-}
-RARE = {
     "sinks": (layer("64/8/64", sinks=(0.5,) * 64), 1),
     "16 rows of 256": (layer("16/1/256", softcap=30.0), 1),
     "16 rows of 192": (layer("16/1/192"), 1),
@@ -43,13 +41,8 @@ RARE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("asked", "tokens"),
-    [
-        *(pytest.param(*each, id=name) for name, each in LAYERS.items()),
-        *(pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in RARE.items()),
-    ],
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("asked", "tokens"), LAYERS.values(), ids=LAYERS)
 def test_every_layer_compiles_without_spills(compiler: Compiler, asked: AttentionSpec, tokens: int) -> None:
     blocks = row_blocks(asked.group_size * tokens, asked.head_dim)
     cubin = variant_of(asked, 16, blocks).compile(ARCH, compiler)
