@@ -96,13 +96,6 @@ def test_sinks_match_float64(monkeypatch: pytest.MonkeyPatch, home: str) -> None
     check(case_of("mixed", spec(sinks=(0.25, -1.0, 2.0, 0.0))))  # numbers that bfloat16 holds
 
 
-@pytest.mark.parametrize("case_name", ["mixed", "decode ragged"])
-@pytest.mark.parametrize("layout", [NHD, HND], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("block_size", [1, 16, 40])
-def test_layouts_and_block_sizes(fake: FlashAttn3, layout: CacheLayout, block_size: int, case_name: str) -> None:
-    check(case_of(case_name, spec(), layout, block_size))
-
-
 @pytest.mark.parametrize("case_name", ["prefill", "mixed", "verify"])
 @pytest.mark.parametrize(("layer", "layout"), [(EXPANDED, NHD), (EXPANDED, HND), (ABSORBED, LATENT)], ids=str)
 def test_unequal_heads_and_the_log_sum_exp(fake: FlashAttn3, layer: AttentionSpec, layout: CacheLayout, case_name: str) -> None:
@@ -117,11 +110,6 @@ def test_a_cache_in_foreign_memory(fake: FlashAttn3) -> None:
         tensor.nan_to_num_(POISON)
     assert FlashAttention3.accepts(case.cache)
     check(case)
-
-
-def test_padding_rows_disturb_nobody(fake: FlashAttn3) -> None:
-    for name in ("decode ragged", "verify"):
-        check(case_of(name, spec(), padding_rows=3))
 
 
 # Plans.

@@ -23,7 +23,7 @@ from headway.backends.varlen import TorchVarlen as TorchVarlenBackend
 from headway.backends.xformers import XFormersAttention
 from headway.core.contract.backend import AttentionBackend
 from headway.core.contract.errors import BackendError, ConfigError
-from headway.core.contract.layout import HND, NHD, VLLM_5D, CacheGeometry, write_rows
+from headway.core.contract.layout import HND, NHD, VLLM_5D, write_rows
 from headway.core.contract.metadata import AttentionMetadata, Phase
 from headway.core.contract.spec import AttentionSpec
 from headway.core.contract.support import YES, Reason, Support
@@ -105,16 +105,16 @@ def test_matches_float64_where_it_claims_to(backend: tuple, case_name: str, spec
         check(kind, case)
 
 
-@pytest.mark.parametrize("case_name", ["2q300s900_1q7s256_1q1s257_3q1s513", "1q513_1q1_1q256", "3q4s700"])
-def test_several_blocks_a_sequence(backend: tuple, case_name: str) -> None:
+@pytest.mark.parametrize(
+    ("case_name", "padding_rows"),
+    [
+        *((name, 0) for name in ("2q300s900_1q7s256_1q1s257_3q1s513", "1q513_1q1_1q256", "3q4s700", "3q1")),
+        *((name, 3) for name in ("decode ragged", "verify")),
+    ],
+)
+def test_several_blocks_a_sequence_and_rows_of_padding(backend: tuple, case_name: str, padding_rows: int) -> None:
     kind, _ = backend
-    check(kind, case_of(case_name, spec(), kind))
-
-
-@pytest.mark.parametrize("case_name", ["decode ragged", "verify"])
-def test_padding_rows_disturb_nobody(backend: tuple, case_name: str) -> None:
-    kind, _ = backend
-    check(kind, case_of(case_name, spec(), kind, padding_rows=3))
+    check(kind, case_of(case_name, spec(), kind, padding_rows=padding_rows))
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -128,11 +128,6 @@ def test_queries_that_see_later_keys(backend: tuple, window: int | None) -> None
         assert refused == {"sliding_window"}
     else:
         check(kind, case)
-
-
-def test_prompts_of_one_token(backend: tuple) -> None:
-    kind, _ = backend
-    check(kind, case_of("3q1", spec(), kind))
 
 
 def test_non_contiguous_queries(backend: tuple) -> None:
@@ -221,11 +216,7 @@ def test_flash_attn_4_needs_finite_rows_in_a_sequences_last_block(monkeypatch: p
     assert error < 1e-6 if poison == FINITE_POISON else math.isnan(error)
 
 
-def test_the_pool_starts_finite_and_only_flash_attn_4_needs_it() -> None:
-    for layout in (NHD, HND, VLLM_5D):
-        cache = layout.allocate(CacheGeometry(2, 16, 2, 32, torch.bfloat16, torch.device("cpu")))
-        assert not cache.key.any()
-        assert not cache.value.any()
+def test_only_flash_attn_4_needs_finite_rows() -> None:
     assert [kind.name for kind in BACKENDS if kind.capabilities.reads_whole_blocks] == ["flash_attn_4"]
 
 

@@ -57,6 +57,13 @@ def errors_of(backend: type[AttentionBackend], case: Case) -> tuple[float, float
     return error, float((lse - sums).abs().max())
 
 
+def assert_small(errors: tuple[float, float], most: float = 2e-6) -> None:
+    """Hold what `errors_of` and `dense_errors` return to the tolerance of float32."""
+    error, lse = errors
+    assert error < most
+    assert lse < 2e-5
+
+
 def dense_errors(backend: type[AttentionBackend], layout: CacheLayout, **changes: object) -> tuple[float, float]:
     """As `errors_of`, of prompts of a layer without a cache: the one that is handed in holds nothing but NaN."""
     case = case_of("prefill", spec(head_dim=48, v_head_dim=32, num_kv_heads=4, dense=True, **changes), layout)
