@@ -37,7 +37,7 @@ def quick_cells(name: str) -> list[CheckCell]:
     return kit(name).cells(quick=True)
 
 
-@pytest.mark.sampled(13, 1)
+@pytest.mark.sampled(27, 14)
 @pytest.mark.parametrize("check", ["claims", "refuse", "options", "tolerance", "lse", "turns", "steps", "repeat", "engine"])
 @pytest.mark.parametrize("name", [by_kit(name) for name in CPU_BACKENDS])
 def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
@@ -46,7 +46,7 @@ def test_the_quick_cells_of_a_check_pass(name: str, check: str) -> None:
     assert not [result for result in results if result.status == "failed"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6, 4)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
     ("name", "step"),

@@ -445,6 +445,7 @@ def test_a_cell_in_this_process_is_heard(capsys: pytest.CaptureFixture[str]) -> 
         check(Wanted(target="sdpa", in_process=True))
 
 
+@pytest.mark.slow
 def test_the_example_keeps_the_contract() -> None:
     wanted = Wanted(target=f"{EXAMPLE}:Example", quick=True, only="claims")
     assert [cell.status for cell in check(wanted).cells] == ["passed"]

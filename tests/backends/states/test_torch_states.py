@@ -190,7 +190,7 @@ def test_a_captured_plan_follows_its_static_tensors(kind: str, width: int) -> No
             assert torch.equal(tensor[foreign].view(torch.uint8), before[name][foreign].view(torch.uint8))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", STATE_KINDS)
 def test_large_layers_run_in_pieces(kind: str) -> None:
     """Where a step has more than is computed at once, blocks and segments follow each other, and the answer is the same."""
