@@ -93,6 +93,7 @@ def check(kind: type[AttentionBackend], case: Case, **options: str) -> None:
 # Numbers: order of arguments, meaning of the window, block tables, bottom-right causality, scale.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case_name", CASES)
 @pytest.mark.parametrize("spec_name", SPECS)
 def test_matches_float64_where_it_claims_to(backend: tuple, case_name: str, spec_name: str) -> None:

@@ -26,6 +26,7 @@ from shared_plans import errors_over_shared_plans
 BACKENDS = pytest.mark.parametrize("backend", [SDPA, SDPAMath], ids=lambda backend: backend.name)
 
 
+@pytest.mark.sampled(4)
 @BACKENDS
 @pytest.mark.parametrize("case_name", ["prefill", "mixed", "verify"])
 @pytest.mark.parametrize("layout", [NHD, HND, VLLM_5D], ids=lambda layout: layout.name)

@@ -79,6 +79,7 @@ def test_every_element_type(kind: str, dtype: str, state: str) -> None:
     check(make_state_case(lens, spec, VALUE_KEY, in_place=False, seed=3))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 31, 63, 64, 65, 127, 128, 129, 191])
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_every_length(kind: str, length: int) -> None:

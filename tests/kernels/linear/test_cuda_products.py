@@ -118,6 +118,7 @@ def test_one_group_a_row_is_multiplied_at_the_end_in_float32() -> None:
     assert torch.equal(read.scales, weight.scales.view(-1).float())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 33, 64, 65, 200, 512])
 @pytest.mark.parametrize("form", READ)
 def test_cuts_fit_into_shared_memory_and_share_the_work(form: str, rows: int) -> None:
@@ -137,6 +138,7 @@ def test_one_row_takes_sixteens_alone_where_pairs_are_uneven() -> None:
     assert {out: (cut.tiles, cut.kept) for out, cut in cuts.items()} == {5120: (1, True), 6144: (1, True), 8192: (2, False)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("capability", "room"), [("A100", 166_912), ("L40S", 101_376)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 @pytest.mark.parametrize("form", READ)
